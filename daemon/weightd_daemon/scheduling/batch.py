@@ -1,4 +1,4 @@
-"""A batch: what a slot runs at once, one or more items, each of them a request or some rows of one."""
+"""Batches: the unit that a slot runs at once. A batch has one or more items: requests, or some rows of one."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from weightd_protocol import limits
 
 _ALL_ROWS = range(limits.MAX_DIM)
 
-# Parts that are not all of a request have numbers from here on, which no request has.
+# Items of split requests are numbered from here on. Request numbers stay below.
 FIRST_SPLIT_NUMBER = 2**62
 
 
 @dataclass(eq=False, slots=True)
 class BatchItem:
-    """All of a request, or some of its rows.
+    """A whole request, or some of its rows.
 
     Attributes:
-        number: by which its slot calls it; that of the request, if it is all of it.
-        request: whose it is.
-        split: the request, if this is not all of it.
-        first_row: the first of the rows, then.
-        rows: how many there are, as far as that is known.
+        number: identifies the item in messages to the slot; the request's number if the item is the whole request.
+        request: the request.
+        split: the split request; None if the item is the whole request.
+        first_row: the first of the item's rows, for a split request.
+        rows: the number of rows, if it is known.
     """
 
     number: int
@@ -38,12 +38,12 @@ class BatchItem:
 
     @property
     def row_range(self) -> range:
-        """Those of the request that it has, and more if that is all of them."""
+        """The rows of the request that the item covers. For a whole request, the range is larger than any request."""
         return _ALL_ROWS if self.split is None else range(self.first_row, self.first_row + self.rows)
 
     @property
     def is_awaited(self) -> bool:
-        """Whether anybody waits for what comes of it."""
+        """Whether the request still needs the result of this item."""
         return not (self.request.is_ended or (self.split is not None and self.split.is_ended))
 
 
@@ -52,22 +52,22 @@ _NOT_STARTED = float("inf")
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """One or more parts of requests; each is answered by itself.
+    """One or more items that a slot runs at once; the slot answers each item separately.
 
-    What becomes of a batch says something of its parts only if it has one. Where it has several, and its slot dies of
-    it, hangs in it or refuses it, each of them runs again alone.
+    If a slot dies of a batch, hangs in it or rejects it, and the batch has a single item, then that request is the
+    cause. A batch of several items does not reveal the cause, so each of its items runs again alone.
 
     Attributes:
-        number: by which its slot calls it: that of its first part.
-        items: what has not been answered of it, by number.
-        item_count: how many parts it had.
-        batch_key: of its rows, if it has some.
-        rows: how many they are.
-        charge: what it has been charged, where there are several tenants.
-        answered_items: its parts that were, but for the last.
-        is_time_recorded: its seconds have been told.
-        is_long: it is expected to take longer than other tenants should wait.
-        started_at: when it began to run, in monotonic seconds; later than any clock says while it is only ready.
+        number: the number of the first item, which identifies the batch.
+        items: the unanswered items, by number.
+        item_count: the number of items that the batch started with.
+        batch_key: the common form of the requests, if they have rows.
+        rows: the total number of rows.
+        charge: the batch's charge on the clock of its device, while there are several tenants.
+        answered_items: the answered items except the last one.
+        is_time_recorded: whether the batch's run time has been recorded.
+        is_long: whether the batch is expected to run longer than other tenants should have to wait.
+        started_at: when the batch began to run, in monotonic seconds; infinity while it is queued at its slot.
     """
 
     number: int
@@ -83,19 +83,19 @@ class Batch:
 
     @classmethod
     def from_items(cls, items: Sequence[BatchItem], batch_key: BatchKey | None = None, rows: int = 0) -> Batch:
-        """Return a batch of these parts."""
+        """Return a batch of these items."""
         return cls(items[0].number, {item.number: item for item in items}, len(items), batch_key, rows)
 
     @property
     def has_started(self) -> bool:
-        """Whether it runs, as far as can be told from here."""
+        """Whether the batch runs, as far as the daemon can tell."""
         return self.started_at != _NOT_STARTED
 
     def record_time(self, seconds: float, last: BatchItem | None = None) -> None:
-        """It has had its slot for so many seconds, and has it no more. Only the first word counts.
+        """Charge the seconds for which the batch held its slot. Only the first call counts.
 
-        They go on the accounts of who has asked, by rows, whoever is to blame for the end. `last`: this part was
-        answered as the last, if all were.
+        The time is divided among the usage of the batch's tenants by rows, whatever ended the batch. `last` is the item
+        that was answered last, if all items were answered.
         """
         if self.is_time_recorded:
             return
@@ -109,76 +109,78 @@ class Batch:
             item.request.usage.add_run(share, 0 if item.number in self.items else item.rows)
 
     def isolate_requests(self) -> None:
-        """Whatever has to run again of it, does so alone."""
+        """Isolate the unanswered requests, so that each of them runs alone when it runs again."""
         for request in self.requests:
             isolate(request, Isolation.ALONE)
 
     @property
     def single_request(self) -> Request | None:
-        """The request that it is a part of, all alone; None if it has several parts."""
+        """The request of the only item; None if the batch was formed of several items."""
         return next(iter(self.items.values())).request if self.item_count == 1 else None
 
     def item_of(self, request: Request) -> BatchItem | None:
-        """Return its part of a request, which has not been answered; None if it has none."""
+        """Return the unanswered item of a request, or None."""
         item = self.items.get(request.number)
         if item is None and self.number >= FIRST_SPLIT_NUMBER:
-            # A batch that has some rows of a request has nothing else.
+            # A batch with a part of a split request has no other item.
             item = next((each for each in self.items.values() if each.request is request), None)
         return item
 
     @property
     def requests(self) -> list[Request]:
-        """Those that it has not answered."""
+        """The requests of the unanswered items."""
         return [item.request for item in self.items.values()]
 
     @property
     def tenants(self) -> set[Tenant]:
-        """On whose accounts those go."""
+        """The tenants of the unanswered items."""
         return {request.tenant for request in self.requests}
 
     @property
     def origins(self) -> set[ClientOrigin]:
-        """Who has asked."""
+        """The clients of the unanswered items."""
         return {request.origin for request in self.requests}
 
     @property
     def awaited_items(self) -> list[BatchItem]:
-        """The parts of which the requests have not ended while it ran."""
+        """The unanswered items whose requests have not ended."""
         return [item for item in self.items.values() if item.is_awaited]
 
     @property
     def isolation(self) -> Isolation:
-        """What else may run: as the narrowest of its parts bears."""
+        """The highest isolation level among the requests."""
         return max(request.isolation for request in self.requests)
 
 
 def record_death(batches: Sequence[Batch]) -> None:
-    """A slot was lost to these batches: that goes on the account of who has asked, if all are one tenant's."""
+    """Count a lost slot in the usage of the tenant whose requests these batches had, if all belong to one tenant."""
     usages = {id(request.usage): request.usage for batch in batches for request in batch.requests}
     if len(usages) == 1:
-        # Of several nobody can tell whose fault it was.
+        # With several tenants, the cause cannot be determined.
         [usage] = usages.values()
         usage.unexpected_exits += 1
 
 
 class OutputBufferLeases:
-    """The processes of a model that may still write to the memory of clients.
+    """Tracks which worker processes of a model may still write to output memory of clients.
 
-    A worker that has begun with a request cannot be stopped: it writes the outputs where there was room for them even
-    if the request has ended long before. Nor can be seen from here whether one has begun with what is recalled from it.
-    Only its answer, or its death, tells that it writes no more. Two never write to the same place: what runs again
-    while the one that had it first may still write is answered in frames. Parts of a request write to places of their
-    own. What is known of a request goes with it: it may end with another model than the one on which it has begun.
+    A worker that has started a request cannot be stopped: the worker writes the outputs to the client's memory even if
+    the request has ended long before. Nor does the daemon know whether a worker has already started a request that the
+    daemon recalls. Only the worker's answer or exit proves that it no longer writes.
+
+    Two processes never write to the same memory. If an item runs again while its first worker may still write, the
+    second worker answers in frames. Parts of a split request write to separate ranges. The pending writes are stored
+    with the request, because the request may end at another model than it started at.
 
     Attributes:
-        leases: what they have been given, by process and number; while there is none nothing has to be asked.
+        leases: items with output memory, by process and item number. While it is empty, callers can skip `release`.
     """
 
     def __init__(self) -> None:
         self.leases: dict[tuple[str, int], BatchItem] = {}
 
     def acquire(self, processes: Iterable[str], item: BatchItem) -> bool:
-        """The processes of a slot are given a part that has room for outputs; return whether they may use it."""
+        """Record that processes get an item with output memory; return whether they may write to that memory."""
         rows, request = item.row_range, item.request
         if any(rows.start < other.stop and other.start < rows.stop for other in request.pending_writes):
             return False
@@ -188,7 +190,11 @@ class OutputBufferLeases:
         return True
 
     def release(self, process: str, number: int) -> list[Request]:
-        """The process has done with a part; return its request if that has ended, and nobody writes for it any more."""
+        """Record that a process no longer writes for an item.
+
+        Returns:
+            The request, if it has ended and no process writes for it any more.
+        """
         item = self.leases.pop((process, number), None)
         if item is None:
             return []
@@ -198,5 +204,5 @@ class OutputBufferLeases:
         return [request] if request.may_still_write and not request.pending_writes else []
 
     def release_process(self, process: str) -> list[Request]:
-        """The process has ended; return the requests whose clients have to be told."""
+        """Record that a process has exited; return the requests whose clients must be notified."""
         return [request for key in list(self.leases) if key[0] == process for request in self.release(*key)]

@@ -1,7 +1,7 @@
-"""Forms the batches of one model: which slot a request runs on, and what runs with it.
+"""Forms the batches of one model: chooses the slot of a request and the requests that share its batch.
 
-Which requests may share a batch is told by `batching.policy`, which of them do by `batching.former`; a request that has
-more rows than a batch runs in parts, see `batching.split`.
+`batching.policy` decides which requests may share a batch, `batching.former` which of them do. A request with more rows
+than a batch may have is split, see `batching.split`.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from weightd_daemon.scheduling.slots import Slot, SlotPool
 from weightd_daemon.scheduling.tenancy import Tenancy
 from weightd_protocol import limits
 
-# So long it is remembered how many requests there were at once.
+# How long the peak number of concurrent requests is remembered, in seconds.
 _PEAK_WINDOW_S = 1.0
 
 
 class BatchFormer:
-    """Chooses the slot for a request, and forms its batch of what waits.
+    """Chooses the slot for a request and forms the request's batch.
 
     Args:
-        queue: what waits.
-        turns: whose turn it is.
-        slots: of the model.
-        times: of its batches.
-        tenancy: how long a batch may take while other tenants send requests.
-        execution_counters: counts requests that run in parts.
+        queue: the queue of the model.
+        turns: the order of the queue.
+        slots: the slots of the model.
+        times: durations of earlier batches.
+        tenancy: limits the duration of a batch while several tenants send requests.
+        execution_counters: counts split requests.
     """
 
     def __init__(
@@ -58,14 +58,14 @@ class BatchFormer:
         self._request_peak = RollingMax(_PEAK_WINDOW_S)
 
     def choose_slot(self, request: Request, split: SplitRequest | None, now: float) -> Slot | None:
-        """Return the slot with the least to do that has credit, the first of them; None if none has any.
+        """Return the least loaded slot that accepts the request; None if there is no such slot.
 
-        Where the batch of the request may become larger, the request does not wait for a slot that is busy.
+        A request whose batch may still grow is not queued behind a busy slot.
 
         Args:
-            request: to be given to it.
-            split: what has begun of it: the rest runs on the same model.
-            now: the clock.
+            request: the request to assign.
+            split: its state if it is split and has started: the other rows run on slots with the same policy.
+            now: the time in monotonic seconds.
         """
         least_loaded, min_load = None, float("inf")
         for slot in self._slots.accepting.values():
@@ -79,9 +79,10 @@ class BatchFormer:
         return least_loaded
 
     def form_batch(self, slot: Slot, request: Request, batch_key: BatchKey, now: float) -> tuple[Batch, bool]:
-        """Return the batch of a request, with what goes with it, or of some of its rows; and whether it is the latter.
+        """Form the batch of a request, and remove the other requests of the batch from the queue.
 
-        What is in the batch does not wait any more.
+        Returns:
+            The batch, and whether it is a part of a split request.
         """
         policy, queue = slot.policy, self._queue
         split = queue.splits.get(request.number)
@@ -104,7 +105,7 @@ class BatchFormer:
         return Batch.from_items(items, batch_key, group.rows), False
 
     def start_split(self, request: Request, policy: BatchingPolicy, batch_key: BatchKey) -> SplitRequest:
-        """Have a request run in parts."""
+        """Start to run a request in parts."""
         split = self._queue.splits[request.number] = SplitRequest(request, policy, batch_key)
         self._execution_counters.split_requests += 1
         return split
@@ -119,7 +120,7 @@ class BatchFormer:
         return Batch.from_items([item], split.batch_key, rows)
 
     def _can_queue_behind(self, slot: Slot, request: Request, now: float) -> bool:
-        """Whether nothing that may still come could share the request's batch: it need not wait for the slot."""
+        """Return whether the request may be queued at the slot, because no later request could join its batch."""
         batch_key = slot.policy.batch_key(request.description) if slot.policy.can_merge and not slot.is_free else None
         if batch_key is None:
             return True
@@ -132,10 +133,10 @@ class BatchFormer:
         return SlotConstraints(slot.policy, expected_s, max_requests, max_s)
 
     def _max_requests(self, slot: Slot, batch_key: BatchKey, waiting: int, now: float) -> int:
-        """How many of the requests that wait may share a batch: those of the slots that are free share all there are.
+        """Return how many requests may share the batch: the concurrent requests divided by the slots that will be free.
 
-        A slot counts that will be free before this one had run what waits. And what there was a moment ago is counted:
-        who has just been answered asks again.
+        A slot counts as free if it finishes before this slot would have run all queued requests. The number of requests
+        is the recent peak, because clients that have just been answered often send the next request.
         """
         slots = self._slots.merging.values()
         running = sum(batch.item_count for each in slots for batch in each.batches.values())
@@ -146,7 +147,7 @@ class BatchFormer:
         return math.ceil(peak / (1 + sum(self._free_at(each) <= completes_at for each in slots if each is not slot)))
 
     def _free_at(self, slot: Slot) -> float:
-        """When a slot will have run what it has, as far as is known."""
+        """Return when a slot will have run all its batches; infinity if that is unknown."""
         free_at = slot.busy_since if slot.batches else -math.inf
         for batch in slot.batches.values():
             if batch.batch_key is None:

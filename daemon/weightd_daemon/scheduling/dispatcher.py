@@ -1,12 +1,12 @@
-"""The requests for one model: each is accepted or refused here, and gets one reply.
+"""Accepts the requests for one model, dispatches them to workers and sends one reply to each.
 
     enqueue   `Dispatcher.infer` checks a request, and starts it on a free slot or puts it into the queue;
               `Scheduler.submit` refuses it if the queue is full
-    dispatch  `Dispatcher.dispatch` has everything run that can; `Scheduler` decides what that is
+    dispatch  `Dispatcher.dispatch` starts all batches that can run now; `Scheduler` selects them
     execute   `BatchSender` sends a batch to the processes of its slot
-    reply     `BatchResults` takes what these report, and `Replies` ends each request with its result or an error
+    reply     `BatchResults` handles the processes' results, and `Replies` ends each request with its result or an error
 
-The special cases are behind these: batches of several requests and requests in parts in `batching`, ranks in
+The special cases are in other modules: batches of several requests and split requests in `batching`, rank groups in
 `lockstep`, several models in one process in `shared_process`, several tenants in `tenancy`, and requests that crash or
 hang slots in `fault_isolation`.
 """
@@ -39,19 +39,19 @@ from weightd_protocol.errors import Cancelled, RequestError, ResourceExhausted, 
 from weightd_protocol.messages.inference import RequestDescription
 from weightd_protocol.messages.worker import BeginBatch, Built, CancelPredict, Predict
 
-# At what comes, before something runs that waits.
+# How many times dispatching is postponed for requests that have just arrived.
 _MAX_GATHER_ROUNDS = 64
 
 
 @dataclass(frozen=True)
 class SharedScheduling:
-    """What the dispatchers of all models have in common.
+    """The objects that the dispatchers of all models share.
 
     Attributes:
-        clocks: of the devices.
+        clocks: the fair-share clocks of the devices.
         tenant_offenders: the tenants whose requests have crashed slots.
-        client_log: of what clients do.
-        counters_of: called with the name of a model; returns its counters.
+        client_log: the rate-limited log of client events.
+        counters_of: called with the name of a model; returns the model's counters.
         users: the tenants that use the slots, where several models share their processes.
     """
 
@@ -66,13 +66,13 @@ class DispatcherStatus(NamedTuple):
     """The state of a dispatcher.
 
     Attributes:
-        queued: requests that wait.
-        running: requests that a slot has.
-        failed: requests that ended in an error after they were accepted.
-        latencies: of all answers.
-        quarantined: contents that are refused.
+        queued: the number of queued requests.
+        running: the number of requests at slots.
+        failed: the number of accepted requests that ended in an error.
+        latencies: the latencies of the answers.
+        quarantined: the number of contents in quarantine.
         confined_clients: clients whose requests run one at a time.
-        execution_counters: what has run.
+        execution_counters: counters of the batches that have run.
     """
 
     queued: int
@@ -85,23 +85,23 @@ class DispatcherStatus(NamedTuple):
 
 
 class Dispatcher:
-    """Takes the requests of one model, has slots run them, and tells each one's client how it has ended.
+    """Accepts the inference requests for one model, dispatches them to slots and sends the replies.
 
     Args:
-        name: of the model.
-        config: of the model.
-        response_sink: sends replies.
-        send_order: sends an order, with the frames that follow it and the memory that it names, to a process.
-        schedule_by: called with a time that may be sooner than what `next_event_at` was.
-        shared: what the dispatchers of all models have in common.
+        name: the name of the model.
+        config: the configuration of the model.
+        response_sink: sends replies to clients.
+        send_order: sends an order to a process, with its frames and memory regions.
+        schedule_by: called with a time that may be sooner than `next_event_at` was.
+        shared: the objects that the dispatchers of all models share.
 
     Attributes:
-        signature: what the model takes and gives.
-        metadata: tells clients of that.
+        signature: the inputs and outputs of the model.
+        metadata: replies to metadata requests.
         processes: adds and removes slots, and watches their processes.
-        results: takes the reports of the processes.
-        principal_names: of tenants and users whose requests have shared a batch.
-        counters: of the model, whichever dispatcher it has.
+        results: handles the results from the processes.
+        principal_names: the tenants and users whose requests have shared a batch.
+        counters: the counters of the model, which outlive this dispatcher.
     """
 
     def __init__(
@@ -144,7 +144,8 @@ class Dispatcher:
         self.processes = SlotProcesses(self._scheduler, self._isolator, self.results, send_order, self.dispatch)
         self.signature = Signature(_row_limits(config))
         self.metadata = MetadataReplies(name, config, self.signature, response_sink)
-        # Requests wait for those that have come with them, and there is news since that was last looked at.
+        # Whether dispatching is postponed so that more requests can join the batches, and whether any have arrived
+        # since the last look.
         self._is_gathering = False
         self._has_new = False
         self._gather_rounds = 0
@@ -153,10 +154,10 @@ class Dispatcher:
     # --- from clients -------------------------------------------------------------------------------------------
 
     def infer(self, request: Request, now: float) -> None:
-        """Accept a request. While the model loads it waits, and is checked once the signature is known.
+        """Accept a request. While the model loads, the request is queued; it is checked once the signature is known.
 
         Raises:
-            RequestError: it is refused.
+            RequestError: the request is refused.
         """
         if self.metadata.make_unavailable is not None:
             raise self.metadata.make_unavailable()
@@ -181,20 +182,20 @@ class Dispatcher:
             self.dispatch(now)
 
     def cancel(self, client: bytes, request_id: str, now: float) -> None:
-        """End a request of a client that does not want the answer any more."""
+        """End a request that its client has cancelled."""
         error = Cancelled("cancelled by the client")
         self._replies.fail_all([(each, error) for each in self._scheduler.end_of_client(client, request_id)])
         self.dispatch(now)
 
     def on_disconnect(self, client: bytes, now: float) -> None:
-        """The client is gone: nobody waits for what it asked."""
+        """End all requests of a client that has disconnected."""
         self.metadata.forget(client)
         error = Cancelled("the client disconnected")
         self._replies.fail_all([(each, error) for each in self._scheduler.end_of_client(client)])
         self.dispatch(now)
 
     def shed(self, should_reject: Callable[[Request], bool], error: RequestError, now: float) -> None:
-        """Refuse at once each request that waits and is `should_reject`, as its memory is needed; what runs goes on."""
+        """Refuse the matching queued requests at once, because their memory is needed. Requests at slots continue."""
         self._replies.fail_pending(should_reject)
         for request in self._scheduler.take_matching(should_reject):
             self._replies.fail(request, error)
@@ -203,7 +204,7 @@ class Dispatcher:
     # --- slots --------------------------------------------------------------------------------------------------
 
     def dispatch(self, now: float) -> None:
-        """Have everything run that can; a slot hears what it need not run before it gets something in its place."""
+        """Start every batch that can run now. A slot receives its cancellations before its next batch."""
         sender, running = self._sender, self._scheduler.running
         for slot, batch in self._scheduler.assign(now):
             sender.cancel(running.take_recalled())
@@ -211,11 +212,11 @@ class Dispatcher:
         sender.cancel(running.take_recalled())
 
     def dispatch_gathered(self, now: float) -> None:
-        """All that is known to have come has been taken in: have everything run that can.
+        """Dispatch the queued requests, unless requests that have just arrived may still join a batch.
 
-        Where requests share batches, one more look is taken first at what has come meanwhile; and another as long as
-        that was something, and could go with it. Nothing is waited for; and looks have an end, for what comes may have
-        ended at the next one.
+        Where requests share batches, the dispatcher waits for another turn of the loop as long as the last turn brought
+        new requests and a batch has room for more. It never waits for a time, and for at most `_MAX_GATHER_ROUNDS`
+        turns, since requests may end as fast as new ones arrive.
         """
         if self._has_new and self._gather_rounds < _MAX_GATHER_ROUNDS and self._scheduler.may_gather:
             self._has_new = False
@@ -226,9 +227,9 @@ class Dispatcher:
             self.dispatch(now)
 
     def expire(self, now: float, explain_error: Callable[[RequestError], RequestError]) -> None:
-        """Go on with ending requests, and end those whose deadlines have passed; go on with checks of contents.
+        """End requests whose deadlines have passed, and continue pending failures and content checks.
 
-        Requests that are late end with the error that `explain_error` makes of theirs.
+        An expired request ends with the error that `explain_error` returns for it.
         """
         self._replies.fail_some()
         for request, error in self._scheduler.expire(now):
@@ -236,18 +237,18 @@ class Dispatcher:
         self._isolator.continue_fingerprint(now)
 
     def on_suspended(self, seconds: float, now: float) -> None:
-        """The daemon did not run for so long: the deadlines of clients come that much sooner."""
+        """Bring the deadlines of requests forward by the seconds for which the daemon did not run."""
         self._scheduler.on_suspended(seconds, now)
 
     # --- from the model -----------------------------------------------------------------------------------------
 
     def reconfigure(self, config: ModelConfig) -> None:
-        """Do as this configuration says, which differs in no bound and in no time from the one before."""
+        """Apply a configuration that differs from the previous one in `batching`, `split` or `default_priority` only."""
         self.metadata.reconfigure(config)
         self.signature.set_row_limits(_row_limits(config))
 
     def on_built(self, built: Built) -> None:
-        """The signature is known: end each request that waits and does not fit it."""
+        """Record the signature of the model, and reject the queued requests that do not match it."""
         self.signature.on_built(built)
         errors = self.signature.check_waiting(list(self._queue))
         rejected = self._scheduler.take_matching(lambda each: each.number in errors)
@@ -255,15 +256,15 @@ class Dispatcher:
         self.metadata.reply_all()
 
     def on_model_replaced(self, built: Built | None) -> None:
-        """Another model is served, which may take more sizes; what crashed the last one says nothing."""
+        """Accept the signature of a new model version, which may support more sizes, and clear the fault isolation."""
         self._isolator.clear()
         if built is not None:
             self.signature.on_built(built)
 
     def set_unavailable(self, make_error: Callable[[], RequestError] | None, *, fails_waiting: bool = False) -> None:
-        """From now on refuse each request with an error that this function makes; None: accept requests.
+        """Refuse all further requests with an error that this function makes; None: accept requests again.
 
-        `fails_waiting`: what waits ends in it, too.
+        With `fails_waiting`, the queued requests and metadata requests end with the error, too.
         """
         self.metadata.make_unavailable = make_error
         if make_error is not None and fails_waiting:
@@ -271,7 +272,7 @@ class Dispatcher:
             self.metadata.reject(lambda _: True, make_error())
 
     def adopt_requests(self, old: Dispatcher, now: float) -> None:
-        """Take over the requests that wait at the dispatcher of the model that this one replaces."""
+        """Take over the queued requests of the dispatcher that this one replaces."""
         for request in old.take_waiting():
             try:
                 self.infer(request, now)
@@ -281,7 +282,7 @@ class Dispatcher:
         self.principal_names.update(old.principal_names)
 
     def take_waiting(self) -> Sequence[Request]:
-        """Return every request that waits, and forget it."""
+        """Remove and return all queued requests."""
         self._isolator.fail_pending()
         waiting = self._scheduler.take_all_waiting()
         for request in waiting:
@@ -289,12 +290,12 @@ class Dispatcher:
         return waiting
 
     def fail_waiting(self, error: RequestError) -> None:
-        """End what waits."""
+        """End all queued requests with an error."""
         self._isolator.fail_pending()
         self._replies.fail_all([(each, error) for each in self._scheduler.take_all_waiting()])
 
     def hand_over(self) -> None:
-        """The daemon ends before its workers: answer what has not been answered."""
+        """End all requests, because the daemon exits before its workers."""
         self._isolator.fail_pending()
         error = Unavailable("weightd is restarting")
         self._replies.fail_all([(each, error) for each, _ in self._scheduler.end_matching(lambda _: True)])
@@ -304,29 +305,29 @@ class Dispatcher:
 
     @property
     def is_idle(self) -> bool:
-        """Whether each request that was accepted has ended."""
+        """Whether every accepted request has ended."""
         return not self._replies.is_pending and self._scheduler.is_idle
 
     @property
     def has_pending_failures(self) -> bool:
-        """Whether clients have still to be told of requests that neither wait nor run any more."""
+        """Whether requests that are neither queued nor running still await their error replies."""
         return self._replies.is_pending
 
     @property
     def queued_by_tenant(self) -> Mapping[Tenant, int]:
-        """How many requests of each tenant wait, at the cost of a look at each tenant."""
+        """The number of queued requests of each tenant, at the cost of a look at each tenant."""
         return self._queue.counts_by_tenant
 
     @property
     def next_event_at(self) -> float:
-        """Nothing is due before this, in monotonic seconds."""
+        """The earliest time at which anything is due, in monotonic seconds."""
         if self._is_gathering or self._replies.is_pending or self._isolator.has_work:
             return AT_ONCE
         ping_at, event_at = self.processes.next_ping_at, self._scheduler.next_event_at
         return ping_at if ping_at < event_at else event_at
 
     def status(self, now: float) -> DispatcherStatus:
-        """Return the state."""
+        """Return the state of the dispatcher."""
         return DispatcherStatus(
             self._queue.count,
             len({item.request for item in self._scheduler.slots.awaited_items}),
@@ -347,11 +348,11 @@ class Dispatcher:
                 self.dispatch(now)
 
     def _gather(self, request: Request, now: float) -> None:
-        """What comes with it may share its batch: it runs once all of that has been taken in."""
+        """Queue a request that may share its batch; it starts after all messages that have arrived are read."""
         try:
             self._scheduler.submit(request, now, can_evict=False)
         except ResourceExhausted:
-            # There is room again once those run that could.
+            # The queue may have room again after the dispatch.
             self.dispatch(now)
             self._replies.fail_all(self._scheduler.submit(request, now))
         self._schedule_dispatch()
@@ -365,11 +366,11 @@ class BatchSender:
     """Sends batches to the processes of their slots.
 
     Args:
-        send_order: sends an order, with the frames that follow it and the memory that it names, to a process.
+        send_order: sends an order to a process, with its frames and memory regions.
 
     Attributes:
-        output_leases: who may write to the memory of clients.
-        principal_names: of tenants and users whose requests have shared a batch.
+        output_leases: tracks which processes may write to output memory of clients.
+        principal_names: the tenants and users whose requests have shared a batch.
     """
 
     def __init__(self, send_order: SendOrder) -> None:
@@ -378,7 +379,7 @@ class BatchSender:
         self.principal_names = RecentNames()
 
     def start(self, slot: Slot, batch: Batch) -> None:
-        """Send a batch to its slot."""
+        """Send a batch to its slot, with one `Predict` order for each item and process."""
         if batch.batch_key is not None:
             self._announce(slot, batch)
         for item in batch.items.values():
@@ -398,13 +399,13 @@ class BatchSender:
                     self._send_order(process, predict, frames, locations.regions)
 
     def cancel(self, recalled: Iterable[tuple[Slot, int]]) -> None:
-        """Tell slots what they need not run."""
+        """Send the cancellations of batch items to the processes of their slots."""
         for slot, number in recalled:
             for process in slot.processes:
                 self._send_order(process, CancelPredict(number), (), ())
 
     def _announce(self, slot: Slot, batch: Batch) -> None:
-        """Tell the processes of a slot that the next requests share a batch, or that it has to be filled up."""
+        """Announce a batch to the processes of its slot, if it has several items or must be padded."""
         rows = slot.policy.padded_rows(batch.rows)
         if batch.item_count == 1 and not rows:
             return
@@ -425,10 +426,10 @@ class BatchSender:
         frames: Sequence[Any],
         locations: TensorLocations,
     ) -> None:
-        """All processes get the same; one of them alone may write outputs where the client has room for them."""
+        """Send an item to all processes of a slot. At most one of them may write to output memory of the client."""
         step, reply_process = lockstep.start(item.number), lockstep.reply_process
         read_only = locations.without_outputs() if locations.outputs else locations
-        # Where there is an input, too, another one may still have to read that.
+        # Output memory that overlaps an input is not used: another process may still have to read the input.
         if locations.outputs and (
             reply_process is None or locations.has_overlap or not self.output_leases.acquire((reply_process,), item)
         ):
@@ -440,7 +441,7 @@ class BatchSender:
 
 
 def _row_limits(config: ModelConfig) -> RowLimits:
-    """Return how many rows a request may have: as many as can be run, be it in parts."""
+    """Return the row limits of a model: as many rows as it can run, in parts if requests are split."""
     sizes = config.batching.sizes
     if config.split.part_rows:
         return RowLimits(config.split.max_rows, "split.max_rows", sizes)

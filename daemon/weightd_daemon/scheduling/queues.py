@@ -1,8 +1,8 @@
-"""Ordered collections of requests, of which `RequestQueue` is built: by turn, by tenant, and by deadline.
+"""The ordered collections of requests from which `RequestQueue` is built: by arrival, by priority and by tenant.
 
-Requests run first come first served, and are found by their client and id without a look at any other. Where there are
-levels of priority, each is worth some seconds of waiting: a request goes before all that have come so much later,
-whatever their level, so that none waits for ever.
+Requests run first come, first served. A request is found by client and id without a look at any other request. Each
+level of priority counts as `PRIORITY_LEVEL_S` seconds of waiting, so that a request of a low priority does not wait for
+ever.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from weightd_daemon.scheduling.request import Request
 from weightd_daemon.tenants.tenant import Tenant
 
-# What a level of priority is worth.
+# The head start that each level of priority gives, in seconds.
 PRIORITY_LEVEL_S = 2.0
 
 
 def sort_key(request: Request) -> tuple[float, int]:
-    """Return what is less for a request that runs before another one."""
+    """Return the sort key of a request; requests with a smaller key run first."""
     return request.arrived_at + PRIORITY_LEVEL_S * request.priority_level, request.number
 
 
 class FifoQueue:
-    """Requests of one level, in the order in which they are to run.
+    """Requests of one priority level, in running order.
 
     Attributes:
-        count: how many there are; cheaper than `len`, which is asked for with every message.
-        nbytes: of the tensors of all of them.
+        count: the number of requests. This attribute is read with every message, and is cheaper than `len`.
+        nbytes: the tensor bytes of all requests.
     """
 
     def __init__(self) -> None:
         self.count = 0
         self.nbytes = 0
         self._requests: OrderedDict[int, Request] = OrderedDict()
-        # By client and id; nobody keeps a client from using an id twice.
+        # Indexed by client, id and number: a client may use the same id more than once.
         self._index: dict[bytes, dict[str, dict[int, Request]]] = {}
 
     def __len__(self) -> int:
@@ -50,12 +50,12 @@ class FifoQueue:
 
     @property
     def first(self) -> Request:
-        """The one whose turn it is."""
+        """The next request to run."""
         return next(iter(self._requests.values()))
 
     @property
     def last(self) -> Request:
-        """The one that has come last, but for what was put back."""
+        """The newest request, apart from requests that were put back."""
         return next(reversed(self._requests.values()))
 
     def append(self, request: Request) -> None:
@@ -66,19 +66,19 @@ class FifoQueue:
         self.nbytes += request.nbytes
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """Put requests at the head, in their order."""
+        """Put requests at the head, in the given order."""
         for request in reversed(requests):
             self.append(request)
             self._requests.move_to_end(request.number, last=False)
 
     def take(self) -> Request:
-        """Take out the first."""
+        """Remove and return the first request."""
         _, request = self._requests.popitem(last=False)
         self._unindex(request)
         return request
 
     def remove(self, request: Request) -> None:
-        """Take one out."""
+        """Remove a request."""
         del self._requests[request.number]
         self._unindex(request)
 
@@ -94,11 +94,11 @@ class FifoQueue:
                 del self._index[request.client]
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
-        """Take out all that are `should_take`, at the cost of a look at each."""
+        """Remove and return all matching requests, at the cost of a look at each."""
         return self._take_all([request for request in self if should_take(request)])
 
     def take_of_client(self, client: bytes, request_id: str | None = None) -> list[Request]:
-        """Take out a client's requests, or those of its requests that have this id."""
+        """Remove and return the requests of a client, or only those with this id."""
         of_client = self._index.get(client)
         if of_client is None:
             return []
@@ -112,10 +112,10 @@ class FifoQueue:
 
 
 class PriorityQueue:
-    """A `FifoQueue` for each level of priority, and to others like one.
+    """A `FifoQueue` for each priority level, with the same interface as a single one.
 
     Args:
-        count: how many levels there are; a request of one that there is not any more is of the last.
+        count: the number of levels. Requests of a level beyond these go to the last one.
     """
 
     def __init__(self, count: int) -> None:
@@ -129,22 +129,22 @@ class PriorityQueue:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of requests."""
         return sum([queue.count for queue in self._queues])
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors of all of them."""
+        """The tensor bytes of all requests."""
         return sum([queue.nbytes for queue in self._queues])
 
     @property
     def first(self) -> Request:
-        """The one whose turn it is."""
+        """The next request to run."""
         return min((queue.first for queue in self._queues if queue.count), key=sort_key)
 
     @property
     def last(self) -> Request:
-        """The one that has come last, but for what was put back."""
+        """The newest request, apart from requests that were put back."""
         return max((queue.last for queue in self._queues if queue.count), key=lambda each: each.number)
 
     def append(self, request: Request) -> None:
@@ -152,25 +152,25 @@ class PriorityQueue:
         self._queue_of_level(request).append(request)
 
     def put_back(self, requests: Iterable[Request]) -> None:
-        """Put requests at the heads of their levels, in their order."""
+        """Put requests at the heads of their levels, in the given order."""
         requests = list(requests)
         for queue in self._queues:
             queue.put_back([request for request in requests if self._queue_of_level(request) is queue])
 
     def take(self) -> Request:
-        """Take out the first."""
+        """Remove and return the first request."""
         return self._queue_of_level(self.first).take()
 
     def remove(self, request: Request) -> None:
-        """Take one out."""
+        """Remove a request."""
         self._queue_of_level(request).remove(request)
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
-        """Take out all that are `should_take`, at the cost of a look at each."""
+        """Remove and return all matching requests, at the cost of a look at each."""
         return [request for queue in self._queues for request in queue.take_matching(should_take)]
 
     def take_of_client(self, client: bytes, request_id: str | None = None) -> list[Request]:
-        """Take out a client's requests, or those of its requests that have this id."""
+        """Remove and return the requests of a client, or only those with this id."""
         return [request for queue in self._queues for request in queue.take_of_client(client, request_id)]
 
     def _queue_of_level(self, request: Request) -> FifoQueue:
@@ -180,17 +180,17 @@ class PriorityQueue:
 TenantQueue = FifoQueue | PriorityQueue
 
 
-# Of who has none.
+# The queue of a tenant without requests.
 _EMPTY = FifoQueue()
 
 
 class TenantQueues:
-    """A queue, or one of levels, for each tenant that has something in it.
+    """A `FifoQueue` or `PriorityQueue` for each tenant with requests.
 
     Args:
-        levels: of priority.
-        queue: what waited before there were several tenants, all of one; whose it is is told by what is in it.
-        on_change: called with a tenant that has something now and had nothing, and with one that has nothing any more.
+        levels: the number of priority levels.
+        queue: the queue from before there were several tenants. All its requests belong to one tenant.
+        on_change: called with a tenant when it gets its first request here, and when it has none left.
     """
 
     def __init__(self, levels: int, queue: TenantQueue, on_change: Callable[[Tenant], None]) -> None:
@@ -201,20 +201,20 @@ class TenantQueues:
             self._queues[queue.first.tenant] = queue
 
     def queue_of(self, tenant: Tenant) -> TenantQueue:
-        """Return what waits of a tenant."""
+        """Return the queue of a tenant, which may be empty."""
         return self._queues.get(tenant, _EMPTY)
 
     @property
     def tenants(self) -> list[Tenant]:
-        """Those that have something here."""
+        """The tenants that have requests here."""
         return [*self._queues]
 
     def single_queue(self) -> TenantQueue:
-        """Return the queue of the only tenant that has something here, or an empty one."""
+        """Return the queue of the only tenant that has requests here, or an empty queue."""
         return next(iter(self._queues.values()), None) or make_queue(self._levels)
 
     def last_of(self, tenant: Tenant) -> Request | None:
-        """Return what has come last of a tenant's, None if nothing of it is there."""
+        """Return the newest request of a tenant, or None."""
         queue = self._queues.get(tenant)
         return None if queue is None else queue.last
 
@@ -226,39 +226,39 @@ class TenantQueues:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """The number of requests."""
         return sum([queue.count for queue in self._queues.values()])
 
     @property
     def nbytes(self) -> int:
-        """Of the tensors of all of them."""
+        """The tensor bytes of all requests."""
         return sum([queue.nbytes for queue in self._queues.values()])
 
     @property
     def first(self) -> Request:
-        """The one that would run first if nobody's share mattered."""
+        """The request that would run first without fair shares."""
         return min((queue.first for queue in self._queues.values()), key=sort_key)
 
     def append(self, request: Request) -> None:
-        """Put a request at the end of its tenant's."""
+        """Put a request at the end of its tenant's queue."""
         self._queue_for(request.tenant).append(request)
 
     def put_back(self, requests: Sequence[Request]) -> None:
-        """Put requests at the heads of their tenants', in their order."""
+        """Put requests at the heads of their tenants' queues, in the given order."""
         for tenant in dict.fromkeys(request.tenant for request in requests):
             self._queue_for(tenant).put_back([each for each in requests if each.tenant is tenant])
 
     def remove(self, request: Request) -> None:
-        """Take one out."""
+        """Remove a request."""
         self._queues[request.tenant].remove(request)
         self._drop_if_empty(request.tenant)
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
-        """Take out all that are `should_take`, at the cost of a look at each."""
+        """Remove and return all matching requests, at the cost of a look at each."""
         return self._flatten_removed([queue.take_matching(should_take) for queue in self._queues.values()])
 
     def take_of_client(self, client: bytes, request_id: str | None = None) -> list[Request]:
-        """Take out a client's requests, or those of its requests that have this id."""
+        """Remove and return the requests of a client, or only those with this id."""
         return self._flatten_removed([queue.take_of_client(client, request_id) for queue in self._queues.values()])
 
     def _flatten_removed(self, removed: list[list[Request]]) -> list[Request]:

@@ -12,17 +12,17 @@ from weightd_daemon.tenants.tenant import DEFAULT_TENANT, Tenant
 from weightd_daemon.tenants.usage import Usage
 from weightd_protocol.messages.inference import RequestDescription
 
-# What a request takes beside its tensors, about: the header's objects.
+# The approximate memory of a request besides its tensors, in bytes: the objects of the decoded header.
 OVERHEAD_BYTES = 2048
 
 
 class ClientOrigin(NamedTuple):
-    """Who is at the other end of a connection, as the kernel knows it: what a client says of itself proves nothing.
+    """The identity of a client, as the kernel reports it for the connection. Nothing in a message can change it.
 
     Attributes:
-        peer: the process of a unix socket's peer; of TCP the connection.
-        principal: all that a process may just be one of: the user, or the address; where there are tenants, that.
-        is_tenant: whether it is.
+        peer: the process at the other end of a Unix socket, or the TCP connection.
+        principal: the user or the address of the client, which all its processes share; with tenants, the tenant.
+        is_tenant: whether `principal` is a tenant.
     """
 
     peer: str
@@ -34,37 +34,39 @@ UNKNOWN_ORIGIN = ClientOrigin("", "")
 
 
 class Isolation(enum.IntEnum):
-    """What else may run while a request does, each narrower than the one before."""
+    """Which other requests may run while a request does, in ascending order of isolation."""
 
     BATCHABLE = 0
-    ALONE = 1  # nothing is before it or behind it at its slot, or in its batch: if the slot dies, then of this
-    CONFINED = 2  # nor does any other one that is confined run
+    ALONE = 1  # no other request is at its slot: if the slot dies, this request is the cause
+    CONFINED = 2  # like ALONE, and no other confined request runs
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A request under way. Times are monotonic seconds.
+    """An accepted request. Times are monotonic seconds.
 
     Attributes:
-        description: what is asked: the model, its inputs, the outputs that are wanted.
-        frames: the tensors' bytes; only `contents` looks at them.
-        locations: of the tensors that have no frame.
-        origin: who has sent it, as far as the kernel tells.
-        tenant: on whose account it goes.
-        usage: of the tenant, for the model.
-        priority_level: how many levels of priority come before its own.
-        isolation: what else may run while it does.
-        deaths: slots that died of it, or so it seems.
-        has_started: a slot was given it, or some of it.
-        waited_s: seconds from its arrival until then.
-        lost_slots: slots that ended while they ran it, for whatever reason; those that ran it at once count once.
-        lost_at: when the last one did that counts.
-        digest: of its content, once that has been computed.
-        sample_digest: likewise, see `fault_isolation.fingerprint`.
-        is_ended: while a slot ran it: what that gives later is dropped.
-        pending_writes: the rows whose outputs a process may still write to memory of the client, of each process.
-        may_still_write: it has ended while there were any.
-        buffered_bytes: what the daemon keeps of it in memory until it has ended; the answers to its parts, too.
+        description: the header of the request: the model, the inputs, the requested outputs.
+        frames: the bytes of the tensors. Only `fault_isolation.contents` reads them.
+        locations: where the tensors are that have no frame.
+        origin: the identity of the client.
+        tenant: the tenant whose quota and usage the request counts in.
+        usage: the usage of that tenant for the model.
+        priority_level: the priority as an index; 0 is the highest.
+        isolation: which other requests may run at the same time.
+        deaths: slots that appear to have died of this request.
+        has_started: whether a slot has received the request, or some of its rows.
+        waited_s: seconds from the arrival of the request until a slot first received it.
+        lost_slots: slots that ended while they ran the request, for any reason; slots that ran it at the same time
+            count once.
+        lost_at: when the last of these slots was counted.
+        digest: of the content, once it has been computed.
+        sample_digest: of a sample of the content, once it has been computed; see `fault_isolation.contents`.
+        is_ended: whether the request has ended while a slot ran it. Later results of the slot are dropped.
+        pending_writes: the rows whose outputs a process may still write to the client's memory, one range for each
+            process.
+        may_still_write: whether there were pending writes when the request ended.
+        buffered_bytes: bytes reserved in the memory budget until the request ends, partial results included.
     """
 
     number: int
@@ -95,15 +97,15 @@ class Request:
 
     @property
     def content_bytes(self) -> int:
-        """The bytes of its tensors, wherever they are."""
+        """The number of bytes of all input tensors, in frames and in shared memory."""
         return self.nbytes + sum(location.nbytes for location in self.locations.inputs.values())
 
     @property
     def is_mutable(self) -> bool:
-        """Whether its client can change the content at any time: an input is in memory of the client."""
+        """Whether the client can change the content at any time, because an input is in the client's shared memory."""
         return bool(self.locations.inputs)
 
 
 def isolate(request: Request, isolation: Isolation) -> None:
-    """From now on nothing else may run with a request but what this allows, or less."""
+    """Raise the isolation of a request to at least `isolation`."""
     request.isolation = max(request.isolation, isolation)

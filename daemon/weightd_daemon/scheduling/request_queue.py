@@ -1,11 +1,11 @@
-"""The queue of one model: what waits for its slots, whose turn it is, and how much may wait (`QueueLimits`).
+"""The request queue of one model: its order, its limits, and the requests that give way when it is full.
 
-First come, first served, but for priorities. Requests of clients under suspicion (`offenders`) are confined: one of
-them, where there are several tenants one of each, is with a slot at a time. A request that runs in parts takes turns
-with what else waits: it does not hold all slots.
+Requests run first come, first served, adjusted for priority. Requests of clients under suspicion (`fault_isolation`)
+are confined: the slots run one of them at a time, or one for each tenant while there are several. A split request
+alternates with the other requests in the queue, so that it does not hold all slots.
 
-All of this is so among the requests of one tenant. Where there are several it is first a tenant's turn: that of the
-one that has had least of the device whose slot is free (`shares`).
+These rules hold among the requests of one tenant. With several tenants, the queue first picks the tenant that has used
+the least time of the device whose slot is free (`fair_share`).
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from weightd_daemon.scheduling.queues import AnyQueue, TenantQueue, TenantQueues
 from weightd_daemon.scheduling.request import Isolation, Request
 from weightd_daemon.tenants.tenant import Tenant
 
-# Of what has begun so many are looked at.
+# How many of the split requests are considered as the next candidate.
 _MAX_SPLITTING = 16
 
 _QueueT = TypeVar("_QueueT", TenantQueue, AnyQueue)
 
 
 class RequestQueue:
-    """The requests that wait; iterated in the order in which they run, then those that are confined or aside.
+    """The queued requests of one model. Iteration yields the requests of each of `queues` in turn.
 
     Args:
-        levels: of priority.
+        levels: the number of priority levels.
 
     Attributes:
-        normal: what waits for nothing but its turn and a slot, and has not begun.
-        confined: what waits of clients under suspicion: one of these runs at a time.
-        unchecked: what does not run before it is admitted.
-        long: requests that take too long for the last free slot, see `Scheduler`; while there are several tenants.
-        splitting: what runs in parts, of which some have still to be given to slots: those of the first, then the
-            next's.
-        splits: the requests that run in parts and have not ended, by their numbers.
-        was_split: whether the last batch was a part of a request.
-        is_multi_tenant: whether there are several tenants: then what waits of each is in queues of its own.
-        tenants_last_split: those whose last batch was a part of a request.
-        queues: all of these; the last is what is looked at before it may run.
-        active_tenants: of tenants, while it is shared.
+        normal: requests that only wait for their turn and a slot, and have not started.
+        confined: requests of clients under suspicion, of which one runs at a time.
+        unchecked: requests that must not run before `admit`.
+        long: requests that take too long for the last free slot, see `Tenancy`; used only while there are several
+            tenants.
+        splitting: split requests with rows that no slot has received yet. The rows of the first request go first.
+        splits: the split requests that have not ended, by number.
+        was_split: whether the last batch was a part of a split request.
+        is_multi_tenant: whether there are several tenants. Each tenant then has queues for itself.
+        tenants_last_split: tenants whose last batch was a part of a split request.
+        queues: all five queues; `unchecked` is the last.
+        active_tenants: the tenants with runnable requests, maintained while there are several tenants.
     """
 
     def __init__(self, levels: int) -> None:
@@ -56,7 +56,7 @@ class RequestQueue:
         self.is_multi_tenant = False
         self.active_tenants = ActiveTenants(lambda tenant: any(queue.count for queue in self.runnable_of(tenant)))
         self.tenants_last_split: set[Tenant] = set()
-        # The last is what is looked at before it may run.
+        # The last queue is `unchecked`.
         self._set_queues(make_queue(levels), make_queue(1), make_queue(levels), make_queue(levels), make_queue(1))
 
     def _set_queues(
@@ -74,11 +74,11 @@ class RequestQueue:
     # --- who comes and goes -------------------------------------------------------------------------------------
 
     def append(self, request: Request) -> None:
-        """It waits behind what is there."""
+        """Put a request at the end of its queue."""
         self._queue_for(request).append(request)
 
     def put_back(self, items: Sequence[BatchItem]) -> None:
-        """What slots had of requests waits again, at the head."""
+        """Return batch items that slots did not finish to the head of the queue."""
         requeued: list[Request] = []
         for item in items:
             if item.split is not None:
@@ -88,12 +88,12 @@ class RequestQueue:
         self.put_first(requeued)
 
     def put_first(self, requests: Sequence[Request]) -> None:
-        """They wait before what is there of their tenants, in their order."""
+        """Put requests at the heads of their queues, or of their tenants' queues, in the given order."""
         for queue in (self.confined, self.splitting, self.normal):
             queue.put_back([request for request in requests if self._queue_for(request) is queue])
 
     def move_to_unchecked(self, matches: Callable[[Request], bool]) -> list[Request]:
-        """Put what is `matches` aside, and return it. What has begun goes on."""
+        """Move the matching requests to `unchecked` and return them. Split requests that have started continue."""
         queues = (self.normal, self.confined, self.long)
         moved = [request for queue in queues for request in queue.take_matching(matches)]
         for request in moved:
@@ -101,19 +101,19 @@ class RequestQueue:
         return moved
 
     def admit(self, request: Request) -> None:
-        """What was put aside may run; one that has ended meanwhile stays ended."""
+        """Allow an unchecked request to run. A request that has ended meanwhile is ignored."""
         if request in self.unchecked:
             self.unchecked.remove(request)
             self.append(request)
 
     def confine(self, matches: Callable[[Request], bool]) -> None:
-        """What is `matches` waits among those of which one runs at a time."""
+        """Move the matching requests to `confined`."""
         for queue in (self.normal, self.splitting, self.long):
             for request in queue.take_matching(matches):
                 self.confined.append(request)
 
     def remove_split(self, request: Request) -> SplitRequest | None:
-        """Nothing more of it runs, if it runs in parts; return it as it was, None if it does not."""
+        """End a split request, so that no more of its rows run. Return its state; None if it is not split."""
         split = self.splits.pop(request.number, None)
         if split is not None:
             split.is_ended = True
@@ -121,24 +121,24 @@ class RequestQueue:
         return split
 
     def remove(self, request: Request) -> bool:
-        """Take out a request, if it waits; return whether it did."""
+        """Remove a request from the queue; return whether it was there."""
         found = [queue for queue in self.queues if request in queue]
         for queue in found:
             queue.remove(request)
         return bool(found)
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
-        """Take out all that are `should_take`, at the cost of a look at each."""
+        """Remove and return all matching requests, at the cost of a look at each queued request."""
         return [request for queue in self.queues for request in queue.take_matching(should_take)]
 
     def take_of_client(self, client: bytes, request_id: str | None) -> list[Request]:
-        """Take out a client's requests, or those of its requests that have this id."""
+        """Remove and return the requests of a client, or only those with this id."""
         return [request for queue in self.queues for request in queue.take_of_client(client, request_id)]
 
     # --- tenants ------------------------------------------------------------------------------------------------
 
     def start_multi_tenant(self) -> None:
-        """There are several tenants from now on; what waits is of one so far."""
+        """Switch to a queue for each tenant. All requests that are queued now belong to one tenant."""
         self.is_multi_tenant = True
         levels = (self._levels, 1, self._levels, self._levels, 1)
         on_change = self.active_tenants.mark_changed
@@ -153,7 +153,7 @@ class RequestQueue:
         )
 
     def stop_multi_tenant(self) -> None:
-        """There is one tenant at most, and nothing of any other waits."""
+        """Switch back to one queue. At most one tenant has queued requests now."""
         self.is_multi_tenant = False
         self.active_tenants.clear()
         self.tenants_last_split.clear()
@@ -162,26 +162,26 @@ class RequestQueue:
 
     @property
     def tenants(self) -> set[Tenant]:
-        """Those of which anything waits, while it is shared."""
+        """The tenants with queued requests, while there are several tenants."""
         return {each for queue in self.tenant_queues for each in queue.tenants}
 
     @property
     def counts_by_tenant(self) -> dict[Tenant, int]:
-        """How many requests of each tenant wait, at the cost of a look at each tenant."""
+        """The number of queued requests of each tenant, at the cost of a look at each tenant."""
         if self.is_multi_tenant:
             return {
                 tenant: sum(queue.queue_of(tenant).count for queue in self.tenant_queues) for tenant in self.tenants
             }
-        # They are of one.
+        # All queued requests belong to one tenant.
         return {request.tenant: self.count for request in itertools.islice(self, 1)}
 
     def has_splitting(self, tenant: Tenant) -> bool:
-        """Return whether anything of a tenant runs in parts, of which some have still to be given to slots."""
+        """Return whether a tenant has a split request with rows that no slot has received yet."""
         splitting = self.splitting
         return (splitting.queue_of(tenant) if isinstance(splitting, TenantQueues) else splitting).count > 0
 
     def on_batch_formed(self, tenant: Tenant, *, is_split: bool) -> None:
-        """While it is shared, a batch has been made of what waited of a tenant: a part of a request, or not."""
+        """Record, while there are several tenants, whether a tenant's latest batch was a part of a split request."""
         (self.tenants_last_split.add if is_split else self.tenants_last_split.discard)(tenant)
 
     # --- what it tells ------------------------------------------------------------------------------------------
@@ -191,28 +191,28 @@ class RequestQueue:
 
     @property
     def count(self) -> int:
-        """Requests that wait."""
+        """The number of queued requests."""
         return self.normal.count + self.confined.count + self.splitting.count + self.long.count + self.unchecked.count
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits that may run. Cheap: this is asked with every answer."""
+        """Whether no queued request may run. This property is cheap, because it is read with every answer."""
         return not (self.normal.count or self.confined.count or self.splitting.count or self.long.count)
 
     @property
     def next_unchecked(self) -> Request | None:
-        """The first of those that do not run before they are admitted."""
+        """The first unchecked request, or None."""
         return self.unchecked.first if self.unchecked.count else None
 
     # --- within -------------------------------------------------------------------------------------------------
 
     @property
     def tenant_queues(self) -> list[TenantQueues]:
-        """Return `queues` while there are several tenants."""
+        """The queues that are divided by tenant: all of `queues` while there are several tenants, none otherwise."""
         return [queue for queue in self.queues if isinstance(queue, TenantQueues)]
 
     def runnable_of(self, tenant: Tenant) -> list[TenantQueue]:
-        """Return what waits of a tenant and may run, in the order of `queues`."""
+        """Return the queues of a tenant's requests that may run, in the order of `queues`."""
         return [queue.queue_of(tenant) for queue in self.tenant_queues[:4]]
 
     def _queue_for(self, request: Request) -> AnyQueue:
@@ -222,11 +222,12 @@ class RequestQueue:
 
 
 class Turns:
-    """Whose turn it is of what waits in a queue.
+    """Selects the queued request that runs next.
 
     Args:
-        queue: what waits.
-        is_confined_running: whether a slot has a request that is confined; of a tenant, if one is given.
+        queue: the queue of the model.
+        is_confined_running: called with a tenant or None; returns whether a slot has a confined request (of that
+            tenant).
     """
 
     def __init__(self, queue: RequestQueue, is_confined_running: Callable[[Tenant | None], bool]) -> None:
@@ -234,10 +235,10 @@ class Turns:
         self._is_confined_running = is_confined_running
 
     def candidates(self) -> Iterator[tuple[AnyQueue, Request]]:
-        """Yield the requests that may run next, each with its queue, in the order of their turns.
+        """Yield the requests that may run next, each with its queue, in order.
 
-        That is the one that has come first, and some of what has begun; these take turns, if both are of the same
-        priority. The first of the long ones is before or behind these, wherever its turn is.
+        The candidates are the earliest request that has not started and the first split requests; these two kinds
+        alternate if they have the same priority. The first long request takes part as well, at its place in the order.
         """
         return _with_long_request(
             self.next_unsplit_queue(), self._queue.splitting, self._queue.long, was_split=self._queue.was_split
@@ -246,7 +247,7 @@ class Turns:
     def fair_candidates(
         self, clock: FairClock, is_long: Callable[[Request], bool]
     ) -> Iterator[tuple[AnyQueue, Request]]:
-        """Yield what `candidates` does of one tenant after another, in their order on the device with this clock."""
+        """Yield the `candidates` of each tenant, in the fair order of the tenants on the clock of a device."""
         for tenant in sorted(self._queue.active_tenants.update(), key=clock.sort_key):
             self._move_long_of(tenant, is_long)
             normal, confined, splitting, long = self._queue.runnable_of(tenant)
@@ -260,12 +261,12 @@ class Turns:
                 yield shared_queues.get(id(queue), self._queue.normal), request
 
     def move_long(self, is_long: Callable[[Request], bool]) -> None:
-        """Have the requests at the head of `normal` that are long wait in `long`, while there are several tenants."""
+        """Move long requests from the head of `normal` to `long`, while there are several tenants."""
         for tenant in self._queue.active_tenants.update():
             self._move_long_of(tenant, is_long)
 
     def fair_order(self, clock: FairClock, expected_s: float) -> Iterator[Request]:
-        """Yield what waits for nothing but its turn, as if each took so many seconds of the device with this clock."""
+        """Yield the requests of `normal` in the fair order of a clock, as if each took `expected_s` seconds."""
         heads = [
             (clock.sort_key(tenant), index, tenant, iter(self._queue.runnable_of(tenant)[0]))
             for index, tenant in enumerate(self._queue.active_tenants.update())
@@ -281,7 +282,7 @@ class Turns:
             yield request
 
     def next_unsplit_queue(self) -> AnyQueue | None:
-        """Return the queue of which the first runs next, but for what has begun; None if nothing else may run."""
+        """Return the queue whose first request is the next unsplit one; None if no unsplit request may run."""
         return self._next_unsplit(self._queue.normal, self._queue.confined)
 
     def _next_unsplit(self, normal: _QueueT, confined: _QueueT, tenant: Tenant | None = None) -> _QueueT | None:
@@ -300,12 +301,12 @@ class Turns:
 
 
 class QueueLimits:
-    """The bounds of a queue, and which request gives way where there are several tenants.
+    """The limits of a queue. With several tenants, these also select the requests that give way when the queue is full.
 
     Args:
-        queue: what waits.
-        max_requests: that may wait.
-        max_bytes: tensor bytes that may wait.
+        queue: the queue of the model.
+        max_requests: the maximum number of queued requests.
+        max_bytes: the maximum number of queued tensor bytes.
     """
 
     def __init__(self, queue: RequestQueue, max_requests: int, max_bytes: int) -> None:
@@ -314,7 +315,7 @@ class QueueLimits:
         self._max_bytes = max_bytes
 
     def full_reason(self, request: Request, count: int) -> str:
-        """Return why there is no room for one more request beside so many, or ""."""
+        """Return why a queue with `count` requests cannot take one more, or "" if it can."""
         nbytes = sum(queue.nbytes for queue in self._queue.queues)
         if count >= self._max_requests:
             return f"{count} requests are queued, the limit is {self._max_requests}"
@@ -324,10 +325,11 @@ class QueueLimits:
         return ""
 
     def evict_for(self, request: Request) -> list[Request] | None:
-        """Return what has given way to a request that finds no room; None if it is the one that has to.
+        """Remove and return requests of other tenants until `request` fits; None if it must be refused itself.
 
-        That is, one after another, the newest of the tenant that has most waiting by its weight: requests, or bytes,
-        whichever bound is in the way.
+        Each step evicts the newest request of the tenant that has the most queued in proportion to its weight, in
+        requests or in bytes, depending on the limit that is exceeded. If no eviction helps, the evicted requests return
+        to the queue.
         """
         evicted: list[tuple[AnyQueue, Request]] = []
         while self.full_reason(request, self._queue.count):
@@ -355,7 +357,7 @@ class QueueLimits:
             newest = [
                 (queue, each) for queue in self._queue.tenant_queues if (each := queue.last_of(largest)) is not None
             ]
-            # Of what runs in parts some may have been done.
+            # Some rows of a split request may already have run, so that evicting it would waste that work.
             evictable = [
                 (queue, each) for queue, each in newest if queue is not self._queue.splitting or not each.has_started
             ]
@@ -367,7 +369,7 @@ class QueueLimits:
 def _with_long_request(
     unsplit: _QueueT | None, splitting: _QueueT, long: _QueueT, *, was_split: bool
 ) -> Iterator[tuple[_QueueT, Request]]:
-    """Yield what `_take_turns` does, and the first of the long requests, wherever its turn is."""
+    """Yield the candidates of `_take_turns`, and the first long request at its place in the order."""
     if not long.count:
         return _take_turns(unsplit, splitting, was_split=was_split)
     if unsplit is None:
@@ -377,7 +379,7 @@ def _with_long_request(
 
 
 def _take_turns(unsplit: _QueueT | None, splitting: _QueueT, *, was_split: bool) -> Iterator[tuple[_QueueT, Request]]:
-    """Yield what runs next of the first of a queue, and of what has begun."""
+    """Yield the first request of an unsplit queue and the first split requests, in the order of their turns."""
     started = ((splitting, request) for request in itertools.islice(splitting, _MAX_SPLITTING))
     if unsplit is None:
         yield from started
@@ -394,5 +396,5 @@ def _is_unsplit_next(splitting: Request, request: Request, *, was_split: bool) -
 
 
 def _has_higher_priority(one: Request, other: Request) -> bool:
-    """Whether one goes before another because of its priority."""
+    """Return whether `one` runs before `other` because of its priority."""
     return one.priority_level < other.priority_level and sort_key(one) < sort_key(other)

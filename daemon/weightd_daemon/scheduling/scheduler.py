@@ -1,7 +1,8 @@
-"""Which batch runs on which slot, and when: the queue of one model and its slots, put together.
+"""Decides which batch runs on which slot, and when, for one model.
 
-Batches are formed when a slot is free, of the requests that wait then: of several where the model's rows allow it, or
-of a part of one. No slot idles while a request waits that it could run. Plain decisions, fed with the clock.
+A batch is formed when a slot is free, of the requests that are queued at that time: of several requests where the
+model's batching policy allows it, or of a part of one. No slot is idle while a request that it could run is queued. The
+scheduler decides only; callers pass the time and send the batches.
 """
 
 from __future__ import annotations
@@ -23,39 +24,40 @@ from weightd_daemon.scheduling.slots import RunningBatches, Slot, SlotPool
 from weightd_daemon.scheduling.tenancy import Tenancy
 from weightd_protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 
-# A request that runs is not given up earlier than this after the daemon was stopped: its answer may have to be read.
+# After a suspension of the daemon, a running request gets at least this many seconds, so that the daemon can read an
+# answer that has already arrived.
 _GRACE_S = 0.5
 
-# When it is due to look at what is aside.
+# The time that asks `schedule_by` for a call without delay.
 AT_ONCE = 0.0
 
-# The heap is built anew when it has grown to twice its size after the last time, and by so many entries more.
+# The heap is rebuilt when it exceeds twice its size after the last rebuild by this many entries.
 _MIN_STALE_ENTRIES = 64
 
-# So many requests end in one turn of the loop: between two turns other clients are served.
+# The maximum number of requests that end in one turn of the loop, so that other clients are served between turns.
 MAX_ENDED_PER_TURN = 32
 
 
 class Scheduler:
-    """The requests for one model, and the slots that run them.
+    """Schedules the requests for one model on the slots that run it.
 
     Args:
-        max_queue: requests that may wait.
-        max_queue_bytes: tensor bytes that may wait.
-        predict_timeout: seconds after which a slot that computes is considered to hang.
-        schedule_by: called with a time that is sooner than `next_event_at` was; AT_ONCE for what is checked first.
-        levels: of priority.
-        clocks: of the devices, for all models.
-        concurrency: how many batches the slots can run at once when all of them are there.
-        users: the tenants that use the slots; one object for all models of one process.
-        counters: of the model.
+        max_queue: the maximum number of queued requests.
+        max_queue_bytes: the maximum number of queued tensor bytes.
+        predict_timeout: seconds after which a computing slot is considered to hang.
+        schedule_by: called with a time that is sooner than `next_event_at` was; AT_ONCE if there are requests to check.
+        levels: the number of priority levels.
+        clocks: the fair-share clocks of the devices, for all models.
+        concurrency: the number of batches that the slots can run at once when all of them are available.
+        users: the tenants that use the slots; one object for all models of a shared process.
+        counters: the counters of the model.
 
     Attributes:
-        queue: what waits.
-        slots: where it runs.
-        running: what they have.
+        queue: the queued requests.
+        slots: the slots of the model.
+        running: the batches at the slots.
         clocks: as above.
-        tenancy: whether several tenants send requests.
+        tenancy: handles several tenants.
         deadlines: of the requests that have not ended.
     """
 
@@ -95,24 +97,24 @@ class Scheduler:
         self._former = BatchFormer(
             self.queue, self._turns, self.slots, self._times, self.tenancy, self.running.execution_counters
         )
-        # Their deadline had passed when it was their turn: `expire` tells.
+        # Requests that had expired when their turn came. `expire` ends them.
         self._expired: dict[int, Request] = {}
 
     # --- events -------------------------------------------------------------------------------------------------
 
     def on_request(self, request: Request, now: float) -> None:
-        """A request has come. While one tenant alone asks anything of any model, there is nothing to do."""
+        """Record that a request has arrived. Callers may skip this while only one tenant uses any model."""
         if self.tenancy.on_request(request, now):
-            # Whoever comes waits for what runs, and no longer.
+            # A new tenant's request waits for the batches that run, but not for those queued behind them.
             tenants = {request.tenant}
             items = self.running.recall(lambda batch: [*batch.items] if batch.tenants - tenants else [])
             self.queue.put_back(sorted(items, key=lambda item: item.number))
 
     def try_start(self, request: Request, now: float) -> tuple[Slot, Batch] | None:
-        """Have a request run that has just come, if it is its turn and a slot is free; return None if it has to wait.
+        """Start a request that has just arrived, if it is next and a slot is free; return None if it must be queued.
 
-        If everything was assigned before that could be, then `submit` alone is left to do: it comes to nothing to
-        `assign` after it, unless something has begun, and goes on.
+        If everything that could run had been assigned before and this method returns None, the caller only has to
+        `submit` the request: `assign` would find nothing to do, unless a split request has rows left.
         """
         queue = self.queue
         if queue.is_multi_tenant or queue.normal.count or request.deadline <= now:
@@ -135,10 +137,16 @@ class Scheduler:
     def submit(
         self, request: Request, now: float, *, needs_check: bool = False, can_evict: bool = True
     ) -> Sequence[tuple[Request, RequestError]]:
-        """Put a request into the queue; `needs_check`: it does not run before it is admitted.
+        """Put a request into the queue.
+
+        Args:
+            request: the request.
+            now: the time.
+            needs_check: the request must not run before it is admitted.
+            can_evict: requests of other tenants may be evicted to make room.
 
         Returns:
-            The requests of other tenants that give way to it, each with its error; none unless it `can_evict`.
+            The evicted requests of other tenants, each with its error.
 
         Raises:
             ResourceExhausted: the queue is full.
@@ -163,9 +171,9 @@ class Scheduler:
         return evicted
 
     def assign(self, now: float) -> Iterator[tuple[Slot, Batch]]:
-        """Yield each pair of slot and batch that is due now; what is yielded is running.
+        """Yield each batch that is due now, with its slot. The batch counts as running from then on.
 
-        If many requests are found to be late, the rest of the work is left to the next turn of the loop.
+        If many requests turn out to have expired, the remaining work is left to the next turn of the loop.
         """
         request_queue = self.queue
         if request_queue.is_multi_tenant or now < self.clocks.multi_tenant_until:
@@ -190,7 +198,8 @@ class Scheduler:
                 and queue is request_queue.normal
             )
             if batch_key is not None and should_split and request_queue.has_splitting(request.tenant):
-                # One after another: what is answered to parts is kept until the last of them.
+                # A tenant's requests are split one after another, because the partial results of a request are kept
+                # until the last of them.
                 self._former.start_split(request, slot.policy, batch_key)
                 request_queue.append(request)
                 continue
@@ -202,9 +211,9 @@ class Scheduler:
             self._schedule_by(AT_ONCE)
 
     def release_slot(self, process: str, *, excluding: Sequence[Request] = ()) -> None:
-        """The slot of the process is gone, or as good as that: what it has not answered waits again, at the head.
+        """Remove the slot of a process, and return its awaited items to the head of the queue.
 
-        `excluding`: these have ended.
+        Requests in `excluding` have ended, and are not queued.
         """
         slot = self.slots.slot_of(process)
         if slot is not None:
@@ -213,9 +222,9 @@ class Scheduler:
             self.queue.put_back([item for item in self.slots.remove(slot) if item.request not in excluding])
 
     def retry_alone(self, items: Sequence[BatchItem], *, excluding: Sequence[Request] = ()) -> None:
-        """Something became of a batch that says nothing of any of these parts: each of them runs again, alone.
+        """Queue items again, each to run alone, after the end of their batch did not reveal which of them caused it.
 
-        `excluding`: these have ended.
+        Requests in `excluding` have ended, and are not queued.
         """
         for item in items:
             isolate(item.request, Isolation.ALONE)
@@ -224,9 +233,10 @@ class Scheduler:
         self.queue.put_back(retried)
 
     def take_overdue(self, now: float) -> list[tuple[Slot, Batch]]:
-        """Take out the slots that have computed for too long, each with what it runs.
+        """Remove and return the slots that have computed for too long, each with the batch that exceeded the time.
 
-        What they had beside it waits again; what waits behind a batch that only runs long is taken back, too.
+        The other batches of such a slot are queued again, and so are those behind a batch that has run for
+        `MAX_QUICK_S`.
         """
         hung_slots: list[tuple[Slot, Batch]] = []
         for slot, batch, requeued in self.running.take_overdue(now):
@@ -235,29 +245,28 @@ class Scheduler:
         return hung_slots
 
     def require_check(self, matches: Callable[[Request], bool]) -> list[Request]:
-        """Have what waits and is `matches` not run before it is admitted; return it. What has begun goes on."""
+        """Move the matching queued requests to `unchecked` and return them. Requests that have started continue."""
         if moved := self.queue.move_to_unchecked(matches):
             self._schedule_by(AT_ONCE)
         return moved
 
     def confine(self, matches: Callable[[Request], bool]) -> None:
-        """Have what is `matches` run one at a time: what waits, and what is with a slot if it has to run again."""
+        """Confine the matching requests: those in the queue now, and those at slots if they have to run again."""
         for request in filter(matches, [*self.queue, *(item.request for item in self.slots.awaited_items)]):
             isolate(request, Isolation.CONFINED)
         self.queue.confine(matches)
 
     def end_split(self, request: Request) -> None:
-        """A request has ended: if it runs in parts, nothing more of it runs, and what runs nobody waits for."""
+        """Stop a split request that has ended: recall its parts and drop its other rows."""
         split = self.queue.remove_split(request)
         if split is not None:
             self.running.recall(lambda batch: [each.number for each in batch.items.values() if each.split is split])
 
     def expire(self, now: float) -> list[tuple[Request, RequestError]]:
-        """Give up up to `MAX_ENDED_PER_TURN` requests whose deadlines have passed.
+        """End and return up to `MAX_ENDED_PER_TURN` requests whose deadlines have passed, each with its error.
 
-        A late answer to one will find nobody.
-
-        `next_event_at` is not later than `now` while there are more.
+        A late result for such a request is dropped. `next_event_at` is not later than `now` while more requests are
+        due.
         """
         due = self.deadlines.take_due(now, MAX_ENDED_PER_TURN)
         if not due:
@@ -274,7 +283,7 @@ class Scheduler:
         return expired
 
     def on_suspended(self, seconds: float, now: float) -> None:
-        """The clock stood still for so long, but the clients' time went on: bring their deadlines forward."""
+        """Bring deadlines forward: the clock stood still for `seconds`, but the clients' time went on."""
         running = {item.request for item in self.slots.awaited_items}
         for request in {*self.queue, *running}:
             earliest = now + _GRACE_S if request in running else -math.inf
@@ -282,16 +291,16 @@ class Scheduler:
             self._watch_deadline(request)
 
     def end_matching(self, should_end: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
-        """Take out each request that is `should_end`, wherever it is; return it with whether a slot is running it."""
+        """End and return the matching requests in the queue and at slots, each with whether a slot is running it."""
         running = self.running.end_matching(should_end)
         for request, _ in running:
             self.end_split(request)
         return [(request, False) for request in self.take_matching(should_end)] + running
 
     def end_of_client(self, client: bytes, request_id: str | None = None) -> list[Request]:
-        """Take out what the client has asked, or what it has asked under this id; nobody else's is looked at."""
+        """End and return the requests of a client, or those with this id, without a look at other requests."""
         running = self.running.end_matching(lambda each: each.client == client and request_id in (None, each.id))
-        # First: this takes the rest of a request that runs in part out of the queue.
+        # This comes first, because it removes the other rows of a running split request from the queue.
         for request, _ in running:
             self.end_split(request)
         waiting = self.queue.take_of_client(client, request_id)
@@ -300,7 +309,7 @@ class Scheduler:
         return waiting + [request for request, _ in running]
 
     def take_matching(self, should_take: Callable[[Request], bool]) -> list[Request]:
-        """Take out and return the requests that wait, be it to be given to a slot in part, and are `should_take`."""
+        """Remove and return the matching queued requests, including split requests with rows in the queue."""
         taken = self.queue.take_matching(should_take)
         for request in taken:
             self.end_split(request)
@@ -308,7 +317,7 @@ class Scheduler:
         return taken
 
     def take_all_waiting(self) -> list[Request]:
-        """Return every request that waits, or has waited until its deadline, and forget it."""
+        """Remove and return all queued requests, including expired ones."""
         expired, self._expired = self._expired, {}
         return [*expired.values(), *self.take_matching(lambda _: True)]
 
@@ -316,27 +325,27 @@ class Scheduler:
 
     @property
     def may_gather(self) -> bool:
-        """Whether a batch that could be assigned now may have more, if that comes."""
+        """Whether a batch that could be assigned now has room for more requests."""
         free = (slot.policy.max_rows for slot in self.slots.merging.values() if not slot.batches)
         return 0 < self.queue.normal.count < max(free, default=0)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits and nothing runs."""
+        """Whether no request is queued and no slot has a batch."""
         return not self.queue.count and not self._expired and not any(slot.batches for slot in self.slots)
 
     @property
     def next_event_at(self) -> float:
-        """No request and no slot is due for `expire` or `take_overdue` before this (monotonic seconds)."""
+        """The earliest time at which `expire`, `take_overdue` or `assign` has something to do, in monotonic seconds."""
         return min(self.deadlines.next_deadline, self.running.next_check_at, self.tenancy.next_long_at)
 
     # --- within -------------------------------------------------------------------------------------------------
 
     def _next_candidate(self, now: float) -> tuple[AnyQueue, Request, Slot] | None:
-        """The request that runs now, out of which queue, and where.
+        """Return the next request to run, with its queue and its slot; None if nothing can run.
 
-        Nothing is made ready that would run before the one whose turn it is. What has begun may have to wait for slots
-        of the model that it has begun on, while others are free that the next can have.
+        Only the request whose turn it is may be queued behind a busy slot. A split request may have to wait for slots
+        of the model version on which it started, while the next request takes a free slot of another one.
         """
         request_queue, is_first = self.queue, True
         if request_queue.is_multi_tenant and self.tenancy.has_others(now):
@@ -357,7 +366,10 @@ class Scheduler:
         return None
 
     def _next_fair_candidate(self, now: float) -> tuple[AnyQueue, Request, Slot] | None:
-        """The same where there are several tenants: nothing is made ready, so that who comes waits for what runs."""
+        """Do the same for several tenants.
+
+        No batch is queued behind another, so that a new request only waits for running ones.
+        """
         request_queue = self.queue
         for slot in self.slots.free_slots(now):
             for queue, request in self._turns.fair_candidates(
@@ -375,7 +387,7 @@ class Scheduler:
     def _assign(
         self, slot: Slot, request: Request, batch_key: BatchKey | None, now: float, *, is_long: bool = False
     ) -> Batch:
-        """Have the slot run a request of this form, as soon as it has nothing before it."""
+        """Form the batch of a request and assign it to a slot."""
         if batch_key is None:
             batch = Batch(request.number, {request.number: BatchItem(request.number, request)})
             is_split = False
@@ -392,25 +404,25 @@ class Scheduler:
         return batch
 
     def _restart_splits(self) -> None:
-        """What has begun on a model that no slot serves any more runs on the one that is served, all of it."""
+        """Restart split requests whose policy no slot serves any more, from their first row."""
         for split in [split for split in self.queue.splits.values() if split.is_pending]:
             if self.slots.accepting and not self.slots.devices_with(split.policy):
                 self.end_split(split.request)
                 self.queue.put_first([split.request])
 
     def _watch_deadline(self, request: Request) -> None:
-        """A request is outstanding from now on."""
+        """Watch the deadline of a request."""
         if self.deadlines.add(request):
             self._schedule_by(request.deadline)
 
 
 class Deadlines:
-    """Finds the requests whose deadlines have passed at a cost that grows with the logarithm of the number of requests.
+    """Finds requests whose deadlines have passed, at a cost logarithmic in the number of requests.
 
-    The heap has the numbers of requests only: an entry that outlives its request does not keep that in memory.
+    The heap contains only the numbers of requests, so that an outdated entry does not keep its request in memory.
 
     Attributes:
-        requests: those that are watched, by number; who ends a request removes it, if it is there.
+        requests: the watched requests by number. The code that ends a request also removes it here.
     """
 
     def __init__(self) -> None:
@@ -419,11 +431,11 @@ class Deadlines:
         self._rebuild_size = _MIN_STALE_ENTRIES
 
     def __len__(self) -> int:
-        """Return how many entries the heap has, those of ended requests included."""
+        """Return the number of entries in the heap, including outdated ones."""
         return len(self._heap)
 
     def add(self, request: Request) -> bool:
-        """Watch a request, or one whose deadline is sooner now; return whether no other deadline is as soon."""
+        """Watch a request, or update its deadline to a sooner one; return whether its deadline is now the next one."""
         deadline, number, heap = request.deadline, request.number, self._heap
         if deadline == math.inf:
             return False
@@ -441,7 +453,7 @@ class Deadlines:
         return self._heap[0][0] if self._heap else math.inf
 
     def take_due(self, now: float, max_count: int) -> list[Request]:
-        """Return up to `max_count` requests whose deadlines have passed, and watch them no more."""
+        """Remove and return up to `max_count` requests whose deadlines have passed."""
         due: list[Request] = []
         while self._heap and self._heap[0][0] <= now and len(due) < max_count:
             request = self.requests.pop(heapq.heappop(self._heap)[1], None)

@@ -1,9 +1,9 @@
-"""Several models in one process, each with a dispatcher of its own: who of them may give it the next batch.
+"""Time sharing of one process among several models, each of which has its own dispatcher.
 
-The process has one batch at a time, and nothing ready behind it: so what becomes of it is to be laid to the one
-dispatcher whose batch it runs. While it runs one, its slots are paused at all dispatchers; when it has answered, all of
-them go on, those first whose turn is next. So nobody waits for more than one batch of each other model, and the process
-idles for nobody.
+The process has one batch at a time and none queued behind it, so that the end of the process can be attributed to the
+dispatcher whose batch it ran. While the process runs a batch, its slots are paused at all dispatchers. When the process
+has answered, all slots are resumed, and the dispatchers get their turns in a fixed order. So a request waits for at
+most one batch of each other model, and the process is never idle while one of its models has requests.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from weightd_daemon.scheduling.slots import Slot, SlotPool
 
 
 class _Participant(NamedTuple):
-    """A dispatcher, as far as it has to do with the process.
+    """A dispatcher of the process: its slot there, its slot pool, its queue, and its dispatch function.
 
-    Its slot there and all others, what waits, what assigns that.
+    The dispatch function is called with the time.
     """
 
     slot: Slot
@@ -30,10 +30,10 @@ class _Participant(NamedTuple):
 
 
 class SharedProcessScheduler:
-    """The turns of one process.
+    """Shares one process among the dispatchers of its models.
 
     Attributes:
-        active_slot: the slot of the dispatcher whose batch it runs; None where it runs none.
+        active_slot: the slot of the dispatcher whose batch the process runs; None if it runs none.
     """
 
     def __init__(self) -> None:
@@ -42,21 +42,21 @@ class SharedProcessScheduler:
         self._is_closed = False
 
     def add(self, slot: Slot, slots: SlotPool, request_queue: RequestQueue, dispatch: Callable[[float], None]) -> None:
-        """A dispatcher has a slot at the process from now on, where it is of those that have one already."""
+        """Add a dispatcher's slot at the process. The slot is paused if the process is busy or lost."""
         slots.add(slot)
         self._participants.append(_Participant(slot, slots, request_queue, dispatch))
         if self.active_slot is not None or self._is_closed:
             slots.pause(slot.name)
 
     def on_start(self, slot: Slot) -> None:
-        """The process has been given a batch at this slot."""
+        """Record that the process has received a batch at this slot, and pause all slots."""
         self.active_slot = slot
         self._pause_all()
 
     def on_end(self, slot: Slot, now: float) -> None:
-        """The process has answered that batch.
+        """Record that the process has answered the batch of this slot, and start the next one.
 
-        The next one is that of whoever comes after, and has something to run.
+        The next batch comes from the first dispatcher in turn that has requests.
         """
         self.active_slot = None
         if self._is_closed:
@@ -64,13 +64,13 @@ class SharedProcessScheduler:
         for each in self._participants:
             each.slots.resume(each.slot.name)
         position = next(index for index, each in enumerate(self._participants) if each.slot is slot)
-        # Who has just run one comes last; its dispatcher sees to that itself, once it has passed on the answer.
+        # The dispatcher of the answered batch comes last. It dispatches by itself after it has sent the answer.
         for each in self._participants[position + 1 :] + self._participants[:position]:
             if not each.queue.is_idle:
                 each.dispatch(now)
 
     def close(self) -> None:
-        """The process is of no use any more, to anybody."""
+        """Stop assigning batches to the process, which is lost."""
         self._is_closed = True
         self._pause_all()
 
@@ -81,35 +81,35 @@ class SharedProcessScheduler:
 
 @dataclass(eq=False, slots=True)
 class SharedSlot(Slot):
-    """A slot at a process that others have a slot at, too.
+    """A slot at a process that serves several models.
 
     Attributes:
-        scheduler: of the process.
+        scheduler: the scheduler of the process.
     """
 
     scheduler: SharedProcessScheduler = field(default_factory=SharedProcessScheduler)
 
     @property
     def is_busy(self) -> bool:
-        """Whether the process computes, for whichever model."""
+        """Whether the process computes, for any of its models."""
         return self.scheduler.active_slot is not None
 
     def count_long(self, now: float, long_s: float) -> int:
-        """Return whether the batch that the process runs, for whichever model, is long, as 0 or 1."""
+        """Return 1 if the batch that the process runs, for any of its models, is long, else 0."""
         active_slot = self.scheduler.active_slot
         return 0 if active_slot is None else Slot.count_long(active_slot, now, long_s)
 
     def add_batch(self, batch: Batch, now: float) -> bool:
-        """It has a batch, and begins with it."""
+        """Add a batch, which starts at once."""
         self.scheduler.on_start(self)
         return Slot.add_batch(self, batch, now)
 
     def finish_batch(self, batch: Batch, now: float) -> float:
-        """It has answered a batch: return for how many seconds that ran."""
+        """Remove an answered batch; return for how many seconds it ran."""
         duration_s = Slot.finish_batch(self, batch, now)
         self.scheduler.on_end(self, now)
         return duration_s
 
     def on_lost(self) -> None:
-        """The process is of no use any more."""
+        """Close the process for all its models."""
         self.scheduler.close()

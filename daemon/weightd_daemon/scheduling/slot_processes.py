@@ -1,4 +1,4 @@
-"""The processes that run the batches of a model: which slots they are, and whether they still answer."""
+"""Adds and removes the slots of one model, and watches whether their processes still respond."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class SlotProcesses:
     """Adds and removes the slots of one model, and watches their processes.
 
     Args:
-        scheduler: of the model.
-        isolator: has the watchdog.
-        results: takes the reports of the processes.
+        scheduler: the scheduler of the model.
+        isolator: provides the watchdog.
+        results: handles the results from the processes.
         send_order: sends a ping.
-        dispatch: called with the clock when a slot may take a batch.
+        dispatch: called with the time when a slot may take a batch.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SlotProcesses:
     def add(
         self, process: str, *, device: str = "", policy: BatchingPolicy = NO_BATCHING, concurrency: int = 1
     ) -> None:
-        """The process is a slot that takes batches from now on: see `Slot`."""
+        """Add a process as a slot that takes batches; for the arguments, see `Slot`."""
         self._latencies[process] = LatencyWindow()
         self._slots.add(Slot(process, (process,), device, policy, concurrency))
 
@@ -66,21 +66,19 @@ class SlotProcesses:
         device: str = "",
         policy: BatchingPolicy = NO_BATCHING,
     ) -> None:
-        """The ranks of a model are one slot that takes batches from now on.
-
-        They are pinged, and never with the self-test.
+        """Add a rank group as one slot that takes batches. Its processes are pinged, but never run the self-test again.
 
         Args:
-            slot_name: its name.
-            lockstep: of the ranks. Where that joins their outputs, requests may not share a batch, nor be filled up:
-                nobody tells which of its rows a rank has.
-            now: the clock.
-            support_processes: processes without which they are lost.
-            device: where they run.
-            policy: see `Slot`.
+            slot_name: the name of the slot.
+            lockstep: tracks the reports of the ranks. If it joins their outputs, requests may neither share a batch nor
+                be padded, because nothing shows which rows each rank has.
+            now: the time.
+            support_processes: processes without which the ranks are lost.
+            device: the device of the ranks.
+            policy: the batching policy.
         """
         processes = lockstep.processes
-        # What one answers all have run.
+        # All processes have run each answered batch, so they share one latency window.
         self._latencies.update(dict.fromkeys((*processes, *support_processes), LatencyWindow()))
         for each in processes:
             self._watchdog.add(each, now, runs_selftest=False)
@@ -97,18 +95,18 @@ class SlotProcesses:
         device: str = "",
         policy: BatchingPolicy = NO_BATCHING,
     ) -> None:
-        """The process, which serves several models in turn, takes batches of this one from now on.
+        """Add a slot at a process that serves several models in turn.
 
-        It is pinged, and never with the self-test. Whatever becomes of it, all dispatchers of its models have to be
-        told.
+        The process is pinged, but never runs the self-test again. Every event of the process must be reported to the
+        dispatchers of all its models.
 
         Args:
-            process: its name.
-            scheduler: of the process.
-            model_index: which of its models this is.
-            now: the clock.
-            device: where it runs.
-            policy: see `Slot`.
+            process: the name of the process.
+            scheduler: the scheduler of the process.
+            model_index: the index of this model in the process.
+            now: the time.
+            device: the device of the process.
+            policy: the batching policy.
         """
         self._latencies[process] = LatencyWindow()
         self._watchdog.add(process, now, runs_selftest=False)
@@ -116,50 +114,50 @@ class SlotProcesses:
         scheduler.add(slot, self._slots, self._scheduler.queue, self._dispatch)
 
     def set_policy(self, process: str, policy: BatchingPolicy) -> None:
-        """From now on this may be done with the rows of requests at the slot of the process."""
+        """Change the batching policy of the slot of a process."""
         self._slots.set_policy(process, policy)
 
     def remove(self, process: str) -> None:
-        """The slot of the process gets nothing new, and nobody asks whether it still answers."""
+        """Stop assigning batches to the slot of a process, and stop watching its processes."""
         self._slots.retire(process)
         for each in self.of_slot(process):
             self._watchdog.remove(each)
 
     def release(self, process: str) -> None:
-        """The slot of the process is lost, and what it had is not to blame: that waits again."""
+        """Remove the slot of a process whose loss its batches did not cause; they are queued again."""
         self._scheduler.release_slot(process)
 
     def of_slot(self, process: str) -> tuple[str, ...]:
-        """Return all processes of the slot of a process: who loses one of them has lost all."""
+        """Return all processes of the slot of a process. If one of them exits, the slot is lost."""
         slot = self._slots.slot_of(process)
         return (process,) if slot is None else slot.all_processes
 
     def is_running(self, process: str, slot: Slot | None) -> bool:
-        """Return whether this is the slot of a process."""
+        """Return whether `slot` is the slot of a process."""
         return slot is not None and self._slots.slot_of(process) is slot
 
     def in_flight(self, process: str) -> int:
-        """Return how many batches the slot of the process has, whether or not somebody waits for them."""
+        """Return the number of batches at the slot of a process, awaited or not."""
         return self._slots.in_flight(process)
 
     # --- whether they answer ------------------------------------------------------------------------------------
 
     def watch(self, process: str, now: float) -> None:
-        """The process is READY: it is pinged from now on while it is idle."""
+        """Start to watch a process that has become READY: the daemon pings it while it is idle."""
         self._watchdog.add(process, now)
 
     def on_pong(self, process: str, now: float) -> None:
-        """The process has answered its ping."""
+        """Record that a process has answered its ping."""
         self._watchdog.on_pong(process, now)
 
     def overdue(self, now: float) -> Iterator[tuple[str, str]]:
-        """Yield each process whose slot computes for too long, with the reason to end it."""
+        """Yield the processes of each slot that has computed for too long, with the reason to end them."""
         for slot, reason in list(self._isolator.take_overdue(now)):
             yield from ((process, reason) for process in slot.processes)
 
     @property
     def next_ping_at(self) -> float:
-        """Nobody has to be pinged, or to answer a ping, before this."""
+        """A time before which no ping and no answer to a ping is due."""
         return self._watchdog.next_event_at
 
     def ping_idle(self, now: float) -> Iterator[str]:
@@ -171,10 +169,10 @@ class SlotProcesses:
                 yield process
 
     def silence_s(self, processes: Sequence[str], now: float) -> float | None:
-        """Return for how many seconds none of these has been heard of, if that is too long; None if it is not."""
+        """Return for how many seconds none of the processes has sent a message, if that is too long, else None."""
         return self._watchdog.silence_s(processes, now)
 
     @property
     def watchdog_period_s(self) -> float:
-        """The seconds within which each process has to be heard of."""
+        """The seconds within which each process must send a message."""
         return self._watchdog.period_s

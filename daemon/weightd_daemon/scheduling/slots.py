@@ -1,9 +1,9 @@
-"""The slots of one model: where batches run, and which batches each has.
+"""The execution slots of one model, and the batches that each slot has.
 
-Callers name a slot by its own name or by that of any of its processes. A slot that is quick has credit for two batches:
-one runs and one is ready, so it never waits for the daemon between two. A slot that computes for long has nothing
-ready, and what waits behind its batch is recalled: no request waits for one slot while another is free. A slot whose
-processes compute together has credit for one batch, and none is ever recalled from it.
+Callers identify a slot by its own name or by the name of any of its processes. A quick slot has credit for one batch
+beyond the running ones, so that it never waits for the daemon between two batches. A slot whose batches run long gets
+none in advance, and batches queued behind a long one are recalled: no request waits for one slot while another is free.
+A slot whose processes run in lockstep has credit for one batch, and that batch is never recalled.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from weightd_daemon.scheduling.measurements import BatchTimes, ExecutionCounters
 from weightd_daemon.scheduling.request import Isolation, Request
 from weightd_daemon.tenants.tenant import Tenant
 
-# A slot that has computed for longer than this gets nothing ahead: handing it the next batch then costs it less than a
-# hundredth of its time (a round trip is a fraction of a millisecond, one with 8 MiB a few).
+# A slot whose batch has run for longer than this gets none in advance: sending the next batch then costs less than a
+# hundredth of the slot's time (a round trip takes a fraction of a millisecond, or a few milliseconds with 8 MiB).
 MAX_QUICK_S = 0.25
 
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """One or more processes that act together: each is given every batch, and who loses one of them has lost all.
+    """One or more processes that run every batch together. If one of them exits, the slot is lost.
 
     Attributes:
-        name: of the slot.
-        processes: their names.
-        device: where they run.
-        policy: what may be done with the rows of requests here.
-        concurrency: how many batches it runs at once.
-        batches: by their numbers, in the order in which it got them, and begins with them.
-        is_quick: whether it was with its last batch: then it may have one ready behind those that it runs.
-        lockstep: of its processes, if these compute together: then it has nothing ready, for what a process has been
-            given is never taken back from it.
-        support_processes: processes that are given no batches, but without which those of the slot are lost.
-        model_index: which of the models of its process.
+        name: the name of the slot.
+        processes: the names of its processes.
+        device: the device on which the processes run.
+        policy: the batching policy of the loaded model.
+        concurrency: the number of batches that the slot runs at once.
+        batches: the batches by number, in the order in which the slot received them and starts them.
+        is_quick: whether the last batch was quick. A quick slot may have one batch queued behind the running ones.
+        lockstep: tracks the reports of processes that compute together. Such a slot has no queued batch, because an
+            item that a process has received is never taken back.
+        support_processes: processes that receive no batches, but without which the slot is lost.
+        model_index: the index of the model in a process that serves several models.
     """
 
     name: str
@@ -56,45 +56,45 @@ class Slot:
 
     @property
     def is_busy(self) -> bool:
-        """Whether its processes compute."""
+        """Whether the processes compute."""
         return bool(self.batches)
 
     @property
     def all_processes(self) -> tuple[str, ...]:
-        """The processes without any of which it is lost."""
+        """All processes whose exit ends the slot."""
         return (*self.processes, *self.support_processes)
 
     @property
     def is_free(self) -> bool:
-        """Whether it would begin with a batch at once."""
+        """Whether the slot would start another batch at once."""
         return len(self.batches) < self.concurrency
 
     def count_long(self, now: float, long_s: float) -> int:
-        """Return how many of its batches are expected to take long, or already have run for `long_s` seconds."""
+        """Return how many batches are expected to run long, or have already run for `long_s` seconds."""
         return sum(batch.is_long or batch.started_at + long_s <= now for batch in self.batches.values())
 
     @property
     def has_confined(self) -> bool:
-        """Whether one of its batches is confined."""
+        """Whether one of the batches is confined."""
         return any(batch.isolation is Isolation.CONFINED for batch in self.batches.values())
 
     @property
     def tenants(self) -> set[Tenant]:
-        """Whose batches it has."""
+        """The tenants of the batches."""
         return {tenant for batch in self.batches.values() for tenant in batch.tenants}
 
     @property
     def busy_since(self) -> float:
-        """When it began with the batch that runs longest; later than any clock says where none does."""
+        """When the longest running batch started, in monotonic seconds; infinity if none runs."""
         return min((batch.started_at for batch in self.batches.values()), default=float("inf"))
 
     @property
     def queued_batches(self) -> list[Batch]:
-        """The batches that wait for those that run."""
+        """The batches that wait for the running ones."""
         return [batch for batch in self.batches.values() if not batch.has_started]
 
     def accepts(self, isolation: Isolation, now: float) -> bool:
-        """Return whether it takes one more batch that bears this company, be it behind what it has."""
+        """Return whether the slot takes another batch of this isolation level, now or behind the running ones."""
         if not self.batches:
             return True
         if self.lockstep is not None:
@@ -108,7 +108,7 @@ class Slot:
         return len(self.batches) == self.concurrency and self.is_quick and now < self.busy_since + MAX_QUICK_S
 
     def add_batch(self, batch: Batch, now: float) -> bool:
-        """It has a batch; return whether it begins with it, as it was free."""
+        """Add a batch; return whether the slot was free and starts it at once."""
         starts = len(self.batches) < self.concurrency
         if starts:
             batch.started_at = now
@@ -116,13 +116,13 @@ class Slot:
         return starts
 
     def batch_of(self, number: int) -> Batch | None:
-        """Return the batch that has the part of this number, which has not been answered."""
+        """Return the batch that has the unanswered item of this number, or None."""
         return next((each for each in self.batches.values() if number in each.items), None)
 
     def finish_batch(self, batch: Batch, now: float) -> float:
-        """It has answered a batch: return for how many seconds that ran."""
+        """Remove an answered batch; return for how many seconds it ran."""
         del self.batches[batch.number]
-        # What was only ready, for all that is known here, has run all the same.
+        # A batch may have run although it was still considered queued here.
         duration_s = now - batch.started_at if batch.started_at < now else 0.0
         self.is_quick = duration_s < MAX_QUICK_S
         if self.batches:
@@ -130,24 +130,24 @@ class Slot:
         return duration_s
 
     def on_lost(self) -> None:
-        """Its processes are of no use any more."""
+        """Handle the loss of the slot's processes."""
 
     def _start_queued(self, now: float) -> None:
-        """What was ready begins where there is room."""
+        """Mark queued batches as started, up to the concurrency."""
         for batch in list(self.batches.values())[: self.concurrency]:
             batch.started_at = min(batch.started_at, now)
 
 
 class SlotPool:
-    """The slots of one model, by their names and those of their processes.
+    """The slots of one model, by name and by process.
 
     Attributes:
-        accepting: those that take batches, by name. One that is not among them gets nothing new but may still answer.
-        merging: of these those where requests may share batches. If there is one, what has come is taken in before any
-            of it is assigned.
-        seen_devices: the devices on which there are slots, or were: the next one may be there.
-        has_lockstep: whether there is, or was, a slot whose processes compute together.
-        slot_by_process: each slot by its name, and by that of each of its processes; only this object changes it.
+        accepting: slots that take batches, by name. Other slots get no new batches, but may still answer.
+        merging: accepting slots where requests may share batches. If there are any, all messages that have arrived are
+            read before a request is assigned.
+        seen_devices: the devices that have or had slots. A replacement slot may start on any of them.
+        has_lockstep: whether there is or was a slot whose processes run in lockstep.
+        slot_by_process: each slot by its name and by the names of its processes; read-only for others.
     """
 
     def __init__(self) -> None:
@@ -156,14 +156,14 @@ class SlotPool:
         self._slots: dict[str, Slot] = {}
         self.accepting: dict[str, Slot] = {}
         self.merging: dict[str, Slot] = {}
-        # Those that would take batches if it were the turn of this model at their process.
+        # Accepting slots of shared processes that run a batch of another model now.
         self._paused: dict[str, Slot] = {}
         self.slot_by_process: dict[str, Slot] = {}
 
     # --- who is there -------------------------------------------------------------------------------------------
 
     def add(self, slot: Slot) -> None:
-        """The slot takes batches from now on; if there is one of its name already, that one does."""
+        """Accept batches for a slot. If there already is a slot of this name, that one accepts batches again."""
         slot = self._slots.setdefault(slot.name, slot)
         self.has_lockstep = self.has_lockstep or slot.lockstep is not None
         self.accepting[slot.name] = slot
@@ -172,14 +172,14 @@ class SlotPool:
         self.seen_devices.add(slot.device)
 
     def set_policy(self, process: str, policy: BatchingPolicy) -> None:
-        """From now on this may be done with the rows of requests at the slot of the process."""
+        """Change the batching policy of the slot of a process."""
         slot = self.slot_by_process.get(process)
         if slot is not None:
             slot.policy = policy
             self._update_merging()
 
     def retire(self, process: str) -> None:
-        """The slot of the process gets nothing new; it may still answer what it has."""
+        """Stop assigning batches to the slot of a process. The slot may still answer earlier ones."""
         slot = self.slot_by_process.get(process)
         if slot is not None:
             self.accepting.pop(slot.name, None)
@@ -187,21 +187,21 @@ class SlotPool:
             self._update_merging()
 
     def pause(self, name: str) -> None:
-        """The slot gets nothing new before it goes on."""
+        """Stop assigning batches to a slot until `resume`."""
         slot = self.accepting.pop(name, None)
         if slot is not None:
             self._paused[name] = slot
             self._update_merging()
 
     def resume(self, name: str) -> None:
-        """The slot takes batches again, if it has not been dismissed meanwhile."""
+        """Assign batches to a paused slot again, unless it has been retired meanwhile."""
         slot = self._paused.pop(name, None)
         if slot is not None:
             self.accepting[name] = slot
             self._update_merging()
 
     def remove(self, slot: Slot) -> list[BatchItem]:
-        """The slot is gone, or as good as that: return what it has not answered and somebody waits for."""
+        """Remove a slot that is lost or considered lost; return its awaited items."""
         for name in {slot.name, *slot.all_processes}:
             del self.slot_by_process[name]
         del self._slots[slot.name]
@@ -218,39 +218,39 @@ class SlotPool:
 
     @property
     def active(self) -> Sequence[Slot]:
-        """Those that take batches, or would if it were their turn."""
+        """The accepting slots, and the paused ones."""
         return (*self.accepting.values(), *self._paused.values())
 
     @property
     def awaited_items(self) -> Iterator[BatchItem]:
-        """The parts that slots have and somebody waits for."""
+        """The awaited items at all slots."""
         return (
             item for slot in self._slots.values() for batch in slot.batches.values() for item in batch.awaited_items
         )
 
     def slot_of(self, process: str) -> Slot | None:
-        """Return where the process runs batches, or has run some that it may still answer."""
+        """Return the slot of a process, or None. A retired slot is included until it is removed."""
         return self.slot_by_process.get(process)
 
     def in_flight(self, process: str) -> int:
-        """Batches that the slot of the process has, whether or not somebody waits for them."""
+        """Return the number of batches at the slot of a process, awaited or not."""
         slot = self.slot_by_process.get(process)
         return 0 if slot is None else len(slot.batches)
 
     def is_busy(self, process: str) -> bool:
-        """Return whether the process computes, be it for another model."""
+        """Return whether the process computes, for this model or another one."""
         slot = self.slot_by_process.get(process)
         return slot is not None and slot.is_busy
 
     # --- which of them may take a batch -------------------------------------------------------------------------
 
     def free_slots(self, now: float) -> list[Slot]:
-        """Return those that would begin with a batch at once, the one with the least to do first."""
+        """Return the slots that would start a batch at once, the least loaded first."""
         free = [slot for slot in self.accepting.values() if slot.is_free and slot.accepts(Isolation.BATCHABLE, now)]
         return sorted(free, key=lambda slot: len(slot.batches) / slot.concurrency)
 
     def devices_with(self, policy: BatchingPolicy) -> list[str]:
-        """Return where those are that take batches on these terms."""
+        """Return the device of each accepting slot with this policy."""
         return [slot.device for slot in self.accepting.values() if slot.policy == policy]
 
     # --- within -------------------------------------------------------------------------------------------------
@@ -260,12 +260,14 @@ class SlotPool:
 
 
 class Execution(NamedTuple):
-    """A batch that a slot has run.
+    """A batch that a slot has run to its end.
 
     Attributes:
-        last: its part that was answered as the last.
-        seconds: for which it ran.
-        ended_at: when it was answered.
+        slot: the slot.
+        batch: the batch.
+        last: the item that was answered last.
+        seconds: the run time.
+        ended_at: when the last item was answered.
     """
 
     slot: Slot
@@ -276,20 +278,20 @@ class Execution(NamedTuple):
 
 
 class RunningBatches:
-    """The batches that the slots of one model have: those that run, and those that are ready behind them.
+    """The batches at the slots of one model, both running and queued there.
 
     Args:
-        slots: where they run.
-        times: takes their durations.
-        predict_timeout: seconds after which a slot that computes is considered to hang.
+        slots: the slots of the model.
+        times: records the durations of batches.
+        predict_timeout: seconds after which a computing slot is considered to hang.
         schedule_by: called with a time that is sooner than `next_check_at` was.
-        counters: of the model.
-        on_ran: called with the request of a batch, the seconds that the batch took and the clock, while there are
-            several tenants; not for batches of several requests, nor for parts of one.
+        counters: the counters of the model.
+        on_ran: called with the request of a batch, the seconds that the batch took and the time, while there are
+            several tenants; not for batches of several requests, nor for parts of split requests.
 
     Attributes:
-        next_check_at: no slot has computed for too long before this.
-        execution_counters: of what has run.
+        next_check_at: a time before which `take_overdue` has nothing to do.
+        execution_counters: counters of the batches that have run.
     """
 
     def __init__(
@@ -312,7 +314,7 @@ class RunningBatches:
         self._recalled: list[tuple[Slot, int]] = []
 
     def assign(self, slot: Slot, batch: Batch, now: float) -> list[Request]:
-        """Have the slot run a batch, as soon as it has nothing before it; return the requests that begin with it."""
+        """Assign a batch to a slot; return the requests that start with it."""
         starting = [item.request for item in batch.items.values() if not item.request.has_started]
         for request in starting:
             request.has_started = True
@@ -324,14 +326,14 @@ class RunningBatches:
         return starting
 
     def finish(self, process: str, number: int, now: float) -> BatchItem | None:
-        """A process has answered a part for its slot; return it, or None if nobody waits for this answer any more."""
+        """Record the answer to an item; return the item, or None if its request does not await the answer any more."""
         item, execution = self.take_answered(process, number, now)
         if execution is not None:
             self.record(execution)
         return item
 
     def take_answered(self, process: str, number: int, now: float) -> tuple[BatchItem | None, Execution | None]:
-        """Do what `finish` does; return with the part the batch of which it was the last, which has to be recorded."""
+        """Do what `finish` does, but return the execution if this was the batch's last item. The caller records it."""
         slot = self._slots.slot_by_process.get(process)
         batch = slot.batch_of(number) if slot is not None else None
         if slot is None or batch is None:
@@ -345,7 +347,7 @@ class RunningBatches:
         return item if is_awaited else None, execution
 
     def record(self, execution: Execution) -> None:
-        """Count a batch that a slot has run, on the accounts of who has asked for it and on those of the model."""
+        """Count the execution of a batch in the usage of its tenants and in the counters of the model."""
         slot, batch, last, seconds, ended_at = execution
         if batch.charge is None and batch.item_count == 1 and not batch.is_time_recorded:
             batch.is_time_recorded = True
@@ -361,16 +363,16 @@ class RunningBatches:
             self._counters.rows.add(batch.rows)
 
     def end_matching(self, should_end: Callable[[Request], bool]) -> list[tuple[Request, bool]]:
-        """End what slots have that is `should_end`; return each request once, with whether a slot is running any of it.
+        """End the matching requests at slots; return each request once, with whether a slot is running any of it.
 
-        What a slot runs cannot be stopped: its credit comes back when it answers, and then nobody waits for that.
+        A running batch cannot be stopped: it holds its slot's credit until the slot answers, and the answer is dropped.
         """
         return list(
             self._end_items(lambda batch: [item for item in batch.awaited_items if should_end(item.request)]).items()
         )
 
     def end_requests(self, requests: Sequence[Request]) -> dict[Request, bool]:
-        """End what slots have of these requests, without a look at others; return them as `end_matching` does."""
+        """End these requests at slots, without a look at others; return them as `end_matching` does."""
 
         def items_to_end(batch: Batch) -> list[BatchItem]:
             return [item for each in requests if (item := batch.item_of(each)) is not None and item.is_awaited]
@@ -378,9 +380,10 @@ class RunningBatches:
         return self._end_items(items_to_end)
 
     def take_overdue(self, now: float) -> Iterator[tuple[Slot, Batch | None, list[BatchItem]]]:
-        """Take out the slots that have computed for too long, and take back what waits behind one that runs long.
+        """Remove the slots that have computed for too long, and recall batches queued behind one that runs long.
 
-        Yields each with what it has run for too long, if it is taken out, and with what it had beside that.
+        Yields:
+            The slot, the batch that exceeded the time (None if the slot stays), and the items to queue again.
         """
         if now < self.next_check_at:
             return
@@ -405,10 +408,10 @@ class RunningBatches:
         )
 
     def recall(self, select: Callable[[Batch], list[int]]) -> list[BatchItem]:
-        """Take the parts that are chosen of each batch back from the slots that have not begun with it.
+        """Recall the selected items of each batch that its slot has not started.
 
         Returns:
-            Those of them that are awaited.
+            The recalled items that are awaited.
         """
         recalled: list[BatchItem] = []
         for slot in self._slots:
@@ -417,7 +420,7 @@ class RunningBatches:
         return recalled
 
     def take_recalled(self) -> Sequence[tuple[Slot, int]]:
-        """Return what slots have in vain, by the part's number, so that they need not begin with it; and forget it."""
+        """Return the items recalled since the last call, as slots and item numbers, for notifying the slots."""
         recalled, self._recalled = self._recalled, []
         return recalled
 
@@ -426,7 +429,7 @@ class RunningBatches:
             self._on_ran(item.request, seconds, now)
 
     def _end_items(self, select: Callable[[Batch], list[BatchItem]]) -> dict[Request, bool]:
-        """End the requests of the parts that are chosen of each batch; return whether a slot is running any of each."""
+        """End the requests of the selected items; return each request with whether a slot is running any of it."""
         ended: dict[Request, bool] = {}
         for slot in self._slots:
             for batch in list(slot.batches.values()):
@@ -440,7 +443,7 @@ class RunningBatches:
         return ended
 
     def _recall_items(self, slot: Slot, batch: Batch, numbers: Sequence[int]) -> list[BatchItem]:
-        """Take these parts of a batch back from a slot that has not begun with it; return those that are awaited."""
+        """Remove items of a batch that the slot has not started; return the awaited ones."""
         items = [batch.items.pop(number) for number in numbers]
         self._recalled += [(slot, number) for number in numbers]
         if not batch.items:
