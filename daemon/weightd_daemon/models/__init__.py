@@ -1,5 +1,5 @@
-"""Which generation of a model serves, on which device, loaded from what.
+"""The served models: which generation of each serves on which device, and from which files it was loaded.
 
-Here models, generations, requests and children meet, and what one of them wants is told to the other; no socket is
-known, and no process is started but by `processes`. It may import that, `scheduling`, `generations` and what is below.
+This package connects models, generations, requests and child processes. It opens no sockets, and it starts processes
+only through `processes`. It may import `processes`, `scheduling`, `generations` and the packages below them.
 """

@@ -1,4 +1,4 @@
-"""Room for the generations of one deployment: what each takes of its placement, and who makes way for it."""
+"""The admission of a deployment's generations: the resources that each needs, and which generations make room."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _log = logging.getLogger("weightd.generation")
 
 
 class Admission:
-    """What a deployment has room for.
+    """Decides which generations of a deployment fit its placement.
 
     Args:
-        placement: where it is.
-        rollout_policy: what is configured of the memory that processes take.
-        wake: called when something has been released that a generation waits for.
-        predecessor: whose place it may take where there is no room for both; None: nobody's.
+        placement: the device, or the cards of all ranks.
+        rollout_policy: the configured memory of a process.
+        wake: called when resources were released for which a generation waits.
+        predecessor: the deployments whose room may be taken if there is no room for both; None: no such deployments.
 
     Attributes:
-        is_released: something has been released since a generation had to wait.
+        is_released: whether resources were released since a generation began to wait.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Admission:
         self._wake = wake
 
     def request(self, spec: GenerationSpec, snapshot: Snapshot) -> ResourceRequest:
-        """Return what a generation takes that loads this snapshot."""
+        """Return the resources that a generation needs to load this snapshot."""
         nbytes, slices = snapshot.nbytes, tuple(each.nbytes for each in snapshot.slices)
         if slices:
             buffer_bytes = self._rollout_policy.buffer_bytes
@@ -51,17 +51,20 @@ class Admission:
         if spec.rank_group is not None:
             return ResourceRequest(nbytes, 1, 1, 1, self._process_bytes)
         worker_count = spec.process_count
-        # Without sharing the holder has left, and its copy with it, before a worker loads.
+        # Without sharing, the holder and its copy of the weights are gone before a worker loads.
         copy_count = 1 if spec.is_sharing else worker_count
         return ResourceRequest(nbytes, copy_count, worker_count, 1 + worker_count, self._process_bytes)
 
     def restore(self, generation: GenerationBase, snapshot: Snapshot, port: int) -> None:
-        """A generation is there, with that port: whether there is room for it is no question."""
+        """Reserve the resources and the port of a generation that already runs, even if they exceed the limits."""
         self._learn(generation)
         self._placement.restore(generation.label, self.request(generation.spec, snapshot), port)
 
     def rejection_reason(self, label: str, request: ResourceRequest, now: float) -> str:
-        """Return why there is no room for a generation, or ""; whose place it may take has made way for it."""
+        """Return why there is no room for a generation, or "".
+
+        If the generation fits without its predecessor, the predecessor is vacated.
+        """
         reason = self._placement.rejection_reason(label, request)
         if not reason or self._predecessor is None:
             return reason
@@ -71,7 +74,7 @@ class Admission:
         return self._placement.rejection_reason(label, request)
 
     def will_suffice(self, generation: GenerationBase, request: ResourceRequest) -> bool:
-        """Return whether there is room once those are gone that leave; then the generation waits for it."""
+        """Return whether there is room once all leaving generations are gone; if so, wait for their release."""
         if self._placement.rejection_reason(generation.label, request, excluding=self._placement.leaving):
             return False
         if generation.label not in self._placement.waiting:
@@ -81,7 +84,7 @@ class Admission:
         return True
 
     def on_device_memory(self, generation: GenerationBase, memory: DeviceMemory | None, rank: int = 0) -> None:
-        """The card, or that of this rank, has said what is free after a process of the generation has loaded."""
+        """Record the free bytes that the card of this rank reported after a process of the generation has loaded."""
         if memory is not None:
             self._placement.set_free_bytes(memory.free_bytes, rank)
             self._learn(generation)

@@ -1,4 +1,4 @@
-"""What may be done with the rows of requests where a generation serves them, and what is told of that."""
+"""The batching policy of a generation, from the configuration and the holder's row test, and its description."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightd_protocol.messages.worker_common import RowSupport
 
 
 def batching_policy(config: ModelConfig, generation: GenerationBase) -> BatchingPolicy:
-    """Return what is configured, as far as the generation's holder has found it to be right."""
+    """Return the configured policy, limited to the row operations that the generation's holder has tested."""
     built = generation.built
     row_support = None if built is None else built.row_support
     if built is None or row_support is None or not row_support.inputs or not row_support.outputs:
@@ -35,13 +35,13 @@ def batching_policy(config: ModelConfig, generation: GenerationBase) -> Batching
 
 
 def max_rows(config: ModelConfig, generation: GenerationBase) -> int:
-    """Return how many rows of several requests share a predict; 0 where this is not configured, or not known yet."""
+    """Return how many rows of several requests may share a predict; 0 if this is not configured or not yet known."""
     row_support = None if generation.built is None else generation.built.row_support
     return 0 if row_support is None or config.batching.max_rows == 1 else batching_policy(config, generation).max_rows
 
 
 def describe_batching(config: ModelConfig, generation: GenerationBase) -> str:
-    """Return for people what is done with rows, and why not what is configured; "" where nothing is."""
+    """Return a description of the batching and splitting in force and of its limits; "" if neither is configured."""
     row_support = None if generation.built is None else generation.built.row_support
     if row_support is None:
         return ""
@@ -75,7 +75,7 @@ def describe_batching(config: ModelConfig, generation: GenerationBase) -> str:
 
 
 def _tested_dims(built: Built, row_support: RowSupport) -> Dims | None:
-    """The dimensions with which the holder has run rows together and alone: those of the self-test."""
+    """Return the self-test's dimensions, with which the holder has run rows together and alone."""
     if not built.selftest_cases:
         return None
     shapes = built.selftest_cases[0].items()
@@ -83,7 +83,7 @@ def _tested_dims(built: Built, row_support: RowSupport) -> Dims | None:
 
 
 def _inputs_without_rows(generation: GenerationBase) -> list[str]:
-    """The inputs that have no rows: what one request gives there is not what another does."""
+    """Return the inputs without a row dimension; requests cannot share a batch if they may differ there."""
     built = generation.built
     if built is None or built.row_support is None:
         return []
@@ -91,10 +91,10 @@ def _inputs_without_rows(generation: GenerationBase) -> list[str]:
 
 
 def _has_other_free_dims(generation: GenerationBase) -> bool:
-    """Whether a request may have more free dimensions than its rows."""
+    """Return whether a request may have more free dimensions than its rows."""
     return generation.built is not None and any(-1 in (each.shape or ())[1:] for each in generation.built.inputs)
 
 
 def _unmerged_principals(generation: GenerationBase) -> Mapping[int, UnmergedPrincipal]:
-    """The tenants and users whose requests share no predict with others; of ranks that is not found out."""
+    """Return the tenants and users whose requests share no predict with others; rank groups do not determine them."""
     return generation.unmerged_principals if isinstance(generation, Generation) else {}

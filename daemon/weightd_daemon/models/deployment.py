@@ -1,8 +1,8 @@
-"""One model on one device: the generation that serves, the one that is to come, and those that leave.
+"""A model on one device, and its generations: one that serves, one that loads, and any number that are draining.
 
-Plain decisions, as in `generation`: events and the clock go in, actions come out. Two promises: requests go to the
-workers of one generation only; and a second copy of the weights exists only while one generation takes over from
-another, and only if the device has room for it.
+A deployment makes decisions without I/O, as generations do: it receives events and the clock, and returns actions. It
+guarantees that the workers of only one generation receive requests, and that a second copy of the weights exists only
+while one generation takes over from another, and only if the device has room for it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _log = logging.getLogger("weightd.generation")
 
 
 class Deployment(DeploymentView):
-    """Keeps one generation serving; how it stands is that of `DeploymentView`.
+    """Keeps one generation serving; `DeploymentView` has the queries of its state.
 
     Args:
-        placement: where, and what it has room for: one device, or the cards of all ranks.
-        spec: of each generation.
-        rollout_policy: how one follows another.
+        placement: the memory and process budget of one device, or of the cards of all ranks.
+        spec: the specification of each generation.
+        rollout_policy: how one generation replaces another.
         make_generation: makes a generation of a source, with a new number.
-        wake: called when there may be room by now for what waits for it: `tick` is due.
+        wake: called when a generation that waits for room may find it now, so that `tick` is due.
         predecessor: see `Admission`.
 
     Attributes:
-        admission: of its generations, where they are placed.
+        admission: decides which generations the placement has room for.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Deployment(DeploymentView):
         self._make_generation = make_generation
         self._backoff = RestartBackoff()
         self._serving_since = 0.0
-        # Of a generation that has its snapshot and waits for room.
+        # The snapshot of the loading generation, while that waits for room.
         self._pending_snapshot: tuple[Snapshot, SelfTestSpec | None] | None = None
         self._actions: list[tuple[GenerationBase, Action]] = []
 
@@ -76,16 +76,17 @@ class Deployment(DeploymentView):
         self._collect_actions()
 
     def resume(self, generation: GenerationBase, snapshot: Snapshot, port: int = 0) -> None:
-        """Go on with a generation that a daemon before this one has loaded of this, and given that port."""
+        """Take over a generation, and its port, that the previous daemon loaded from this snapshot."""
         self.loading = self._last_generation = generation
         self.spec = generation.spec
         self.advance(DeploymentEvent.SERVE)
         self.admission.restore(generation, snapshot, port)
 
     def update(self, source: ModelSource, now: float) -> None:
-        """Load a generation that is to take over once `take_over` is called.
+        """Load a generation that takes over once `take_over` is called.
 
-        What `is_lost`, or `is_being_replaced`, is tried again only if that fails.
+        If the deployment `is_lost` or `is_being_replaced`, the generation that is loading for that reason is dropped.
+        Its source is loaded again only if the update fails.
         """
         wanted_again = self._wanted_source
         if self.loading is not None and (self.is_lost or self.is_being_replaced):
@@ -97,15 +98,16 @@ class Deployment(DeploymentView):
         self._wanted_source = wanted_again
 
     def retry(self, source: ModelSource) -> None:
-        """Load again what has `failed`."""
+        """Load a generation again after the deployment `has_failed`."""
         self.advance(DeploymentEvent.RETRY)
         self._backoff = RestartBackoff()
         self.start(source)
 
     def on_snapshot_taken(self, source: ModelSource, snapshot: Snapshot, selftest: SelfTestSpec | None = None) -> bool:
-        """The snapshot of a source exists: the generation that waits for it goes on as soon as there is room.
+        """Let the generation that waits for this snapshot continue as soon as there is room.
 
-        `selftest` is what an earlier generation of the source has found out of it. Return whether a generation waits.
+        `selftest` is the self-test that an earlier generation of the source has found. Return whether a generation
+        waits.
         """
         is_awaited = self.is_awaiting_snapshot(source)
         if is_awaited:
@@ -113,12 +115,12 @@ class Deployment(DeploymentView):
         return is_awaited
 
     def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
-        """There is no snapshot of a source; `is_transient`: the cause may go away by itself."""
+        """Fail the generation that waits for the source's snapshot; `is_transient`: the cause may go away by itself."""
         if self.is_awaiting_snapshot(source) and self.loading is not None:
             self.loading.fail(FailureReason(cause, is_transient=is_transient), now)
 
     def take_over(self, now: float) -> None:
-        """Let the generation that was loaded serve; `reconcile` comes next."""
+        """Make the loaded generation the one that serves; the caller calls `reconcile` next."""
         loading = self.loading
         if loading is None:
             return
@@ -134,21 +136,22 @@ class Deployment(DeploymentView):
         if old is not None:
             _log.info("%s takes over from %s", loading.label, old.label, extra=loading.log_extra())
             self._drain_generation(old, now)
-        # After the old one's workers are dismissed: no two generations are given requests.
+        # This follows the removal of the old generation's slots, so that two generations never receive requests at
+        # once.
         self._collect_actions()
         self._actions += [(loading, AddSlot(name)) for name in loading.processes.slots]
 
     def abandon(self, cause: str, now: float) -> None:
-        """Give up the generation that was loaded by `update`."""
+        """Fail the generation that `update` has loaded."""
         if self.loading is not None and self.is_updating:
             self.loading.fail(FailureReason(cause), now)
 
     def mark_leaving(self) -> None:
-        """It will be drained: who needs the room may wait for that."""
+        """Announce that the deployment will be drained, so that other generations may wait for its room."""
         self.placement.mark_leaving([generation.label for generation in self.generations])
 
     def vacate(self, now: float) -> None:
-        """Another model of the name comes in the place of this one: what serves leaves, and nothing is loaded."""
+        """Drain the generations and load none, so that another model of the same name can take the room."""
         if self.state is not DeploymentState.ESTABLISHED:
             return
         self.advance(DeploymentEvent.VACATE)
@@ -161,13 +164,13 @@ class Deployment(DeploymentView):
         self.loading = self._pending_snapshot = None
 
     def reinstate(self) -> None:
-        """The other one could not be loaded: what served before does again, as soon as there is room."""
+        """Load the source that served before `vacate` again, because the other model could not be loaded."""
         if self.is_vacated:
             self.advance(DeploymentEvent.REINSTATE)
             self._wanted_source = self.main_generation.source
 
     def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
-        """No new work, and no further generation: wind everything down; what runs may take `timeout_s` seconds more."""
+        """Shut down all generations and start no others; running batches may take `timeout_s` seconds more."""
         if self.state in LOADING_STATES or self.is_vacated:
             self.advance(DeploymentEvent.STOP)
         self._wanted_source = None
@@ -176,13 +179,16 @@ class Deployment(DeploymentView):
             generation.drain(now, timeout_s=timeout_s)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Perform what is due in each generation."""
         for generation in self.generations:
             if now >= generation.next_tick_at:
                 generation.tick(now)
 
     def reconcile(self, now: float) -> None:
-        """Bring what is nearer to what should be; to be called after each event, of its generations, too."""
+        """Bring the actual state closer to the wanted one.
+
+        The caller calls this after each event of the deployment or of its generations.
+        """
         self._collect_actions()
         if self.loading is not None and self.loading.state not in ACTIVE:
             self._on_loading_failed(self.loading, now)
@@ -206,14 +212,14 @@ class Deployment(DeploymentView):
         return min(due_at, self._backoff.due_at) if self.may_load else due_at
 
     def take_actions(self) -> list[tuple[GenerationBase, Action]]:
-        """Return what is to be done, in order, and forget it."""
+        """Return the pending actions in order, and clear them."""
         actions, self._actions = self._actions, []
         return actions
 
     # --- decisions ----------------------------------------------------------------------------------------------
 
     def _admit(self, now: float) -> None:
-        """Let a generation that has its snapshot go on, if its device has room."""
+        """Let a generation that has its snapshot continue if its device has room."""
         self.admission.is_released = False
         if self._pending_snapshot is None or self.loading is None:
             return
@@ -222,8 +228,9 @@ class Deployment(DeploymentView):
         is_replacing = self._rollout_policy.policy is ReplacementPolicy.REPLACE and not self.is_updating
         reason = self.admission.rejection_reason(coming.label, need, now)
         if self.draining and (is_replacing or reason or old is not None or len(self.draining) > 1):
-            return  # they make room, and there are never more than two
-        # Two groups of ranks may not go beside each other, whatever room there is: they are updated in their place.
+            return  # the draining generations free their room, and there are never more than two
+        # Two rank groups may be unable to run beside each other, however much room there is. So an update may have to
+        # drain the old group first.
         is_beside = self.is_updating and self.spec.rank_group is None
         if old is not None and not is_beside and self._rollout_policy.vacates_first(has_room=not reason):
             vacate_reason = reason or "policy replace"
@@ -233,7 +240,7 @@ class Deployment(DeploymentView):
                     "%s leaves before %s is loaded: %s", old.label, coming.label, vacate_reason, extra=old.log_extra()
                 )
                 if self.is_updating:
-                    # Should that fail, what serves now comes again.
+                    # If the update fails, the source that serves now is loaded again.
                     self._wanted_source = old.source
                 self._drain_generation(old, now)
                 return
@@ -248,7 +255,7 @@ class Deployment(DeploymentView):
             coming.on_snapshot_taken(snapshot.sha256, now, selftest, tuple(each.sha256 for each in snapshot.slices))
 
     def _take_over_if_ready(self, now: float) -> None:
-        """The coming generation takes over: at once where nobody serves, else as soon as it is complete."""
+        """Let the loaded generation take over: at once if none serves, otherwise as soon as it is complete."""
         loading = self.loading
         if loading is None or loading.state is not GenerationState.SERVING:
             return
@@ -270,7 +277,7 @@ class Deployment(DeploymentView):
         elif self.is_updating:
             self.advance(DeploymentEvent.FINISH_UPDATE)
         elif failed.failure.retry_hint is RetryHint.WAIT_FOR_MEMORY:
-            # Copies of the weights in each process would find less.
+            # One copy of the weights for each process would find even less memory, so there is no fallback here.
             self._backoff.on_out_of_memory(now, self.spec.memory_timeout_s)
             self._retry_or_fail(failed)
         elif self._rollout_policy.should_fall_back and self.spec.is_sharing and _may_sharing_be_why(failed):
@@ -303,7 +310,7 @@ class Deployment(DeploymentView):
 
     def _retry_or_fail(self, failed: GenerationBase) -> None:
         if self.state is DeploymentState.ESTABLISHED or not self._backoff.is_exhausted:
-            # What has served before was good: it is not given up, whatever is in its way now.
+            # A deployment that has served before is never given up, whatever the failure.
             self._wanted_source = failed.source
             delay_s = self._backoff.delay_s
             _log.warning("%s is followed by another one in %.1f s", failed.label, delay_s, extra=failed.log_extra())
@@ -338,7 +345,10 @@ class Deployment(DeploymentView):
         old.drain(now, timeout_s=self.spec.predict_timeout)
 
     def _collect_actions(self) -> None:
-        """Take the generations' actions; only the one that serves may have its slots added. Forget what has ended."""
+        """Collect the actions of all generations, and release the generations that have ended.
+
+        Only the serving generation may add slots.
+        """
         self._actions += [
             (generation, action)
             for generation in self.generations
@@ -352,11 +362,11 @@ class Deployment(DeploymentView):
 
 
 def _may_sharing_be_why(failed: GenerationBase) -> bool:
-    """Whether each process is to load its own weights next, since the cause may lie in the sharing of them."""
+    """Return whether sharing the weights may have caused the failure, so that each process should load its own."""
     return bool(failed.sha256) and failed.built is None and not failed.failure.is_transient
 
 
 def _log_failure(generation: GenerationBase) -> None:
-    """Tell why, unless that was told with what follows."""
+    """Log the cause of a failure, unless the failure of the whole generation was logged already."""
     if generation.state is GenerationState.FAILED:
         _log.warning("%s failed: %s", generation.label, generation.cause, extra=generation.log_extra())

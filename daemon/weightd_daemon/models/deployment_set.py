@@ -1,4 +1,4 @@
-"""The deployments that are loaded, and reconciled, together: those of a model, or of all models of a shared process."""
+"""A set of deployments that are loaded and reconciled together, for one model or for a model group."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from weightd_daemon.models.versions import IdSequence
 
 
 class DeploymentSet:
-    """Keeps deployments loaded, each with the same sources, and performs what their generations want.
+    """Keeps deployments loaded from the same sources, and performs the actions of their generations.
 
     Args:
-        name: what the labels of its generations begin with.
-        use: what its processes are there for: the requests of one model, or of several.
-        placements: where each deployment is, and what is configured of it.
-        rollout_policy: how one generation follows another.
-        process_manager: the processes.
-        ids: of its generations.
-        load_limiter: bounds how many workers load at once, of all models; None: they attach one after another.
-        predecessor: those whose place these may take where there is no room for both.
+        name: the prefix of the labels of its generations.
+        use: the models that its processes serve.
+        placements: the placement of each deployment, with the specification of its generations.
+        rollout_policy: how one generation replaces another.
+        process_manager: starts and ends the processes.
+        ids: numbers the generations.
+        load_limiter: limits how many workers of all models load at once; None: workers attach one after another.
+        predecessor: the deployments whose room this set may take if there is no room for both.
 
     Attributes:
-        process_events: what its processes say.
+        process_events: handles the messages and exits of its processes.
     """
 
     def __init__(  # noqa: PLR0913
@@ -69,7 +69,7 @@ class DeploymentSet:
     # --- from its models ----------------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
-        """One more of its models is to be loaded: once all are, loading begins."""
+        """Start one more of its models; loading begins once all models have started."""
         self._started_count += 1
         if self._started_count == self._use.model_count:
             for deployment in self._deployments:
@@ -77,10 +77,10 @@ class DeploymentSet:
         self.reconcile(now)
 
     def resume(self, records: Sequence[GenerationRecord], now: float) -> None:
-        """Go on with the generations that a daemon before this one has loaded; load what is not there."""
+        """Take over the generations that the previous daemon has loaded, and load the missing ones."""
         remaining = list(records)
         for deployment in self._deployments:
-            # Several groups of ranks on the CPU are on one device.
+            # Several rank groups on the CPU share one device name, so each record is used once.
             record = next((each for each in remaining if each.device == deployment.placement.name), None)
             if record is not None:
                 remaining.remove(record)
@@ -89,7 +89,7 @@ class DeploymentSet:
         self.reconcile(now)
 
     def records(self) -> list[GenerationRecord]:
-        """Return what the next daemon has to know to `resume` them, as far as it can."""
+        """Return a record of each generation that the next daemon can `resume`."""
         by_placement = [(each.placement, each.serving or each.loading) for each in self._deployments]
         storage = self._process_manager.storage
         records = [
@@ -100,18 +100,18 @@ class DeploymentSet:
         return [each for each in records if each is not None]
 
     def on_snapshot_taken(self, now: float) -> None:
-        """A snapshot of one of its models exists."""
+        """Let the deployments that wait for the snapshot of one of its models continue."""
         self._report_snapshots()
         self.reconcile(now)
 
     def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool) -> None:
-        """There is no snapshot of a model's source; `is_transient`: the cause may go away by itself."""
+        """Fail the generations that wait for a model's source; `is_transient`: the cause may go away by itself."""
         for deployment in self._deployments:
             deployment.on_snapshot_failed(self._use.loaded_source(source), cause, now, is_transient=is_transient)
         self.reconcile(now)
 
     def retry(self, now: float) -> None:
-        """Load again what has failed, from the files as they are now."""
+        """Load each failed deployment again; if all have failed, read the model files again."""
         if all(each.has_failed for each in self._deployments):
             self._use.renew_source()
         for deployment in self._deployments:
@@ -120,44 +120,44 @@ class DeploymentSet:
         self.reconcile(now)
 
     def covers_row_test(self, config: ModelConfig) -> bool:
-        """Return whether what is tested of rows is enough for this configuration."""
+        """Return whether the holder's row test, as it is specified now, suffices for this configuration."""
         return self._deployments[0].spec.row_test.covers(RowTestSpec.from_config(config))
 
     def on_reconfigured(self) -> None:
-        """The configuration of a model says something else of what its slots do with rows of requests."""
+        """Apply the changed batching settings of a model to the slots of its serving generations."""
         for deployment in self._deployments:
             if deployment.serving is not None:
                 self._use.update_batching(deployment.serving)
         self._process_manager.mark_changed()
 
     def mark_leaving(self, model: str) -> None:
-        """A model will be drained: once all will, who needs the room may wait for that."""
+        """Record that a model will be drained; once all models will be, other generations may wait for their room."""
         self._leaving_models.add(model)
         if len(self._leaving_models) == self._use.model_count:
             for deployment in self._deployments:
                 deployment.mark_leaving()
 
     def vacate(self, now: float) -> None:
-        """What is to replace these needs their room: what serves leaves, and what comes waits."""
+        """Drain the serving and loading generations so that their replacement finds room."""
         for deployment in self._deployments:
             deployment.vacate(now)
         self.reconcile(now)
 
     def reinstate(self, now: float) -> None:
-        """What was to replace these cannot: where they have made way they are loaded again."""
+        """Load the vacated deployments again, because their replacement cannot be loaded."""
         for deployment in self._deployments:
             deployment.reinstate()
         self.reconcile(now)
 
     def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
-        """A model winds down; the processes go with the last one; what runs may take `timeout_s` seconds more."""
+        """Shut down once every model is draining; running batches may take `timeout_s` seconds more."""
         if all(each.is_draining for each in self._use.models):
             for deployment in self._deployments:
                 deployment.drain(now, timeout_s=timeout_s)
         self.reconcile(now)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Run the watchdog, and perform what is due in each deployment."""
         self.process_events.run_watchdog([each.serving for each in self._deployments if each.serving is not None], now)
         due_deployments = [each for each in self._deployments if now >= each.next_tick_at]
         for deployment in due_deployments:
@@ -166,14 +166,17 @@ class DeploymentSet:
             self.reconcile(now)
 
     def reconcile(self, now: float) -> None:
-        """After each event of a generation: do what it wants, and have each model serve what that allows."""
+        """Perform pending actions after an event of a generation, and let each model apply the new state."""
         self._process_manager.mark_changed()
         self.perform_actions(now)
         for model in self._use.models:
             model.on_reconciled(now)
 
     def perform_actions(self, now: float) -> None:
-        """Perform what is wanted by now; where a generation waits for a snapshot that exists, what comes of it, too."""
+        """Perform pending actions until there are no more.
+
+        A generation that waits for an existing snapshot receives it here, which may cause further actions.
+        """
         may_want_more = True
         while may_want_more:
             for deployment in self._deployments:
@@ -183,7 +186,7 @@ class DeploymentSet:
                 self.process_events.perform(deployment, generation, action, now)
             may_want_more = bool(wanted) and self._report_snapshots()
 
-    # --- what there is ------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------
 
     @property
     def next_tick_at(self) -> float:
@@ -192,20 +195,20 @@ class DeploymentSet:
 
     @property
     def generations(self) -> list[GenerationBase]:
-        """Every generation of which something is left."""
+        """Every generation that still has processes or files."""
         return [generation for deployment in self._deployments for generation in deployment.generations]
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing is left of them after `drain`."""
+        """Whether the shutdown that `drain` began is complete."""
         return not self.process_events and not self.generations
 
     @property
     def deaths(self) -> int:
-        """Processes that ended, or had to be ended, without being asked to."""
+        """The number of processes that exited unexpectedly or had to be killed."""
         return self.process_events.past_deaths + sum(each.processes.deaths for each in self.generations)
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------------------------
 
     def _resume_generation(self, deployment: Deployment, record: GenerationRecord, now: float) -> bool:
         ready = next(each for each in self._use.ready_snapshots() if each.source.number == record.source)
@@ -216,12 +219,12 @@ class DeploymentSet:
         return True
 
     def _wake(self) -> None:
-        """A device has room again that one of the deployments waits for."""
+        """Wake all models, because a device has free memory for which a deployment waits."""
         for model in self._use.models:
             model.wake()
 
     def _report_snapshots(self) -> bool:
-        """Return whether a generation waits for one of those that exist."""
+        """Offer the existing snapshots to all deployments; return whether a generation waits for one of them."""
         awaited = [
             deployment.on_snapshot_taken(each.source, each.snapshot, each.selftest)
             for each in self._use.ready_snapshots()
@@ -231,7 +234,7 @@ class DeploymentSet:
 
 
 class _GenerationFactory:
-    """Makes the generations of a set of deployments, each with a new number; the arguments are those of the set."""
+    """Makes the generations of a deployment set, each with a new number. `DeploymentSet` describes the arguments."""
 
     def __init__(self, name: str, use: ProcessUse, ids: IdSequence, load_limiter: LoadLimiter | None) -> None:
         self._name = name
@@ -240,12 +243,12 @@ class _GenerationFactory:
         self._load_limiter = load_limiter
 
     def make(self, placement: Placement, source: ModelSource, spec: GenerationSpec) -> GenerationBase:
-        """Return a generation of a source that has not started."""
+        """Return a new generation of a source, not yet started."""
         setup = self._setup(placement.name, source, spec, self._ids.next_generation())
         return self._registered(Generation(setup) if spec.rank_group is None else RankGroup(setup))
 
     def resume(self, spec: GenerationSpec, source: ModelSource, record: GenerationRecord, now: float) -> GenerationBase:
-        """Return a generation that a daemon before this one has loaded."""
+        """Return a generation that the previous daemon has loaded."""
         spec = spec if record.is_sharing else spec.without_sharing()
         return self._registered(resume_generation(self._setup(record.device, source, spec, record.number), record, now))
 
@@ -255,7 +258,8 @@ class _GenerationFactory:
         return GenerationSetup(label, spec, device, source, number, counters, attach_limit)
 
     def _registered(self, generation: GenerationBase) -> GenerationBase:
-        # On a card an attach may write what others compute on, and what it takes is told by what is free after it.
+        # Only CPU generations attach in parallel. On a card, an attach may write to memory on which others compute, and
+        # the daemon learns its memory use from the free memory that the card reports afterwards.
         if self._load_limiter is not None and is_cpu(generation.device):
             model_bytes = functools.partial(self._snapshot_bytes, generation.source)
             self._load_limiter.add(generation, model_bytes, self._use.build_factor)

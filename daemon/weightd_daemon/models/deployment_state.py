@@ -1,4 +1,4 @@
-"""How a deployment stands, and how far it has come: every legal change of that is listed, another one raises."""
+"""The states and queries of a deployment; a state transition that the table does not list raises."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from weightd_daemon.platform.memory import MIB
 
 
 class DeploymentState(enum.Enum):
-    """What becomes of a generation that fails depends on it."""
+    """The state of a deployment, which decides what follows the failure of a generation."""
 
-    INITIAL = "initial"  # nothing has served yet: what cannot be loaded is FAILED
-    ESTABLISHED = "established"  # something has served: what is lost is loaded again and again
-    UPDATING = "updating"  # something else is loaded beside it, to take over on all devices at once
-    VACATED = "vacated"  # it has made room for another model of its name, and comes again if that cannot be loaded
-    FAILED = "failed"  # nothing is loaded before a retry or an update
-    REPAIRING = "repairing"  # an update is loaded where nothing has served
-    STOPPING = "stopping"  # everything winds down
+    INITIAL = "initial"  # nothing has served yet: a generation that cannot be loaded leads to FAILED
+    ESTABLISHED = "established"  # something has served: a lost generation is loaded again without limit
+    UPDATING = "updating"  # another source is loaded beside it, to take over on all devices at once
+    VACATED = "vacated"  # it has made room for another model of its name, and loads again if that cannot be loaded
+    FAILED = "failed"  # nothing is loaded until a retry or an update
+    REPAIRING = "repairing"  # an update is loaded although nothing has served
+    STOPPING = "stopping"  # everything is shutting down
 
 
 class DeploymentEvent(enum.Enum):
-    """What happens to a deployment."""
+    """An event that changes the state of a deployment."""
 
     SERVE = "serve"
     UPDATE = "update"
@@ -65,26 +65,27 @@ DEPLOYMENT_TRANSITIONS: Mapping[tuple[DeploymentState, DeploymentEvent], Deploym
 
 
 class ReplacedDeployments(Protocol):
-    """The deployments of another model of the name, in whose place others may come."""
+    """The deployments of a model whose room the deployments of its replacement may take."""
 
     @property
     def generations(self) -> Sequence[GenerationBase]:
-        """Every generation of theirs of which something is left."""
+        """Every generation that still has processes or files."""
         raise NotImplementedError
 
     def vacate(self, now: float) -> None:
-        """Have them leave, so that their room is free."""
+        """Drain these deployments to free their room."""
 
 
 @dataclass(frozen=True)
 class RolloutPolicy:
-    """What is configured of how one generation follows another.
+    """The configured policy for replacing one generation by another.
 
     Attributes:
-        policy: how one is replaced.
-        should_fall_back: whether a generation that cannot share its weights is followed by one that does not.
-        process_bytes: what each process takes on the device beside the weights; what was seen counts if it is more.
-        buffer_bytes: what communication between ranks takes of each card.
+        policy: whether the old generation leaves before the new one is loaded.
+        should_fall_back: whether a generation that cannot share its weights is followed by one without sharing.
+        process_bytes: the bytes that each process takes on the device beside the weights; a larger observed value takes
+            precedence.
+        buffer_bytes: the bytes that communication between ranks takes on each card.
     """
 
     policy: ReplacementPolicy
@@ -93,24 +94,24 @@ class RolloutPolicy:
     buffer_bytes: int = 0
 
     def vacates_first(self, *, has_room: bool) -> bool:
-        """Return whether the generation that serves leaves before the next one is loaded."""
+        """Return whether the serving generation leaves before the next one is loaded."""
         return self.policy is ReplacementPolicy.REPLACE or (
             self.policy is not ReplacementPolicy.OVERLAP and not has_room
         )
 
 
 class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
-    """What there is of one model on one device, and what can be asked of it. Nothing here changes anything.
+    """The read-only view of a deployment: its generations and its state.
 
     Args:
-        placement: where.
-        spec: of each generation.
+        placement: the device, or the cards of all ranks.
+        spec: the specification of each generation.
 
     Attributes:
-        serving: whose workers take requests; None while there is none.
-        loading: the one that loads.
-        draining: those that wind down.
-        spec: of the next generation.
+        serving: the generation whose workers receive requests, or None.
+        loading: the generation that loads, or None.
+        draining: the generations that are shutting down.
+        spec: the specification of the next generation.
     """
 
     def __init__(self, placement: Placement, spec: GenerationSpec) -> None:
@@ -120,26 +121,26 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
         self.serving: GenerationBase | None = None
         self.loading: GenerationBase | None = None
         self.draining: list[GenerationBase] = []
-        # The one that tells why there is none, or no better one.
+        # The last generation that failed: its cause explains why no generation, or no newer one, serves.
         self._failed_generation: GenerationBase | None = None
         self._last_generation: GenerationBase | None = None
         self._is_failing = False
-        # What the next generation loads, once there may be one.
+        # The source of the next generation, or None if no generation is wanted.
         self._wanted_source: ModelSource | None = None
 
     @property
     def generations(self) -> list[GenerationBase]:
-        """Every generation of which something is left, the one that serves first."""
+        """Every generation that still has processes or files, the serving one first."""
         return [each for each in (self.serving, self.loading, *self.draining) if each is not None]
 
     @property
     def cause(self) -> str:
-        """Why there is no generation, or no better one; more of it may be known once its processes are gone."""
+        """Why no generation, or no newer one, serves; the exit of its processes may add details later."""
         return self._failed_generation.cause if self._failed_generation is not None else ""
 
     @property
     def may_recover(self) -> bool:
-        """Whether what ended the last generation may not end the next one: a kill, or that everything ends."""
+        """Whether another attempt may succeed: the last generation was killed, say, or the daemon is stopping."""
         return (
             self._failed_generation is None
             or self._failed_generation.failure.retry_hint is RetryHint.MAY_SUCCEED
@@ -148,7 +149,7 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
 
     @property
     def main_generation(self) -> GenerationBase:
-        """The generation that tells how it stands."""
+        """The generation that represents the deployment in reports: the serving, the loading or the last one."""
         generation = self.serving or self.loading or self._last_generation
         if generation is None:
             raise RuntimeError("asked before the start")
@@ -156,52 +157,52 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
 
     @property
     def is_update_ready(self) -> bool:
-        """Whether what `update` has loaded can take over."""
+        """Whether the generation that `update` has loaded can take over."""
         return (
             self.is_updating and self.loading is not None and self.loading.is_complete and self.loading.has_all_workers
         )
 
     @property
     def is_updating(self) -> bool:
-        """Whether what `update` has loaded is still on its way."""
+        """Whether the generation that `update` loads has neither taken over nor failed."""
         return self.state in (DeploymentState.UPDATING, DeploymentState.REPAIRING)
 
     @property
     def has_failed(self) -> bool:
-        """Whether nothing has served and nothing is loaded, until a retry or an update."""
+        """Whether nothing has served and nothing is loaded until a retry or an update."""
         return self.state is DeploymentState.FAILED
 
     @property
     def is_failing(self) -> bool:
-        """Whether it has `has_failed`, and no attempt since has succeeded."""
+        """Whether the deployment has failed, and no attempt since then has succeeded."""
         return self._is_failing
 
     @property
     def is_transient(self) -> bool:
-        """Whether it has failed of a cause that may go away by itself."""
+        """Whether the deployment has failed for a reason that may go away by itself."""
         return self.has_failed and self._failed_generation is not None and self._failed_generation.failure.is_transient
 
     @property
     def is_lost(self) -> bool:
-        """Whether nothing of what has served is left: it is being loaded again, or will be, and that may be in vain."""
+        """Whether a generation has served and none does now; its replacement loads or will load, and may fail."""
         is_reconnecting = self.loading is not None and self.loading.is_reconnecting
         return self.state is DeploymentState.ESTABLISHED and self.serving is None and not is_reconnecting
 
     @property
     def is_being_replaced(self) -> bool:
-        """Whether what serves has lost workers that only the next generation replaces, which is or will be loaded."""
+        """Whether the serving generation has lost workers that only a new generation can replace."""
         return (
             self.state is DeploymentState.ESTABLISHED and self.serving is not None and self.serving.should_be_replaced
         )
 
     @property
     def is_vacated(self) -> bool:
-        """Whether it has made room for another model of its name."""
+        """Whether the deployment has made room for another model of its name."""
         return self.state is DeploymentState.VACATED
 
     @property
     def may_load(self) -> bool:
-        """Whether a generation is wanted, and none is in its way: when it is loaded depends on the last failures."""
+        """Whether a generation is wanted and none is loading; the backoff decides when it starts."""
         return self._wanted_source is not None and self.loading is None and self.state in LOADING_STATES
 
     def is_awaiting_snapshot(self, source: ModelSource) -> bool:
@@ -211,12 +212,12 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a generation loads, or has to, or may have to again."""
+        """Whether a generation loads, is wanted, or may be wanted again after `vacate`."""
         return self.loading is not None or self._wanted_source is not None or self.is_vacated
 
 
 def placements(config: ModelConfig, devices: Mapping[str, DeviceBudget]) -> list[tuple[Placement, GenerationSpec]]:
-    """Return where the model, or its group of models, has a copy of the weights each, and what is configured of it."""
+    """Return each place where the model or its group has a copy of the weights, with the generation's specification."""
     if config.group is not None:
         return [(devices[each], _shared_process_spec(config, config.group, each)) for each in config.devices]
     if config.ranks is None:
@@ -231,10 +232,10 @@ def placements(config: ModelConfig, devices: Mapping[str, DeviceBudget]) -> list
 
 
 def rollout_policy(config: ModelConfig) -> RolloutPolicy:
-    """Return how one generation of the model follows another."""
+    """Return how one generation of the model replaces another."""
     return RolloutPolicy(
         ReplacementPolicy(config.policy),
-        # On the CPU each process falls back by itself.
+        # On the CPU, each process falls back by itself.
         should_fall_back=config.sharing == "auto" and config.is_on_cards,
         process_bytes=config.process_mib * MIB,
         buffer_bytes=0 if config.ranks is None else config.ranks.buffer_bytes,
@@ -260,7 +261,7 @@ def _generation_spec(config: ModelConfig, ranks: RanksConfig, group: tuple[str, 
 
 
 def _shared_process_spec(config: ModelConfig, group: Membership, device: str) -> GenerationSpec:
-    """One process of several models is a rank group of size 1."""
+    """Return the specification of a process of several models: a rank group of size 1."""
     ranks = RankGroupSpec(1, (device,), config.load_timeout, 0, is_sliced=False, model_count=len(group.models))
     return GenerationSpec(
         1, config.load_timeout, is_sharing=False, predict_timeout=config.predict_timeout, devices=(), rank_group=ranks

@@ -1,4 +1,4 @@
-"""Makes models from their configuration, with what all models of the daemon have in common."""
+"""A factory of models, with the parts that all models of the daemon share."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from weightd_daemon.scheduling.dispatcher import SharedScheduling
 
 
 class ModelFactory:
-    """Makes models; those of a group share one process on each of their devices.
+    """Makes models; the models of a group share one process on each of their devices.
 
     Args:
-        devices: the devices that models use, by name.
-        process_manager: starts their processes.
-        client_notifier: returns what sends their replies.
-        add_timer: called with the timer of each.
-        scheduling: what their dispatchers have in common.
-        load_limiter: bounds how many workers load at once, of all models; None: they attach one after another.
+        devices: the budgets of the devices that models use, by name.
+        process_manager: starts and ends the models' processes.
+        client_notifier: returns the sinks for the models' replies.
+        add_timer: called with the timer of each model.
+        scheduling: the parts that all dispatchers share.
+        load_limiter: limits how many workers of all models load at once; None: workers attach one after another.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ModelFactory:
         self._add_timer = add_timer
         self._scheduling = scheduling
         self._load_limiter = load_limiter
-        # Not all of whose models have been made.
+        # The groups of which some models have not been made yet.
         self._incomplete: dict[Membership, _SharedDeployments] = {}
         self._group_ids: dict[str, IdSequence] = {}
 
@@ -58,10 +58,10 @@ class ModelFactory:
         """Return a model that has not started.
 
         Args:
-            name: of the model.
-            config: of the model.
-            ids: of its generations and sources.
-            predecessor: the one that it is to replace, and whose room it may take where there is none for both.
+            name: the name of the model.
+            config: the configuration of the model.
+            ids: numbers the model's generations and sources.
+            predecessor: the model that it replaces, and whose room it may take if there is no room for both.
         """
         scheduling = self._scheduling
         find_deployments: Callable[[DeployedModel], DeploymentSet]
@@ -88,7 +88,7 @@ class ModelFactory:
         return self._make_deployments(model.name, model.config, OneModelUse(model), ids, replaced)
 
     def _find_shared(self, config: ModelConfig, group: Membership) -> _SharedDeployments:
-        """Return what one more model of a group is to join."""
+        """Return the deployments that one more model of a group joins."""
         shared = self._incomplete.get(group)
         if shared is None:
             ids = self._group_ids.setdefault(group.name, IdSequence())
@@ -120,7 +120,7 @@ class ModelFactory:
 
 
 class _SharedDeployments(NamedTuple):
-    """The deployments of all models of a group, and the use of their processes."""
+    """The deployments of all models of a group, and the process that these share."""
 
     process: SharedProcess
     deployments: DeploymentSet
@@ -131,7 +131,7 @@ class _SharedDeployments(NamedTuple):
 
 
 def _replaced_deployments(predecessor: ServedModel | None, config: ModelConfig) -> DeploymentSet | None:
-    """Return those whose place a model of this configuration may take: there may be no room for ranks of both."""
+    """Return the deployments whose room the model may take: two rank groups may not fit beside each other."""
     if predecessor is None or predecessor.config.ranks is None or config.ranks is None:
         return None
     return None if config.policy == ReplacementPolicy.OVERLAP.value else predecessor.deployments

@@ -1,4 +1,4 @@
-"""What a model wants of the outside, its children and its clients, and what its deployments want of it."""
+"""The interfaces between a model, its processes, its clients and its deployments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weightd_protocol.messages.worker import ChildOrder
 
 
 class SnapshotTaker(Protocol):
-    """Takes snapshots of models and removes them."""
+    """Takes and removes snapshots of models."""
 
     def take_snapshot(
         self,
@@ -31,17 +31,24 @@ class SnapshotTaker(Protocol):
         source: ModelSource,
         expected_sha256: str = "",
     ) -> None:
-        """Take the snapshot of a model's source; answer by `on_snapshot_taken` or `on_snapshot_failed`.
+        """Begin to take the snapshot of a model's source.
 
-        `expected_sha256`: the sha256 that it has to have, "" for any.
+        The handler receives the result as `on_snapshot_taken` or `on_snapshot_failed`.
+
+        Args:
+            event_handler: receives the result.
+            model: the name of the model.
+            config: the configuration of the model.
+            source: the files to copy.
+            expected_sha256: the sha256 that the snapshot must have, or "" for any.
         """
 
     def remove_snapshot(self, model: str, source: ModelSource) -> None:
-        """Remove the snapshot, or stop taking it."""
+        """Remove the snapshot of a source, or cancel it while it is being taken."""
 
 
 class GenerationStore(Protocol):
-    """The files of generations, page stores among them."""
+    """The files of generations, page stores included."""
 
     @property
     def fingerprints(self) -> Mapping[str, object]:
@@ -49,22 +56,22 @@ class GenerationStore(Protocol):
         raise NotImplementedError
 
     def on_exported(self, generation: GenerationBase) -> None:
-        """Remember the fingerprint of the page store, if the holder has written one."""
+        """Record the fingerprint of the page store, if the holder has written one."""
 
     def seal_record(self, generation: GenerationBase) -> SealRecord | None:
-        """Return the fingerprint of the page store when it was exported; None without a page store."""
+        """Return the fingerprint that the page store had when it was exported; None without a page store."""
         raise NotImplementedError
 
     def is_store_intact(self, generation: GenerationBase) -> bool:
-        """Return whether the page store, if there is one, is what it was when it was exported."""
+        """Return whether the page store is unchanged since its export; True without a page store."""
         raise NotImplementedError
 
     def remove_files(self, generation: GenerationBase) -> None:
-        """Remove the files of a generation that has no process any more."""
+        """Remove the files of a generation whose processes have all exited."""
 
 
 class OrderSender(Protocol):
-    """Sends orders to children."""
+    """Sends orders to child processes."""
 
     def send_order(
         self, name: str, order: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[SharedRegion] = ()
@@ -73,21 +80,21 @@ class OrderSender(Protocol):
 
 
 class ProcessManager(Protocol):
-    """Starts and ends the children of a model. No method calls the model back before it has returned."""
+    """Starts and ends the child processes of a model. No method calls the model back before it returns."""
 
     @property
     def snapshots(self) -> SnapshotTaker:
-        """The snapshots of models."""
+        """The taker of model snapshots."""
         raise NotImplementedError
 
     @property
     def storage(self) -> GenerationStore:
-        """The files of generations."""
+        """The store of the generations' files."""
         raise NotImplementedError
 
     @property
     def messenger(self) -> OrderSender:
-        """The connection to the children."""
+        """The sender of orders to child processes."""
         raise NotImplementedError
 
     def spawn(
@@ -99,34 +106,37 @@ class ProcessManager(Protocol):
         role: Role,
         template: str = "",
     ) -> None:
-        """Start a child, forked of `template` if that is one; answer by `on_message` and, in the end, `on_exit`."""
+        """Start a child process, forked from the process `template` unless that is "".
+
+        The handler receives each message as `on_message` and finally the exit as `on_exit`.
+        """
 
     def resume(
         self, event_handler: ProcessEventHandler, generation: GenerationBase, seal_record: SealRecord | None
     ) -> bool:
-        """Take over the children of a generation that the previous daemon has loaded; answer as for `spawn`.
+        """Take over the children of a generation that the previous daemon has loaded; call the handler as for `spawn`.
 
-        Return False if its page store is not what it was.
+        Return False if the generation's page store has changed.
         """
         raise NotImplementedError
 
     def mark_changed(self) -> None:
-        """Record that something has changed that the next daemon has to know."""
+        """Record that state which the next daemon needs has changed."""
 
     def is_alive(self, name: str) -> bool:
-        """Return whether a child has not begun to exit, so that it still holds what it held."""
+        """Return whether a child has not begun to exit, so that it still holds its memory."""
         raise NotImplementedError
 
     def kill(self, name: str, *, abort: bool = False) -> None:
-        """Kill a child; `abort`: in a way that leaves its stacks in its log, and that it may survive."""
+        """Kill a child; `abort`: with a signal that makes it log its stacks, and that it may survive."""
 
 
 class ClientNotifier(NamedTuple):
-    """What sends a model's replies to clients.
+    """The sinks for a model's replies to clients.
 
     Attributes:
-        response_sink: those to requests.
-        update_sink: those to updates.
+        response_sink: receives the responses to inference requests.
+        update_sink: receives the results of updates.
     """
 
     response_sink: ResponseSink
@@ -134,7 +144,7 @@ class ClientNotifier(NamedTuple):
 
 
 class DeployedModel(Protocol):
-    """A model, as its deployments know it; several may share deployments."""
+    """A model as its deployments see it; several models may share deployments."""
 
     name: str
     config: ModelConfig
@@ -143,11 +153,11 @@ class DeployedModel(Protocol):
 
     @property
     def is_draining(self) -> bool:
-        """Whether it winds down."""
+        """Whether the model is shutting down."""
         raise NotImplementedError
 
     def wake(self) -> None:
-        """A device has room again that one of the deployments waits for."""
+        """Schedule the model's `tick`, because a device has free memory for which a deployment waits."""
 
     def on_reconciled(self, now: float) -> None:
-        """Its deployments have changed: serve what they now allow."""
+        """Apply a change of the deployments: serve the requests that they now allow."""

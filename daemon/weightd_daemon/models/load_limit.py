@@ -1,4 +1,4 @@
-"""How many workers may attach at once on this host, as far as its cores and its free memory go for all models."""
+"""The limit of workers that attach at once on this host, for all models, from its cores and its free memory."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from weightd_daemon.generations.states import ChildState
 from weightd_daemon.platform import cgroup, memory
 from weightd_daemon.platform.memory import MIB
 
-# What each process takes to build beside what grows with the model: of 10 MB of convolutions 16 and 60 MiB.
+# The memory of a build beside the part that grows with the model: 16 to 60 MiB were measured with 10 MB of
+# convolutions.
 _PROCESS_BYTES = 64 * MIB
 
 
 class _LimitedGeneration(NamedTuple):
-    """A generation, and how much memory one of its processes takes while it builds."""
+    """A generation, and the memory that one of its processes takes while it builds."""
 
     generation: GenerationView
     build_bytes: Callable[[], int]
 
     @property
     def building_count(self) -> int:
-        """How many of its processes build now."""
+        """How many of its processes are building now."""
         return self.generation.processes.count(ChildState.BUILDING, ChildState.ATTACHING)
 
 
 class LoadLimiter:
-    """Bounds how many processes load a model at the same time: each needs a core, and memory before it shares.
+    """Limits how many processes load at the same time: each needs a core, and memory until it shares the weights.
 
     Args:
-        free_bytes: returns how much memory is free.
-        usable_cores: returns how many cores there are.
+        free_bytes: returns the free memory in bytes.
+        usable_cores: returns the number of usable cores.
     """
 
     def __init__(
@@ -44,20 +45,21 @@ class LoadLimiter:
         self._generations: list[_LimitedGeneration] = []
 
     def add(self, generation: GenerationView, model_bytes: Callable[[], int], build_factor: float) -> None:
-        """Take a generation into account, and bound its own workers from now on.
+        """Include a generation in the calculation, and limit its workers from now on.
 
         Args:
-            generation: one on the CPU.
-            model_bytes: returns the size of the model's files, once it is known.
-            build_factor: how many times that much a build takes.
+            generation: a generation on the CPU.
+            model_bytes: returns the size of the model's files, once that is known.
+            build_factor: the memory of a build as a multiple of `model_bytes`.
         """
         limited = _LimitedGeneration(generation, lambda: int(build_factor * model_bytes()) + _PROCESS_BYTES)
         self._generations = [each for each in self._generations if not each.generation.is_ended] + [limited]
 
     def attach_limit(self, generation: GenerationView) -> int:
-        """Return how many workers of a generation may attach at once; one after another where it was not added.
+        """Return how many workers of a generation may attach at once: one if the generation was not added.
 
-        What others build is taken for not begun: free memory tells less of them than they will need, never more.
+        The full memory of every other build in progress is subtracted from the free memory, although part of it may be
+        allocated already. So the limit may be too low, but never too high.
         """
         limited = next((each for each in self._generations if each.generation is generation), None)
         if limited is None:
@@ -68,6 +70,6 @@ class LoadLimiter:
             if each is not limited and each.building_count
         ]
         cores_left = self._usable_cores() - sum(count for count, _ in other_builds)
-        # Nor have its own that attach taken all they need.
+        # The generation's own attaching workers count as if they had not allocated anything yet, either.
         bytes_left = self._free_bytes() - sum(count * need for count, need in other_builds)
         return max(1, min(cores_left, bytes_left // limited.build_bytes()))

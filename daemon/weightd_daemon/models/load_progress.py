@@ -1,7 +1,8 @@
-"""How far a generation is that loads: by the bytes that were copied, and by how long it took the last time.
+"""The progress of a generation that loads, estimated from the copied bytes and from the duration of the last load.
 
-Without I/O, fed with the clock in monotonic seconds. A load is the copy of its files, then the wait for room, of which
-nobody knows anything, then the processes until the first one serves.
+The estimates do no I/O and receive the clock in monotonic seconds. A load has three phases: the copy of the model's
+files, the wait for room on the device, whose duration is unknown, and the start of the processes until the first one
+serves.
 """
 
 from __future__ import annotations
@@ -12,31 +13,31 @@ from typing import NamedTuple
 from weightd_protocol import limits
 from weightd_protocol.schema import integer, number, record, text
 
-# What takes longer than the last time is told by no number that reaches the end: it comes nearer and nearer.
+# A load that takes longer than the last one approaches _MAX_PROGRESS more and more slowly from this fraction on.
 _LINEAR_UNTIL = 0.9
 _MAX_PROGRESS = 0.99
 
-# A month. What is said to take longer has been damaged in the file, or is of another size: it is no number for people.
+# A month. A longer duration comes from a damaged file or a model of another size, and is not reported.
 _MAX_DURATION_S = 30 * 86400.0
 
-# Of a copy that has just begun nobody can tell how fast it is.
+# The speed of a copy is not estimated before it has run for this long.
 _MIN_COPY_S = 0.5
 
 
 @dataclass(frozen=True)
 class LoadSpeed:
-    """How long so many bytes of a model took: `copy_s` for their copy if there was one, and `load_s` after that."""
+    """The duration of a load of `nbytes` bytes: `copy_s` for the copy, if there was one, and `load_s` after it."""
 
     nbytes: int = field(metadata=integer(0, limits.MAX_COUNT))
     load_s: float = field(metadata=number(_MAX_DURATION_S))
     copy_s: float | None = field(default=None, metadata=number(_MAX_DURATION_S))
 
     def load_time_s(self, nbytes: int) -> float:
-        """Return how long so many bytes would take after their copy."""
+        """Return the expected seconds after the copy for a load of `nbytes`."""
         return self.load_s * self._size_ratio(nbytes)
 
     def copy_time_s(self, nbytes: int) -> float | None:
-        """Return how long their copy would take; None where there was none."""
+        """Return the expected seconds of the copy for `nbytes`; None if nothing was copied."""
         return None if self.copy_s is None else self.copy_s * self._size_ratio(nbytes)
 
     def _size_ratio(self, nbytes: int) -> float:
@@ -45,24 +46,24 @@ class LoadSpeed:
 
 @dataclass(frozen=True)
 class LoadSpeedRecord:
-    """What is written down of a model's pace, for the next daemon."""
+    """The persisted load speed of a model, for the next daemon."""
 
     model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
     speed: LoadSpeed = field(metadata=record(LoadSpeed))
 
     @property
     def key(self) -> str:
-        """Whose it is."""
+        """The name of the model."""
         return self.model
 
 
 class LoadProgress(NamedTuple):
-    """How far it is.
+    """The progress of a load.
 
     Attributes:
-        fraction_done: of all of it, from 0 to less than 1; None where nothing is known.
-        remaining_s: seconds until it serves; likewise.
-        fraction_copied: of its files, from 0 to 1; None while nothing was copied, and afterwards.
+        fraction_done: the completed fraction of the load, from 0 to less than 1; None if unknown.
+        remaining_s: the seconds until the generation serves; None if unknown.
+        fraction_copied: the copied fraction of the files, from 0 to 1; None before the first bytes and after the copy.
     """
 
     fraction_done: float | None = None
@@ -71,10 +72,10 @@ class LoadProgress(NamedTuple):
 
 
 class LoadEstimate:
-    """One generation, while it loads. What was told never goes back.
+    """The progress estimate of one generation while it loads. The reported fraction never decreases.
 
     Args:
-        last_speed: how long it took the last time; None if that is not known.
+        last_speed: the speed of the last load; None if unknown.
         now: the clock.
     """
 
@@ -83,36 +84,36 @@ class LoadEstimate:
         self._started_at = now
         self._total_bytes = 0
         self._copied_bytes = 0
-        # How long the copy took, once it is over, and when the processes began.
+        # The duration of the completed copy, and the time at which the processes started.
         self._copy_s: float | None = None
         self._load_started_at: float | None = None
         self._reported_fraction = 0.0
 
     @property
     def is_copied(self) -> bool:
-        """Whether all its files are there."""
+        """Whether all files have been copied."""
         return self._copy_s is not None
 
     def on_copy_progress(self, copied_bytes: int, total_bytes: int) -> None:
-        """So many bytes of so many were copied."""
+        """Record that `copied_bytes` of `total_bytes` have been copied."""
         if self._copy_s is None:
             self._copied_bytes = max(self._copied_bytes, min(copied_bytes, total_bytes))
             self._total_bytes = total_bytes
 
     def on_copied(self, nbytes: int, now: float) -> None:
-        """All were, be it long ago; now it waits for room."""
+        """Record that all files are present; the generation now waits for room."""
         if self._copy_s is None:
             self._copy_s = now - self._started_at
             self._total_bytes = nbytes or self._total_bytes
 
     def on_load_started(self, now: float) -> None:
-        """There is room: processes start."""
+        """Record that there is room, and that the processes start."""
         self.on_copied(0, now)
         if self._load_started_at is None:
             self._load_started_at = now
 
     def on_serving(self, now: float) -> LoadSpeed | None:
-        """The first one serves; return how long that took, None where nobody has seen it begin."""
+        """Return the speed of the load that has just completed; None if `on_load_started` was not called."""
         if self._load_started_at is None:
             return None
         last_copy_s = None if self._last_speed is None else self._last_speed.copy_time_s(self._total_bytes)
@@ -124,7 +125,7 @@ class LoadEstimate:
         )
 
     def progress(self, now: float) -> LoadProgress:
-        """Return how far it is."""
+        """Return the progress at `now`."""
         fraction_copied = (
             self._copied_bytes / self._total_bytes if self._copied_bytes and self._copy_s is None else None
         )
@@ -147,9 +148,9 @@ class LoadEstimate:
         return LoadProgress(self._reported_fraction, left if is_known else None, fraction_copied)
 
     def _copy_time_s(self, now: float) -> float | None:
-        """How long the copy takes in all, as far as that can be told."""
+        """Return the total duration of the copy, measured or estimated; None if unknown."""
         if self._copy_s is not None:
-            # What was linked, or was there, took no time of all.
+            # Files that were linked or present already have a duration near 0.
             return self._copy_s
         elapsed_s = now - self._started_at
         if self._copied_bytes and elapsed_s > _MIN_COPY_S:
@@ -158,7 +159,7 @@ class LoadEstimate:
 
 
 def _asymptotic_fraction(elapsed_ratio: float) -> float:
-    """The share that is done after so many times of what the last one took: less than 1, whatever it is."""
+    """Return the completed fraction after `elapsed_ratio` times the last load's duration; it is less than 1."""
     return (
         elapsed_ratio
         if elapsed_ratio < _LINEAR_UNTIL

@@ -1,4 +1,4 @@
-"""One model of the configuration: its requests, its versions, and the deployments that serve it."""
+"""A configured model: its requests, its versions and the deployments that serve it."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ _log = logging.getLogger("weightd")
 
 
 class ServedModel:
-    """Serves one model from one generation on each of its devices.
+    """A model that is served by one generation on each of its devices.
 
     Args:
-        name: of the model.
-        config: of the model.
-        process_manager: the processes.
-        client_notifier: sends its replies.
-        ids: of its generations and sources.
-        shared_scheduling: what its dispatcher has in common with others.
-        find_deployments: returns its deployments, its own or those that it shares with other models.
+        name: the name of the model.
+        config: the configuration of the model.
+        process_manager: starts and ends the model's processes.
+        client_notifier: sends the model's replies to clients.
+        ids: numbers the model's generations and sources.
+        shared_scheduling: the parts of its dispatcher that all dispatchers share.
+        find_deployments: returns its deployments, which a model group shares among its models.
 
     Attributes:
-        dispatcher: where its requests are.
-        versions: what it loads.
-        deployments: one for each device, but one for all sets of cores that have one copy of the weights, and one for
-            each group of ranks.
-        readiness: how it stands.
-        note: what went wrong with the last change of the configuration.
-        successor: what loads to replace it, after such a change.
-        timer: when `tick` is due.
+        dispatcher: the dispatcher of the model's requests.
+        versions: the sources that the model loads or has loaded.
+        deployments: one for each device; one for all sets of cores that share a copy of the weights; or one for each
+            rank group.
+        readiness: the availability of the model.
+        note: the error of the last change of the configuration, or "".
+        successor: the model that is being loaded to replace this one after a change of the configuration.
+        timer: calls `tick` when an event is due.
     """
 
     def __init__(  # noqa: PLR0913
@@ -93,19 +93,21 @@ class ServedModel:
     def update(  # noqa: PLR0913
         self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool, grant: Grant
     ) -> None:
-        """Load what is at `path` beside what serves, and let it take over; the client is told how that ends.
+        """Load the model at `path` beside the generation that serves, and let it take over.
+
+        The client receives the result once the update has succeeded or failed.
 
         Args:
-            client: who asked.
-            request_id: the id of the question.
+            client: the client that requested the update.
+            request_id: the id of the client's request.
             now: the clock.
-            path: of the new model, "" for the one that serves.
-            weights: of arrays to load over the model's weights, or "".
-            rollback: go back to what served before the last update instead.
-            grant: the right by which the client names these paths.
+            path: the path of the new model file, or "" for the present one.
+            weights: the path of a file of arrays that replace weights of the model, or "".
+            rollback: whether to load the source from before the last update instead.
+            grant: the file permissions of the client that named these paths.
 
         Raises:
-            RequestError: it is refused; nothing has changed.
+            RequestError: the update is rejected; nothing has changed.
         """
         self._rollouts.check_alone()
         unavailable = self.readiness.unavailable
@@ -117,16 +119,16 @@ class ServedModel:
     # --- from the daemon ----------------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
-        """Begin to load; models of a shared process do once all of them have started."""
+        """Start loading the model; the models of a shared process load once all of them have started."""
         self.deployments.start(now)
 
     def resume(self, record: ModelRecord, now: float) -> None:
-        """Begin with what a daemon before this one has loaded; load what is not there."""
+        """Take over the generations that the previous daemon has loaded, and load the missing ones."""
         self.versions.restore(record.source, record.previous, record.sources)
         self.deployments.resume(record.generations, now)
 
     def record(self) -> ModelRecord | None:
-        """Return what the next daemon has to know to `resume` it; None if it has to load it anew."""
+        """Return the state from which the next daemon can `resume` this model; None if it has to load the model."""
         if self.is_draining or self.config.group is not None:
             return None
         source, sources = self.versions.current.number, self.versions.records()
@@ -137,23 +139,23 @@ class ServedModel:
         return ModelRecord(self.name, self.config, source, previous, last_ids, tuple(sources), tuple(resumable))
 
     def on_snapshot_taken(self, source: ModelSource, snapshot: Snapshot, now: float) -> None:
-        """The snapshot of a source exists."""
+        """Record the snapshot of a source, and let the generations that wait for it continue."""
         self.versions.snapshots.on_taken(source, snapshot)
         self.deployments.on_snapshot_taken(now)
 
     def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
-        """There is no snapshot of a source; `is_transient`: the cause may go away by itself."""
+        """Fail the generations that wait for a source's snapshot; `is_transient`: the cause may go away by itself."""
         self.versions.snapshots.on_failed(source)
         cause = cause if self.config.group is None else f"{self.name}: {cause}"
         self.deployments.on_snapshot_failed(source, cause, now, is_transient=is_transient)
 
     def retry(self, now: float) -> None:
-        """Load again what has failed, from the files as they are now."""
+        """Load each failed deployment again; if all have failed, read the model files again."""
         if self.may_retry:
             self.deployments.retry(now)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Perform everything that is due at `now`."""
         self.dispatcher.expire(now, self.readiness.explain_error)
         for source in self.versions.snapshots.take_overdue(now):
             cause = f"no snapshot within load_timeout, {self.config.load_timeout:g} s"
@@ -165,13 +167,13 @@ class ServedModel:
         self._set_timer()
 
     def drain(self, now: float, *, timeout_s: float = 0.0, is_replaced: bool = False) -> None:
-        """Take no new work and wind down.
+        """Accept no more requests and shut down.
 
         Args:
             now: the clock.
-            timeout_s: how many seconds more what runs may take.
-            is_replaced: another model of the name adopts what waits, and what comes to wait because a worker dies; else
-                that is given up.
+            timeout_s: the seconds that running batches may still take.
+            is_replaced: whether another model of the same name adopts the queued requests, also requests that return to
+                the queue later because a worker exits. Otherwise queued requests fail.
         """
         self._phase = advance(
             MODEL_PHASE_TRANSITIONS, self._phase, ModelPhaseEvent.REPLACE if is_replaced else ModelPhaseEvent.CLOSE
@@ -182,7 +184,7 @@ class ServedModel:
         self.deployments.drain(now, timeout_s=timeout_s)
 
     def reconfigure(self, config: ModelConfig) -> bool:
-        """Do as another configuration says, if all that is loaded is right for it; return whether that is so."""
+        """Apply another configuration and return True, unless it requires loading the model again."""
         if (
             config.group is not None
             or not config.has_same_load(self.config)
@@ -195,18 +197,18 @@ class ServedModel:
         return True
 
     def adopt_requests(self, old: ServedModel, now: float) -> None:
-        """Take over what waits at the model that this one replaces."""
+        """Take over the queued requests of the model that this one replaces."""
         self.dispatcher.adopt_requests(old.dispatcher, now)
         self.deployments.reconcile(now)
 
     # --- from its deployments -----------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """A device has room again that one of the deployments waits for."""
+        """Schedule `tick` at once, because a device has free memory for which a deployment waits."""
         self.timer.set_no_later_than(0.0)
 
     def on_reconciled(self, now: float) -> None:
-        """Serve what the deployments now allow, and refuse requests, those that wait included, if that is nothing."""
+        """Apply the state of the deployments: dispatch requests, or fail them if no deployment serves or loads."""
         if self._rollouts.reconcile(now):
             self.deployments.perform_actions(now)
         if self.dispatcher.signature.built is None and (built := self.readiness.built) is not None:
@@ -219,26 +221,26 @@ class ServedModel:
         self.dispatcher.dispatch(now)
         self._set_timer()
 
-    # --- what it tells ------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------
 
     @property
     def is_draining(self) -> bool:
-        """Whether it was told to wind down."""
+        """Whether the model is shutting down."""
         return self._phase is not ModelPhase.OPEN
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing is left of it after `drain`."""
+        """Whether the shutdown that `drain` began is complete."""
         return self.is_draining and not self.dispatcher.has_pending_failures and self.deployments.is_gone
 
     @property
     def is_updating(self) -> bool:
-        """Whether an update is under way."""
+        """Whether an update is in progress."""
         return self._rollouts.is_in_progress
 
     @property
     def generations(self) -> list[GenerationBase]:
-        """Every generation of which something is left; where nothing is, the last one that was."""
+        """Every generation that still has processes or files; for a deployment without one, its last generation."""
         generations = self.deployments.generations
         for deployment in self.deployments:
             if deployment.main_generation not in generations:
@@ -247,23 +249,23 @@ class ServedModel:
 
     @property
     def may_retry(self) -> bool:
-        """Whether `retry` would load something."""
+        """Whether `retry` would load anything."""
         return self.readiness.has_failures and not self.is_updating and not self.is_draining
 
     def retry_delay_s(self, now: float) -> float | None:
-        """Return the seconds until what has failed is loaded again by itself; None if it is not."""
+        """Return the seconds until the daemon retries a failed load by itself; None if it will not."""
         due_at = self._load_backoff.due_at
         return max(0.0, due_at - now) if self.may_retry and due_at != NEVER else None
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------------------------
 
     def _plan_retry(self, now: float) -> None:
-        """Plan the next attempt to load what has failed of a cause that may go away by itself."""
+        """Schedule the next attempt to load deployments that failed for a transient reason."""
         readiness, backoff = self.readiness, self._load_backoff
         if readiness.is_serving_everywhere:
             backoff.on_success()
         elif self.is_updating:
-            pass  # should that fail, the next attempt is due as before
+            pass  # if the update fails, the next attempt is due as before
         elif not readiness.has_failures:
             backoff.cancel()
         elif backoff.due_at == NEVER and readiness.has_transient_failures:
@@ -272,7 +274,7 @@ class ServedModel:
             _log.warning("%s: next attempt to load it in %g s", self.name, backoff.due_at - now, extra=extra)
 
     def _set_timer(self) -> None:
-        """Have `tick` called when something is due; what is due sooner after this tells the timer itself."""
+        """Schedule `tick` for the next known event; later, earlier events move the timer themselves."""
         retry_at = self._load_backoff.due_at if self.may_retry else NEVER
         due_at = min(self.versions.snapshots.next_event_at, retry_at, self.deployments.next_tick_at)
         self.timer.set(min(due_at, self.dispatcher.next_event_at))

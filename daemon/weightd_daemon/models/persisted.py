@@ -1,4 +1,4 @@
-"""What is written down of a model for the daemon that will take it over."""
+"""The records of a model and its devices from which the next daemon resumes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COUNT = integer(0, limits.MAX_COUNT)
 
 @dataclass(frozen=True)
 class SliceRecord:
-    """What one rank loads; the fields are those of `SliceSnapshot`."""
+    """The persisted form of a `SliceSnapshot`, with the same fields."""
 
     path: str = field(metadata=_NAME)
     sha256: str = field(metadata=_NAME)
@@ -32,7 +32,7 @@ class SliceRecord:
 
 @dataclass(frozen=True)
 class GrantRecord:
-    """The right by which a path was named; the fields are those of `Grant`."""
+    """The persisted form of a `Grant`, with the same fields."""
 
     uid: int | None = field(default=None, metadata=_COUNT)
     gids: tuple[int, ...] = field(default=(), metadata=list_of(_COUNT, 1024))
@@ -41,7 +41,7 @@ class GrantRecord:
 
 @dataclass(frozen=True)
 class SourceRecord:
-    """A source, and its snapshot."""
+    """The persisted source and its snapshot."""
 
     number: int = field(metadata=_COUNT)
     path: str = field(metadata=_NAME)
@@ -59,7 +59,7 @@ class SourceRecord:
 
     @classmethod
     def from_source(cls, source: ModelSource, snapshot: Snapshot) -> SourceRecord:
-        """Return what is written down of this."""
+        """Return the record of a source and its snapshot."""
         there = snapshot
         slices = tuple(SliceRecord(*dataclasses.astuple(each)) for each in there.slices)
         fields = there.path, there.weights, there.sha256, there.nbytes, there.sample, there.identity
@@ -68,13 +68,13 @@ class SourceRecord:
 
     @property
     def restored_source(self) -> ModelSource:
-        """The source."""
+        """The source of this record."""
         grants = (Grant(each.uid, each.gids, each.directories) for each in (self.grant, self.weights_grant))
         return ModelSource(self.path, self.weights, self.number, *grants)
 
     @property
     def restored_snapshot(self) -> Snapshot:
-        """The snapshot."""
+        """The snapshot of this record."""
         slices = tuple(SliceSnapshot(*dataclasses.astuple(each)) for each in self.slices)
         fields = (
             self.snapshot_path,
@@ -89,10 +89,10 @@ class SourceRecord:
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """A model: how it was configured, what it serves and what it served before the last update.
+    """The persisted model: its configuration, and the sources that it serves and served before the last update.
 
-    `source` and `previous` are numbers of `sources`, 0 for none; `last_ids` are the numbers that were given to the last
-    generation and to the last source.
+    `source` and `previous` are numbers of `sources`, 0 for none. `last_ids` are the last numbers that were assigned to
+    a generation and to a source.
     """
 
     name: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
@@ -105,7 +105,7 @@ class ModelRecord:
 
     @property
     def children(self) -> list[str]:
-        """The names of its children."""
+        """The names of the model's child processes."""
         return [child.name for each in self.generations for child in each.children]
 
     @property
@@ -117,7 +117,7 @@ class ModelRecord:
 
 @dataclass(frozen=True)
 class DeviceRecord:
-    """What a card has said: bytes that were free before the first model, and after the last process; None: nothing."""
+    """The free bytes that a card reported before the first model loaded and after the last load; None: unknown."""
 
     name: str = field(metadata=_NAME)
     capacity_bytes: int | None = field(default=None, metadata=_COUNT)

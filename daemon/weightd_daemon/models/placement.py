@@ -1,10 +1,10 @@
-"""What cards have room for: memory and processes, promised to generations before anything of them is started.
+"""The memory and processes of devices, which generations reserve before any of their processes start.
 
-The sums are an estimate made from the model's file and from what earlier processes were seen to take; the card has
-the last word. They are there to refuse at once what can never fit, with the figures.
+The reserved sizes are estimates, from the model's file and from the observed use of earlier processes; a load may still
+fail on the card. The estimates serve to reject at once, with the numbers, a generation that can never fit.
 
-A card has one process with the vendor's communication library on each port. Where a group of ranks is to come up beside
-another one on the same cards, it needs a port that is free on all of them.
+On each port, a card can have one process that uses the vendor's communication library. A rank group that starts beside
+another one on the same cards needs a port that is free on all of them.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Protocol
 from weightd_daemon.engines.ranktable import card_bytes
 from weightd_daemon.platform.memory import MIB
 
-# A name of more is not for people any more.
+# The largest number of cards whose names are listed in full.
 _MAX_NAMES = 8
 
 
 @dataclass(frozen=True)
 class ResourceRequest:
-    """What a generation takes on its device.
+    """The resources that a generation takes on its device.
 
     Attributes:
-        weight_bytes: bytes of one copy.
-        copy_count: how many copies there are.
-        worker_count: how many processes answer requests from them, spares too.
-        process_count: holder, workers and spares, or the ranks.
-        process_bytes: what each of them takes beside the weights.
-        buffer_bytes: what communication between ranks takes of each card.
-        slice_bytes: the bytes of what each rank loads, where the weights are cut over several cards.
+        weight_bytes: the bytes of one copy of the weights.
+        copy_count: the number of copies.
+        worker_count: the number of processes that answer requests, spares included.
+        process_count: the number of all processes: holder, workers and spares, or the ranks.
+        process_bytes: the bytes that each process takes beside the weights.
+        buffer_bytes: the bytes that communication between ranks takes on each card.
+        slice_bytes: the bytes that each rank loads, if the weights are divided among several cards.
     """
 
     weight_bytes: int
@@ -44,7 +44,7 @@ class ResourceRequest:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes altogether, of one card."""
+        """The total bytes on one card."""
         return (
             self.copy_count * card_bytes(self.weight_bytes)
             + self.process_count * self.process_bytes
@@ -52,73 +52,73 @@ class ResourceRequest:
         )
 
     def for_rank(self, rank: int) -> ResourceRequest:
-        """Return what that takes on the card of this rank."""
+        """Return the resources that the request takes on the card of this rank."""
         return ResourceRequest(self.slice_bytes[rank], 1, 1, 1, self.process_bytes, self.buffer_bytes)
 
 
 class Placement(Protocol):
-    """Where a generation may find room: a device, or the cards of all ranks.
-
-    The methods are those of `DeviceBudget`.
-    """
+    """The resources for a generation: a device, or the cards of all ranks. `DeviceBudget` describes the methods."""
 
     name: str
 
     @property
     def leaving(self) -> Collection[str]:
-        """The labels of those that will not need it for long."""
+        """The labels of generations that will soon release their resources."""
         raise NotImplementedError
 
     @property
     def waiting(self) -> Collection[str]:
-        """The labels of those that wait."""
+        """The labels of generations that wait for resources."""
         raise NotImplementedError
 
     def reserve(self, label: str, request: ResourceRequest) -> str:
-        """Promise `request` to a generation; return why that cannot be done, or ""."""
+        """Reserve `request` for a generation; return why that is impossible, or ""."""
         raise NotImplementedError
 
     def rejection_reason(self, label: str, request: ResourceRequest, *, excluding: Collection[str] = ()) -> str:
-        """Return why `request` cannot be promised, though the generations `excluding` were gone, or ""."""
+        """Return why `request` would be impossible even without the generations `excluding`, or ""."""
         raise NotImplementedError
 
     def restore(self, label: str, request: ResourceRequest, port: int = 0) -> None:
-        """A generation is there, with that port: whether there is room for it is no question."""
+        """Reserve the resources and the port of a generation that already runs, even if they exceed the limits."""
 
     def port(self, label: str) -> int:
-        """Return the port that the communication of a generation's ranks has; 0 where nobody was told one."""
+        """Return the port for the communication of a generation's ranks; 0 if none was assigned."""
         raise NotImplementedError
 
     def mark_leaving(self, labels: Collection[str]) -> None:
-        """These generations will not need it for long."""
+        """Record that these generations will soon release their resources."""
 
     def wait_for_release(self, label: str, on_release: Callable[[], object]) -> None:
-        """A generation waits for room: `on_release` is called each time that something is released."""
+        """Call `on_release` each time that resources are released.
+
+        The calls end when the generation has reserved or released its own resources.
+        """
 
     def set_free_bytes(self, free_bytes: int, rank: int) -> None:
-        """The card has said what is free, after a process of that generation has loaded."""
+        """Record the free bytes that the card of this rank reported after a process of a generation has loaded."""
 
     def set_process_bytes(self, label: str, process_bytes: int) -> None:
-        """A process of a generation was seen to take so much beside the weights."""
+        """Raise the bytes for each process of a generation to the observed use beside the weights."""
 
     def release(self, label: str) -> None:
-        """Take back what a generation was promised."""
+        """Release the resources of a generation."""
 
 
 @dataclass
 class DeviceBudget:
-    """One device, and what has been promised of it.
+    """A device with its limits and the reservations of generations.
 
     Attributes:
-        capacity_bytes: bytes that weightd may use there; None where that is not known, or not limited.
-        max_processes: how many processes may use it; None where any number may.
-        reported_bytes: bytes that the card itself said are there for weightd; None if it has not been asked, or has not
-            said.
-        free_bytes: bytes that it said are free, last time.
-        reserved: what each generation was promised, by its label.
-        leaving: the labels of those that will not need it for long.
-        waiting: whom to tell each time that something is released, by the label of the generation that waits for it.
-        ports: on which the communication of ranks listens, by the label of their generation.
+        capacity_bytes: the bytes that weightd may use; None if unknown or unlimited.
+        max_processes: the number of processes that may use the device; None if unlimited.
+        reported_bytes: the bytes available to weightd as the card reported them; None if it was not queried or did not
+            report them.
+        free_bytes: the free bytes that the card reported last.
+        reserved: the resources reserved for each generation, by its label.
+        leaving: the labels of generations that will soon release their resources.
+        waiting: the callbacks for each release of resources, by the label of the waiting generation.
+        ports: the ports on which ranks communicate, by the label of their generation.
     """
 
     name: str
@@ -133,16 +133,16 @@ class DeviceBudget:
 
     @property
     def reserved_bytes(self) -> int:
-        """Promised bytes."""
+        """The reserved bytes."""
         return sum(need.total_bytes for need in self.reserved.values())
 
     @property
     def process_count(self) -> int:
-        """Promised processes."""
+        """The reserved processes."""
         return sum(need.process_count for need in self.reserved.values())
 
     def reserve(self, label: str, request: ResourceRequest) -> str:
-        """Promise `request` to a generation; return why that cannot be done, or ""."""
+        """Reserve `request` for a generation; return why that is impossible, or ""."""
         reason = self.rejection_reason(label, request)
         if not reason:
             self.reserved[label] = request
@@ -150,42 +150,45 @@ class DeviceBudget:
         return reason
 
     def rejection_reason(self, label: str, request: ResourceRequest, *, excluding: Collection[str] = ()) -> str:
-        """Return why `request` cannot be promised, though the generations `excluding` were gone, or ""."""
+        """Return why `request` would be impossible even without the generations `excluding`, or ""."""
         other_requests = {each: had for each, had in self.reserved.items() if each not in excluding}
         return self._process_limit_reason(label, request, other_requests) or self._memory_limit_reason(
             label, request, other_requests
         )
 
     def restore(self, label: str, request: ResourceRequest, port: int = 0) -> None:
-        """A generation is there, with that port: whether there is room for it is no question."""
+        """Reserve the resources and the port of a generation that already runs, even if they exceed the limits."""
         self.reserved[label] = request
         if port:
             self.ports[label] = port
 
     def port(self, label: str) -> int:
-        """Return the port that the communication of a generation's ranks has; 0 where nobody was told one."""
+        """Return the port for the communication of a generation's ranks; 0 if none was assigned."""
         return self.ports.get(label, 0)
 
     def mark_leaving(self, labels: Collection[str]) -> None:
-        """These generations will not need it for long."""
+        """Record that these generations will soon release their resources."""
         self.leaving |= {*labels}
 
     def wait_for_release(self, label: str, on_release: Callable[[], object]) -> None:
-        """A generation waits for room: `on_release` is called each time that something is released."""
+        """Call `on_release` each time that resources are released.
+
+        The calls end when the generation has reserved or released its own resources.
+        """
         self.waiting[label] = on_release
 
     def set_free_bytes(self, free_bytes: int, rank: int) -> None:
-        """The card has said what is free, after a process of that generation has loaded; `rank` is for several."""
+        """Record the free bytes that the card reported after a process has loaded; `rank` is ignored."""
         self.free_bytes = free_bytes
 
     def set_process_bytes(self, label: str, process_bytes: int) -> None:
-        """A process of a generation was seen to take so much beside the weights."""
+        """Raise the bytes for each process of a generation to the observed use beside the weights."""
         request = self.reserved.get(label)
         if request is not None and process_bytes > request.process_bytes:
             self.reserved[label] = replace(request, process_bytes=process_bytes)
 
     def release(self, label: str) -> None:
-        """Take back what a generation was promised: nothing is left of it. Whoever waits for room is told."""
+        """Release all resources of a generation that has ended, and call the callbacks of the waiting generations."""
         self.reserved.pop(label, None)
         self.leaving.discard(label)
         self.waiting.pop(label, None)
@@ -223,14 +226,15 @@ class DeviceBudget:
 
 
 class CardGroup:
-    """The cards of a group, in the order of its ranks; a generation is promised all, or nothing.
+    """The cards of a rank group, in the order of its ranks. A generation reserves all of them, or none.
 
     Args:
         devices: the cards, each once.
-        ports: that a group may use, the first that is free on all cards; none: the library's own, for one group.
+        ports: the ports that a rank group may use; it gets the first that is free on all cards. Without ports, one
+            group at a time uses the library's default port.
     """
 
-    # Stands for the library's own port, which need not be told.
+    # Denotes the library's default port, which the ranks are not given explicitly.
     LIBRARY_PORT = 0
 
     def __init__(self, devices: Sequence[DeviceBudget], ports: Sequence[int] = ()) -> None:
@@ -241,18 +245,18 @@ class CardGroup:
 
     @property
     def leaving(self) -> Collection[str]:
-        """The labels of those that will not need a card for long."""
+        """The labels of generations that will soon release a card."""
         return {label for device in self._devices for label in device.leaving}
 
     @property
     def waiting(self) -> Collection[str]:
-        """The labels of those that wait for room."""
+        """The labels of generations that wait for resources."""
         return {label for device in self._devices for label in device.waiting}
 
     def reserve(self, label: str, request: ResourceRequest) -> str:
-        """Promise every card's share of `request` to a generation, and a port.
+        """Reserve a port, and the share of `request` on every card, for a generation.
 
-        Return why that cannot be done, or "".
+        Return why that is impossible, or "".
         """
         reason = self.rejection_reason(label, request)
         if not reason:
@@ -262,7 +266,7 @@ class CardGroup:
         return reason
 
     def rejection_reason(self, label: str, request: ResourceRequest, *, excluding: Collection[str] = ()) -> str:
-        """Return why that cannot be promised, though the generations `excluding` were gone, or ""."""
+        """Return why `request` would be impossible even without the generations `excluding`, or ""."""
         for rank, device in enumerate(self._devices):
             refusal = device.rejection_reason(label, request.for_rank(rank), excluding=excluding)
             if refusal:
@@ -270,39 +274,39 @@ class CardGroup:
         return "" if self._free_ports(excluding) else self._port_conflict(label, excluding)
 
     def restore(self, label: str, request: ResourceRequest, port: int = LIBRARY_PORT) -> None:
-        """A generation is there, with that port: whether there is room for it is no question."""
+        """Reserve the resources and the port of a generation that already runs, even if they exceed the limits."""
         for rank, device in enumerate(self._devices):
             device.restore(label, request.for_rank(rank))
             device.ports[label] = port
 
     def port(self, label: str) -> int:
-        """Return the port that a generation has; 0 where that is the library's own."""
+        """Return the port of a generation; 0 for the library's default port."""
         return self._devices[0].port(label)
 
     def mark_leaving(self, labels: Collection[str]) -> None:
-        """These generations will not need the cards for long."""
+        """Record that these generations will soon release their resources."""
         for device in self._devices:
             device.mark_leaving(labels)
 
     def wait_for_release(self, label: str, on_release: Callable[[], object]) -> None:
-        """A generation waits for room.
+        """Call `on_release` each time that resources are released on one of the cards.
 
-        `on_release` is called each time that something is released on one of the cards.
+        The calls end when the generation has reserved or released its own resources.
         """
         for device in self._devices:
             device.wait_for_release(label, on_release)
 
     def set_free_bytes(self, free_bytes: int, rank: int) -> None:
-        """The card of that rank has said what is free."""
+        """Record the free bytes that the card of this rank reported."""
         self._devices[rank].set_free_bytes(free_bytes, rank)
 
     def set_process_bytes(self, label: str, process_bytes: int) -> None:
-        """A rank was seen to take so much beside its slice: so may the others."""
+        """Raise the bytes for each rank of a generation to the observed use beside its slice, on all cards."""
         for device in self._devices:
             device.set_process_bytes(label, process_bytes)
 
     def release(self, label: str) -> None:
-        """Take back what a generation was promised: whoever waits is told once all cards have it back."""
+        """Release the resources of a generation on all cards, then call the callbacks of the waiting generations."""
         for device in self._devices[:-1]:
             device.reserved.pop(label, None)
             device.ports.pop(label, None)

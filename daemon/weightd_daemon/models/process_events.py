@@ -1,8 +1,8 @@
-"""The processes of deployments: whose each is, what becomes of what it says, and what is done to it.
+"""The events of child processes: their messages and exits, and the actions that follow.
 
-All that a process sends goes through `ProcessEvents`: answers to the dispatcher, the rest to the generation; and what
-the generation then wants comes back as actions, which `perform` does. That is the same for the processes of one model,
-for ranks and for a process of several models; where these differ, `ProcessUse` says how.
+`ProcessEvents` routes every message of a process: results of predicts to the dispatcher, all others to the generation.
+The actions that the generation then returns are carried out by `perform`. This is the same for the processes of one
+model, for ranks and for a process of several models; `ProcessUse` implements the differences.
 """
 
 from __future__ import annotations
@@ -52,15 +52,16 @@ _log = logging.getLogger("weightd")
 
 
 class ProcessEvents:
-    """Stands between processes, their generations and the dispatchers.
+    """Routes events between child processes, their generations and the dispatchers.
 
     Args:
-        process_manager: the processes.
-        use: what they are for.
+        process_manager: starts and ends the processes.
+        use: the models that the processes serve.
         reconcile: called after each event of a generation.
 
     Attributes:
-        past_deaths: processes of generations of which nothing is left that ended without being asked to.
+        past_deaths: the number of processes that exited unexpectedly or had to be killed, in generations that no longer
+            exist.
     """
 
     def __init__(
@@ -74,14 +75,17 @@ class ProcessEvents:
         self._storage = process_manager.storage
         self._use = use
         self._reconcile = reconcile
-        # Whose child it is, by the child's name.
+        # The deployment and the generation of each child, by the child's name.
         self._by_process: dict[str, tuple[Deployment, GenerationBase]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._by_process)
 
     def resume(self, deployment: Deployment, generation: GenerationBase, record: GenerationRecord) -> bool:
-        """Take over the children of a generation; return False if its page store was changed: it has to be loaded."""
+        """Take over the children of a generation that the previous daemon has loaded.
+
+        Return False if its page store has changed, so that the generation has to be loaded again.
+        """
         if not self._process_manager.resume(self, generation, record.store_fingerprint):
             text = "%s: loaded anew: the page store was changed while no daemon was there"
             _log.error(text, generation.label, extra=generation.log_extra())
@@ -95,7 +99,7 @@ class ProcessEvents:
     # --- from children ------------------------------------------------------------------------------------------
 
     def on_message(self, child: str, message: ChildMessage, frames: Sequence[Any], now: float) -> None:
-        """A child has sent `message`."""
+        """Handle a message from a child."""
         entry = self._by_process.get(child)
         if entry is None:
             return
@@ -115,7 +119,7 @@ class ProcessEvents:
             case Pong():
                 self._on_pong(child, generation, message, now)
             case Forked():
-                pass  # it is for who has asked for it, which no generation does
+                pass  # a reply to the fork coordinator; generations do not handle it
             case _:
                 self._on_load_message(child, deployment, generation, message, now)
 
@@ -127,7 +131,7 @@ class ProcessEvents:
         frames: Sequence[Any],
         now: float,
     ) -> None:
-        """Tell a dispatcher what has become of its batch; ranks that are out of step, and who leaves, end."""
+        """Pass the outcome of a batch to its dispatcher, and fail ranks that are out of step."""
         dispatcher = self._use.only_dispatcher or self._use.active_dispatcher(generation)
         match message:
             case PredictResult():
@@ -148,14 +152,14 @@ class ProcessEvents:
     def _on_load_message(
         self, child: str, deployment: Deployment, generation: GenerationBase, message: ChildMessage, now: float
     ) -> None:
-        """Tell a generation what its child says of itself, and others what follows from it."""
+        """Pass a child's message about itself to its generation, and update the slots and the device accordingly."""
         match generation, message:
             case Generation(), BatchMismatch(note, numbers):
                 names = self._use.dispatchers[0].principal_names
                 generation.on_batch_mismatch(note, {each: names.name_of(each) for each in numbers})
                 self._use.update_batching(generation)
             case Generation(), Built():
-                # What the holder has left in the page store is remembered before anybody maps it.
+                # The fingerprint is taken before any worker maps the page store.
                 self._storage.on_exported(generation)
                 if not self._is_refused(generation, message, now):
                     generation.on_message(child, message, now)
@@ -177,7 +181,7 @@ class ProcessEvents:
         self._reconcile(now)
 
     def _is_refused(self, generation: GenerationBase, built: Built, now: float) -> bool:
-        """Whether clients of what serves could not go on with it: then the generation ends."""
+        """Fail the generation if clients of the serving model could not use it; return whether that is so."""
         difference = self._use.dispatchers[0].signature.difference(built)
         if difference:
             reason = f"the new model is not a drop-in for the one that serves: {difference}"
@@ -193,7 +197,7 @@ class ProcessEvents:
             self.end_process(child, "the self-test answer differs from the holder's: it would answer wrongly", now)
 
     def on_exit(self, child: str, exit_cause: ExitCause, now: float) -> None:
-        """A child has exited: the batch that it had may be to blame."""
+        """Handle the exit of a child, for which the dispatchers may blame the batch that it was running."""
         entry = self._by_process.pop(child, None)
         if entry is None:
             return
@@ -202,7 +206,8 @@ class ProcessEvents:
             self._use.on_snapshot_lost(generation.source)
         if not self._can_trust_answers(generation):
             self.verify_store(generation, now)
-            # It may have died of its holder's death, or of a damaged store: what it had is not to blame.
+            # The process may have exited because its holder exited or its store was damaged, so its batch is not to
+            # blame.
             self._release_slots(child)
         has_answered = self._has_answered(child)
         for dispatcher in self._use.dispatchers:
@@ -210,10 +215,10 @@ class ProcessEvents:
         generation.on_exit(child, exit_cause, now, has_answered=has_answered)
         self._reconcile(now)
 
-    # --- what is done to them -----------------------------------------------------------------------------------
+    # --- actions ------------------------------------------------------------------------------------------------
 
     def perform(self, deployment: Deployment, generation: GenerationBase, action: Action, now: float) -> None:
-        """Do what a generation wants."""
+        """Perform an action of a generation."""
         match action:
             case TakeSnapshot():
                 self._use.request_snapshots(generation.source, now)
@@ -235,7 +240,7 @@ class ProcessEvents:
                 self._storage.remove_files(generation)
 
     def run_watchdog(self, serving: Iterable[GenerationBase], now: float) -> None:
-        """End who computes for too long, ping who has been idle and end who does not answer; look at the stores."""
+        """End overdue and unresponsive processes, ping idle ones, and verify the page stores."""
         for dispatcher in self._use.dispatchers:
             for process, why in list(dispatcher.processes.overdue(now)):
                 self.end_process(process, why, now)
@@ -246,7 +251,7 @@ class ProcessEvents:
                     self.end_process(process, "it has not answered a ping", now)
 
     def end_process(self, process: str, reason: str, now: float) -> None:
-        """End a process that is of no use any more, and its slot with it."""
+        """Release the slot of a hung or faulty process, and end the process."""
         self._release_slots(process)
         entry = self._by_process.get(process)
         if entry is not None:
@@ -255,9 +260,12 @@ class ProcessEvents:
             self._reconcile(now)
 
     def verify_store(self, generation: GenerationBase, now: float) -> None:
-        """Have a generation replaced whose page store was changed; of a holder that is dead it will be told."""
+        """Have a generation replaced if its page store has changed.
+
+        A generation whose required holder has exited is skipped: the exit event of the holder ends it.
+        """
         if not isinstance(generation, Generation):
-            return  # ranks have none
+            return  # rank groups have no page store
         if generation.attach_control.can_trust_answers(
             self._process_manager.is_alive
         ) and not self._storage.is_store_intact(generation):
@@ -266,10 +274,10 @@ class ProcessEvents:
             )
             self._reconcile(now)
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------------------------
 
     def _can_trust_answers(self, generation: GenerationBase) -> bool:
-        """Whether what the generation's workers say can be passed on."""
+        """Return whether the results of the generation's workers may be passed on to clients."""
         return generation.attach_control.can_trust_answers(
             self._process_manager.is_alive
         ) and self._storage.is_store_intact(generation)
@@ -283,5 +291,5 @@ class ProcessEvents:
 
 
 def _is_lockstep(generation: GenerationBase) -> bool:
-    """Whether all ranks take part in each predict, and say so."""
+    """Return whether all ranks take part in each predict and report its end."""
     return generation.spec.rank_group is not None and generation.spec.rank_group.is_sliced

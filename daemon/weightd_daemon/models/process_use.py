@@ -1,4 +1,4 @@
-"""What processes are there for: what they load, whose batches they run, and where the ranks among them meet."""
+"""The use of processes: the sources that they load, the dispatchers that they serve, and the rendezvous of ranks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from weightd_daemon.scheduling.lockstep import LockstepTracker
 
 
 class ProcessUse(abc.ABC):
-    """What processes are there for: what they load, and whose batches they run.
+    """The use of processes: the sources that they load, and the dispatchers whose batches they run.
 
     Attributes:
-        model_count: how many models they serve.
-        only_dispatcher: where the requests are that they answer, if they serve one model; None otherwise.
+        model_count: the number of models that the processes serve.
+        only_dispatcher: the dispatcher of the model if there is only one; None otherwise.
     """
 
     model_count: int
@@ -36,74 +36,74 @@ class ProcessUse(abc.ABC):
     @property
     @abc.abstractmethod
     def models(self) -> Sequence[DeployedModel]:
-        """The models whose requests they answer, as far as those have been made."""
+        """The models that the processes serve, as far as they have been made."""
 
     @property
     @abc.abstractmethod
     def dispatchers(self) -> Sequence[Dispatcher]:
-        """Where the requests are that they answer, of each model of theirs."""
+        """The dispatchers of these models."""
 
     @property
     @abc.abstractmethod
     def source(self) -> ModelSource:
-        """What is loaded, or to be, if no update is under way."""
+        """The source that generations load unless an update is in progress."""
 
     @property
     def build_factor(self) -> float:
-        """How many times the size of the model's files a build takes."""
+        """The memory that a build takes, as a multiple of the size of the model's files."""
         return self.models[0].config.engine_spec.build_factor
 
     @abc.abstractmethod
     def renew_source(self) -> None:
-        """Read the files again: `source` is another one."""
+        """Replace `source` by a new one, so that its files are read again."""
 
     @abc.abstractmethod
     def loaded_source(self, source: ModelSource) -> ModelSource:
-        """Return the source of generations that a source of a model is loaded with."""
+        """Return the source of the generations that load this source of a model."""
 
     @abc.abstractmethod
     def ready_snapshots(self) -> Sequence[ReadySnapshot]:
-        """Return every source that generations can load."""
+        """Return every source that generations can load, with its snapshot."""
 
     @abc.abstractmethod
     def active_dispatcher(self, generation: GenerationBase) -> Dispatcher:
-        """Return the dispatcher whose batch a process of the generation runs."""
+        """Return the dispatcher whose batch a process of the generation is running."""
 
     @abc.abstractmethod
     def request_snapshots(self, source: ModelSource, now: float) -> None:
-        """A generation is to be loaded from that source."""
+        """Request the snapshots for a generation that will be loaded from this source."""
 
     @abc.abstractmethod
     def on_snapshot_lost(self, source: ModelSource) -> None:
-        """The files of a snapshot of that source have vanished."""
+        """Record that the files of a snapshot of this source have vanished."""
 
     @abc.abstractmethod
     def program(self, deployment: Deployment, generation: GenerationBase, name: str) -> WorkerProgram:
-        """Return what a process of the generation runs."""
+        """Return the program of a process of the generation."""
 
     @abc.abstractmethod
     def add_slot(self, name: str, generation: GenerationBase, now: float) -> None:
-        """Let a slot of the generation take requests."""
+        """Add a slot of the generation, so that it receives requests."""
 
     @abc.abstractmethod
     def remove_slot(self, name: str, generation: GenerationBase) -> None:
-        """Give a slot no further request."""
+        """Stop dispatching requests to a slot."""
 
     @abc.abstractmethod
     def on_process_failed(self, name: str, generation: GenerationBase, reason: str, now: float) -> None:
-        """A process can go on no more, by its own word: what it has is not to blame."""
+        """Handle the report of a process that it cannot continue; its batch is not to blame."""
 
     @abc.abstractmethod
     def on_generation_ended(self, generation: GenerationBase) -> None:
-        """Nothing is left of the generation."""
+        """Release the state of a generation that has ended."""
 
     @abc.abstractmethod
     def on_selftest_found(self, source: ModelSource, selftest: SelfTestSpec) -> None:
-        """A holder has found out what a model runs on: the next generation of that source need not."""
+        """Record the self-test that a holder has found, for later generations of the source."""
 
     @abc.abstractmethod
     def update_batching(self, generation: GenerationBase) -> None:
-        """Rows of requests may not be put together any more as was known to be right."""
+        """Apply the current batching policy to the slots of a generation."""
 
 
 class OneModelUse(ProcessUse):
@@ -121,21 +121,21 @@ class OneModelUse(ProcessUse):
 
     @property
     def models(self) -> Sequence[DeployedModel]:
-        """The only one."""
+        """The only model."""
         return self._models
 
     @property
     def dispatchers(self) -> Sequence[Dispatcher]:
-        """The one of the model."""
+        """The dispatcher of the model."""
         return self._dispatchers
 
     @property
     def source(self) -> ModelSource:
-        """What the model loads."""
+        """The current source of the model."""
         return self._versions.current
 
     def renew_source(self) -> None:
-        """Read the files of the model again."""
+        """Renew the current source of the model, so that its files are read again."""
         self._versions.renew_current()
 
     def loaded_source(self, source: ModelSource) -> ModelSource:
@@ -147,24 +147,24 @@ class OneModelUse(ProcessUse):
         return self._versions.snapshots.ready()
 
     def active_dispatcher(self, generation: GenerationBase) -> Dispatcher:
-        """Return the one of the model."""
+        """Return the dispatcher of the model."""
         return self._dispatcher
 
     def request_snapshots(self, source: ModelSource, now: float) -> None:
-        """Have the snapshot taken, unless it is there."""
+        """Request the snapshot of this source, unless it exists."""
         self._versions.snapshots.request(source, now + self._model.config.load_timeout)
 
     def on_snapshot_lost(self, source: ModelSource) -> None:
-        """Have it taken anew by who wants it next."""
+        """Have the next request take the snapshot again."""
         self._versions.snapshots.on_lost(source)
 
     def program(self, deployment: Deployment, generation: GenerationBase, name: str) -> WorkerProgram:
-        """Return what a worker or a rank runs."""
+        """Return the program of a worker or a rank."""
         snapshot = self._versions.snapshots[generation.source]
         return self._rendezvous.program(self._model.config, generation, snapshot, name, deployment.placement)
 
     def add_slot(self, name: str, generation: GenerationBase, now: float) -> None:
-        """Let a worker, or all ranks together, take requests."""
+        """Add a worker, or all ranks together, as a slot."""
         policy = batching.batching_policy(self._model.config, generation)
         if isinstance(generation, RankGroup):
             ranks, reply_rank = generation.processes.slots[name], generation.group_spec.reply_rank
@@ -183,34 +183,34 @@ class OneModelUse(ProcessUse):
             self._dispatcher.processes.add(name, device=child.device, policy=policy, concurrency=concurrency)
 
     def remove_slot(self, name: str, generation: GenerationBase) -> None:
-        """Give a worker, or the ranks, no further request."""
+        """Stop dispatching requests to a worker or to the ranks."""
         self._dispatcher.processes.remove(name)
         if not generation.attach_control.is_valid:
-            # It will not answer what it has, and is not to blame.
+            # The slot will not answer its batch, which is not to blame.
             self._dispatcher.processes.release(name)
 
     def on_process_failed(self, name: str, generation: GenerationBase, reason: str, now: float) -> None:
-        """Let what a worker has, or the ranks, wait again."""
+        """Return the batch of a worker, or of the ranks, to the queue."""
         if generation.processes.is_ready(name):
             self._dispatcher.results.on_process_failed(name, reason, now)
 
     def on_generation_ended(self, generation: GenerationBase) -> None:
-        """Forget where its ranks have met."""
+        """Drop the rendezvous of the generation's ranks."""
         self._rendezvous.drop(generation.label)
 
     def on_selftest_found(self, source: ModelSource, selftest: SelfTestSpec) -> None:
-        """Remember it for the next generation of that source."""
+        """Record the self-test for later generations of this source."""
         self._versions.snapshots.set_selftest(source, selftest)
 
     def update_batching(self, generation: GenerationBase) -> None:
-        """Have slots do with rows of requests what is configured, as far as it is known to be right by now."""
+        """Apply the configured batching to all slots, as far as the generation has tested it."""
         policy = batching.batching_policy(self._model.config, generation)
         for each in generation.processes.slots:
             self._dispatcher.processes.set_policy(each, policy)
 
 
 class RendezvousTable:
-    """Where the ranks of each generation meet, from its first process to its end."""
+    """The rendezvous of each rank group, from the start of its first process to the end of the generation."""
 
     def __init__(self) -> None:
         self._by_label: dict[str, Rendezvous] = {}
@@ -218,7 +218,7 @@ class RendezvousTable:
     def program(
         self, config: ModelConfig, generation: GenerationBase, snapshot: Snapshot, name: str, placement: Placement
     ) -> WorkerProgram:
-        """Return what a child of the generation runs, whatever that is."""
+        """Return the program of any child of the generation."""
         child, group_spec = generation.children[name], generation.spec.rank_group
         if group_spec is None:
             return worker_program(config, generation, snapshot, child.device)
@@ -229,12 +229,12 @@ class RendezvousTable:
         return rank_program(config, snapshot, child.device, rank_number(child.name), rendezvous)
 
     def drop(self, label: str) -> None:
-        """Nothing is left of the generation."""
+        """Drop the rendezvous of a generation that has ended."""
         self._by_label.pop(label, None)
 
 
 def rank_number(process: str) -> int | None:
-    """Return which rank of a group the process of this name is; None: it is none, or the broker."""
+    """Return the rank number in a process name; None if the process is a broker or no rank."""
     _, is_rank, number = process.rpartition(".rank")
     return int(number) if is_rank and number.isdecimal() else None
 

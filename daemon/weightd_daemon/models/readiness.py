@@ -1,4 +1,4 @@
-"""How a model stands: whether it goes on, and what is said where nobody can answer."""
+"""The readiness of a model, and the errors for requests that no worker can serve."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from weightd_protocol.messages.worker import Built
 
 
 class ModelPhase(enum.Enum):
-    """Whether a model goes on."""
+    """The phase of a model: open, or shutting down."""
 
     OPEN = "open"
-    REPLACED = "replaced"  # it winds down; another model of the name adopts what waits, or comes to wait
-    CLOSED = "closed"  # it winds down; what waits is given up
+    REPLACED = "replaced"  # shutting down; another model of the name adopts the queued requests, now and later
+    CLOSED = "closed"  # shutting down; queued requests fail
 
 
 class ModelPhaseEvent(enum.Enum):
-    """What a model is told."""
+    """An event that changes the phase of a model."""
 
     REPLACE = "replace"
     CLOSE = "close"
@@ -34,33 +34,33 @@ MODEL_PHASE_TRANSITIONS: Mapping[tuple[ModelPhase, ModelPhaseEvent], ModelPhase]
     (
         ModelPhase.CLOSED,
         ModelPhaseEvent.REPLACE,
-    ): ModelPhase.CLOSED,  # a stop while another model loads: nothing waits any more
+    ): ModelPhase.CLOSED,  # the daemon stops while the replacement loads: no requests wait
     **{(phase, ModelPhaseEvent.CLOSE): ModelPhase.CLOSED for phase in ModelPhase},
 }
 
 
 class ModelUnavailable(NamedTuple):
-    """Why nobody serves a model, or loads it: requests are refused at once."""
+    """The error for all requests to a model that no device serves or loads."""
 
     error_type: type[RequestError]
     message: str
 
     def to_error(self) -> RequestError:
-        """Return what a client is told."""
+        """Return the error for a client."""
         return self.error_type(self.message)
 
 
 class Readiness:
-    """How a model stands, by its deployments.
+    """The readiness of a model, derived from its deployments.
 
     Args:
-        name: of the model.
-        deployments: its own, or those of its shared process.
-        processes: that take its requests.
-        index: of the model among those of a shared process.
+        name: the name of the model.
+        deployments: the deployments of the model or of its shared process.
+        processes: the processes that take its requests.
+        index: the position of the model in its shared process, 0 without one.
 
     Attributes:
-        index: likewise.
+        index: the position of the model in its shared process, 0 without one.
     """
 
     def __init__(self, name: str, deployments: Iterable[Deployment], processes: SlotProcesses, index: int = 0) -> None:
@@ -71,19 +71,20 @@ class Readiness:
 
     @property
     def is_serving(self) -> bool:
-        """Whether any device serves it."""
+        """Whether any device serves the model."""
         return any(each.serving is not None for each in self._deployments)
 
     @property
     def is_serving_everywhere(self) -> bool:
-        """Whether each device serves it."""
+        """Whether every device serves the model."""
         return all(each.serving is not None for each in self._deployments)
 
     @property
     def may_serve_soon(self) -> bool:
-        """Whether any device serves it, or will as soon as a worker of the daemon before this one is back.
+        """Whether any device serves the model or may serve it without a load by its replacement.
 
-        Or if that cannot be loaded for which it has made way.
+        This includes generations whose workers are reconnecting after a restart of the daemon, and deployments that are
+        loaded again if the model for which they were vacated fails.
         """
         is_reconnecting = any(
             generation.is_reconnecting for each in self._deployments for generation in each.generations
@@ -92,29 +93,29 @@ class Readiness:
 
     @property
     def is_complete(self) -> bool:
-        """Whether each device serves it with all its workers, or has failed while another one does not."""
+        """Whether a device serves the model, and every device serves it with all its workers or has failed."""
         return self.is_serving and all(
             each.has_failed or (each.serving is not None and each.serving.is_complete) for each in self._deployments
         )
 
     @property
     def has_failed(self) -> bool:
-        """Whether no device serves it, or loads it."""
+        """Whether every device has failed to load the model."""
         return all(each.has_failed for each in self._deployments)
 
     @property
     def has_failures(self) -> bool:
-        """Whether a device does not serve it, or load it."""
+        """Whether any device has failed to load the model."""
         return any(each.has_failed for each in self._deployments)
 
     @property
     def has_transient_failures(self) -> bool:
-        """Whether a device has failed of a cause that may go away by itself."""
+        """Whether any device has failed for a reason that may go away by itself."""
         return any(each.is_transient for each in self._deployments)
 
     @property
     def state(self) -> GenerationState:
-        """How it stands: it serves if any device does, and has failed if all have."""
+        """The state of the model: SERVING if any device serves it, FAILED if all have failed."""
         if self.is_serving:
             return GenerationState.SERVING
         loading = [each for each in self._deployments if not each.has_failed]
@@ -122,22 +123,22 @@ class Readiness:
 
     @property
     def main_generation(self) -> GenerationBase:
-        """The generation that tells how it stands: one that serves, if any does."""
+        """The generation that represents the model in reports: a serving one, if any."""
         main = next((each for each in self._deployments if each.serving is not None), self._deployments[0])
         return main.main_generation
 
     @property
     def built(self) -> Built | None:
-        """What a holder has told of the model, if one has whose generation has not ended."""
+        """The description of the model from the holder of a generation that has not ended; None if none has sent it."""
         active = (each for deployment in self._deployments for each in deployment.generations if each.state in ACTIVE)
         return next((built for each in active if (built := each.built_model(self.index)) is not None), None)
 
     @property
     def unavailable(self) -> ModelUnavailable | None:
-        """Why nobody serves the model, or loads it; None if somebody does."""
+        """The error for all requests if no device serves or loads the model; None otherwise."""
         if self.has_failed:
             causes = list(dict.fromkeys(each.cause for each in self._deployments))
-            # The client may try again where the daemon does.
+            # The error allows the client to retry if the daemon retries by itself.
             error_type = Unavailable if self.has_transient_failures else FailedPrecondition
             return ModelUnavailable(error_type, f"{self._name} failed: {'; '.join(causes)}")
         if any(each.serving is not None or each.is_busy for each in self._deployments):
@@ -145,18 +146,18 @@ class Readiness:
         return ModelUnavailable(Unavailable, f"{self._name} is being unloaded")
 
     def explain_error(self, error: RequestError) -> RequestError:
-        """Return what a deadline says where there was nobody who could have answered; others say what they say."""
+        """Return the error for a client: a missed deadline becomes UNAVAILABLE if no worker could have answered."""
         serving = [each.serving for each in self._deployments if each.serving is not None]
         if not isinstance(error, DeadlineExceeded) or any(each.processes.serving for each in serving):
             return error
         generation = self.main_generation
         if serving and not generation.cause:
-            return error  # a worker has died, and the next one is on its way
+            return error  # a worker has exited, and its replacement is starting
         cause = generation.cause or self._deployments[0].cause or "not ready yet"
         return Unavailable(f"{self._name} has no worker: {generation.progress}, {cause}")
 
     def unready_reason(self, now: float) -> str:
-        """Return why the model is not ready to answer, or "" if it is: a worker has been heard of of late."""
+        """Return why the model is not ready, or "" if a worker has answered within the watchdog's period."""
         serving = [each.serving for each in self._deployments if each.serving is not None]
         if not serving:
             unavailable, generation = self.unavailable, self.main_generation

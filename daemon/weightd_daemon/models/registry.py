@@ -1,9 +1,9 @@
-"""The models that are served, and how another configuration becomes true without an interruption.
+"""The registry of served models, and the transition to another configuration without an interruption of service.
 
-A model whose configuration changes is loaded anew beside the one that serves, and takes over once it serves; if it
-cannot, everything stays as it was. Two groups of ranks may have no room beside each other: then the old one makes way,
-requests wait, and it comes again if the new one cannot be loaded. Nothing is loaded where only other requests go
-together, or are cut. A model that is removed takes no further request, and finishes what it has accepted.
+A model whose configuration changes is loaded again beside the serving one and takes over once it serves. If it cannot
+be loaded, the old model stays. Two rank groups may have no room beside each other: then the old one leaves first, its
+requests wait, and it is loaded again if the new one cannot be. Nothing is loaded if only the batching or splitting of
+requests changes. A removed model accepts no more requests and completes the accepted ones.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _log = logging.getLogger("weightd")
 
 
 class MakeModel(Protocol):
-    """Makes models that have not started."""
+    """A factory of models."""
 
     def __call__(
         self, name: str, config: ModelConfig, ids: IdSequence, *, predecessor: ServedModel | None
     ) -> ServedModel:
-        """Return a model; `predecessor` is the one that it is to replace."""
+        """Return a model that has not started; `predecessor` is the model that it will replace."""
         raise NotImplementedError
 
 
 class ConfigDiff(NamedTuple):
-    """What a new configuration changes: the names of models.
+    """The names of the models that a new configuration adds, changes, removes or retries.
 
     Attributes:
-        retried: those that have failed, and are loaded again as they are.
+        retried: the unchanged models that have failed and are loaded again.
     """
 
     added: tuple[str, ...]
@@ -51,16 +51,16 @@ class ConfigDiff(NamedTuple):
 
 
 class ModelRegistry:
-    """Every model there is.
+    """All models of the daemon.
 
     Args:
         make_model: makes a model that has not started.
 
     Attributes:
-        models: those that take requests, by name.
-        is_closed: whether no request is accepted any more, as the daemon stops.
-        changing: those that are to be replaced by their successor once it has loaded, and those that leave: while
-            there are none, `reconcile` has nothing to see.
+        models: the models that accept requests, by name.
+        is_closed: whether the daemon is stopping and accepts no more requests.
+        changing: the models that a successor will replace once it has loaded, and the models that are leaving. While
+            the list is empty, `reconcile` does nothing.
     """
 
     def __init__(self, make_model: MakeModel) -> None:
@@ -74,10 +74,11 @@ class ModelRegistry:
     # --- for clients --------------------------------------------------------------------------------------------
 
     def find(self, name: str, viewer: Tenant) -> ServedModel:
-        """Return a model that exists for this tenant.
+        """Return a model that this tenant may see.
 
         Raises:
-            NotFound: there is none; the text is the same as for a name that exists for nobody.
+            NotFound: no such model exists for this tenant. The error does not reveal whether another tenant can see one
+                of that name.
         """
         model = self.models.get(name)
         if model is None or not viewer.can_see(name):
@@ -85,21 +86,21 @@ class ModelRegistry:
         return model
 
     def not_found(self, name: str, viewer: Tenant) -> NotFound:
-        """Return the error of a name that is no model's, or none of a model that exists for this tenant."""
+        """Return the error for a name that is no model, or no model that this tenant may see."""
         return NotFound(f"no model {name!r}; there are: {', '.join(self.visible_models(viewer)) or 'none'}")
 
     def is_visible(self, name: str, viewer: Tenant) -> bool:
-        """Return whether there is such a model for this tenant."""
+        """Return whether this tenant may see a model of that name."""
         return name in self.models and viewer.can_see(name)
 
     def visible_models(self, viewer: Tenant) -> Mapping[str, ServedModel]:
-        """Return the models that exist for this tenant."""
+        """Return the models that this tenant may see."""
         return {name: model for name, model in self.models.items() if viewer.can_see(name)}
 
     # --- for the daemon -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Accept no request any more."""
+        """Accept no more requests."""
         self.is_closed = True
 
     def start(self, configs: Mapping[str, ModelConfig], now: float) -> None:
@@ -108,7 +109,7 @@ class ModelRegistry:
             self._start(name, config, now)
 
     def resume(self, records: Iterable[ModelRecord], configs: Mapping[str, ModelConfig], now: float) -> None:
-        """Go on with the models that a daemon before this one has loaded, and begin to make `configs` true."""
+        """Take over the models that the previous daemon has loaded, then apply `configs`."""
         for record in records:
             self._id_sequences[record.name] = IdSequence(record.last_ids)
             self.models[record.name] = self._make_named(record.name, record.config)
@@ -119,14 +120,14 @@ class ModelRegistry:
         self.apply(diff, configs, now)
 
     def records(self) -> list[ModelRecord]:
-        """Return what the next daemon has to know to `resume` them."""
+        """Return the records from which the next daemon can `resume` the models."""
         return [record for model in self.models.values() if (record := model.record()) is not None]
 
     def compare(self, configs: Mapping[str, ModelConfig]) -> ConfigDiff:
-        """Return what `configs` would change.
+        """Return the changes that `configs` would make.
 
         Raises:
-            Unavailable: a change of a model that it concerns is under way.
+            Unavailable: a model that would be changed or removed is being updated.
         """
         diff = ConfigDiff(
             tuple(name for name in configs if name not in self.models),
@@ -144,7 +145,7 @@ class ModelRegistry:
         return diff
 
     def apply(self, diff: ConfigDiff, configs: Mapping[str, ModelConfig], now: float) -> None:
-        """Begin to make `configs` true, of which `diff` is the comparison."""
+        """Begin to apply `configs`, whose changes are `diff`."""
         for name in diff.removed:
             self._remove(name, now)
         for name in diff.added:
@@ -153,11 +154,11 @@ class ModelRegistry:
             self._replace(name, configs[name], now)
         for name in diff.retried:
             self.models[name].retry(now)
-        # In the order of the file, which is that of the status.
+        # Status reports list the models in the order of the configuration file.
         self.models = {name: self.models[name] for name in configs}
 
     def reconcile(self, now: float) -> None:
-        """Something has happened: see what takes over by now, and what is gone."""
+        """Let loaded successors take over, and drain and forget the models that have left."""
         for model in list(self.changing):
             if model.successor is not None:
                 self._take_over_if_ready(model, model.successor, now)
@@ -166,28 +167,28 @@ class ModelRegistry:
                 self._remove_if_drained(model, now)
 
     def drain(self, now: float) -> None:
-        """Wind everything down."""
+        """Shut down all models."""
         for model in self.all_models():
             model.drain(now)
 
     def hand_over(self, now: float) -> None:
-        """This daemon ends, and its children go on: nobody waits for an answer any more."""
+        """Fail the pending requests of all models before this daemon ends; its child processes keep running."""
         for model in self.all_models():
             model.dispatcher.hand_over()
 
     def all_models(self) -> list[ServedModel]:
-        """Return every model of which something is left."""
+        """Return every model that still has processes or files, successors included."""
         return [*self.models.values(), *(each.successor or each for each in self.changing)]
 
     @property
     def deaths(self) -> int:
-        """Processes that ended, or had to be ended, without being asked to."""
+        """The number of processes that exited unexpectedly or had to be killed."""
         return self._past_deaths + sum(model.deployments.deaths for model in self.all_models())
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------------------------
 
     def _is_changed(self, name: str, config: ModelConfig) -> bool:
-        """What loads for the name counts, if something does: asking twice for the same is asking once."""
+        """Compare with the successor if one is loading, so that repeating a reload changes nothing."""
         model = self.models[name]
         return (model.successor or model).config != config
 
@@ -227,10 +228,10 @@ class ModelRegistry:
             model.deployments.reinstate(now)
 
     def _take_over_if_ready(self, old: ServedModel, new: ServedModel, now: float) -> None:
-        """Let the new model take over once it serves, or at once where the old one does not."""
+        """Let the new model take over once it serves, or at once if the old one does not serve."""
         name = old.name
         if new.readiness.is_complete or not old.readiness.may_serve_soon:
-            # It leaves from now on.
+            # Without a successor, the old model counts as leaving.
             old.successor = None
             self.models[name] = new
             new.adopt_requests(old, now)
@@ -245,7 +246,7 @@ class ModelRegistry:
         replacement = self.models.get(model.name)
         if replacement is not None and model.is_draining:
             if model.dispatcher.queued_by_tenant:
-                # What a worker had that died while it left.
+                # A worker exited while the model was leaving, so its requests are back in the queue.
                 replacement.adopt_requests(model, now)
         elif model.dispatcher.is_idle and not model.is_draining:
             model.drain(now)

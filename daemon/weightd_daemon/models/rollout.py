@@ -1,4 +1,4 @@
-"""An update of a model, or the way back from one: who has asked for it, and how it ends."""
+"""Updates of a model and their rollback: start, takeover or failure, and the reply to the client."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from weightd_protocol.messages.control import UpdateResponse
 
 
 class UpdateSink(Protocol):
-    """What those have to be told who have asked for an update."""
+    """Sends the results of updates to the clients that requested them."""
 
     def reply_updated(self, client: bytes, response: UpdateResponse) -> None:
-        """Tell the client that an update has taken over."""
+        """Report to the client that an update has taken over."""
 
     def reply_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
-        """Tell the client that the update has failed."""
+        """Report to the client that the update has failed."""
 
 
 class _Rollout(NamedTuple):
-    """An update under way, and who waits for its end."""
+    """An update in progress, and the client that waits for its result."""
 
     client: bytes
     request_id: str
@@ -36,15 +36,15 @@ class _Rollout(NamedTuple):
 
 
 class Rollouts:
-    """The updates of one model, of which one is under way at a time. All devices take over together, or none.
+    """The updates of one model, one at a time. All devices take over together, or none.
 
     Args:
-        name: of the model.
-        config: of the model.
+        name: the name of the model.
+        config: the configuration of the model.
         deployments: one for each device.
-        versions: of the model.
-        dispatcher: where its requests are.
-        update_sink: are told.
+        versions: the sources of the model.
+        dispatcher: the dispatcher of the model's requests.
+        update_sink: receives the results.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class Rollouts:
 
     @property
     def is_in_progress(self) -> bool:
-        """Whether there is one."""
+        """Whether an update is in progress."""
         return self._current is not None
 
     def check_alone(self) -> None:
-        """Refuse an update of a model whose process serves others, too: all of them would have to go.
+        """Reject an update of a model that shares its process, because the update would replace the other models, too.
 
         Raises:
-            FailedPrecondition: that is so.
+            FailedPrecondition: the model belongs to a group.
         """
         group = self._config.group
         if group is not None:
@@ -86,10 +86,10 @@ class Rollouts:
     def start(  # noqa: PLR0913
         self, client: bytes, request_id: str, now: float, *, path: str, weights: str, rollback: bool, grant: Grant
     ) -> None:
-        """Load what is at `path` beside what serves, as `Model.update` says.
+        """Start an update; `ServedModel.update` describes the arguments.
 
         Raises:
-            RequestError: it is refused; nothing has changed.
+            RequestError: the update is rejected; nothing has changed.
         """
         if self._current is not None:
             raise Unavailable(f"{self._name} is being updated already")
@@ -108,7 +108,7 @@ class Rollouts:
             deployment.update(source, now)
 
     def reconcile(self, now: float) -> bool:
-        """See whether what is under way can take over, or has failed; return whether it has ended."""
+        """Complete the update in progress if it can take over or has failed; return whether it has ended."""
         rollout = self._current
         if rollout is None:
             return False
@@ -121,7 +121,7 @@ class Rollouts:
             self._take_over(rollout, now)
         return self._current is None
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------------------------
 
     def _abort(self, rollout: _Rollout, failed_deployment: Deployment, now: float) -> None:
         cause = failed_deployment.cause or "weightd is stopping"
@@ -151,7 +151,10 @@ class Rollouts:
         )
 
     def _rollback_target(self) -> ModelSource:
-        """What a rollback goes back to: once. A second one would bring back what was found wanting."""
+        """Return the source from before the last update.
+
+        A rollback is possible once: a second one would return to the version that was just rolled back.
+        """
         versions = self._versions
         if versions.previous is not None:
             return versions.previous
@@ -163,7 +166,11 @@ class Rollouts:
         )
 
     def _check_file(self, path: str) -> None:
-        """By the suffix it is known which other files belong to a model: no other reader may find more."""
+        """Check the path of a model file.
+
+        The suffix determines which other files belong to a model, so the engine must not receive a file with another
+        one.
+        """
         suffix = self._config.engine_spec.suffix
         if path and Path(path).suffix != suffix:
             raise InvalidArgument(f"expected a {suffix} file for engine {self._config.engine}, got {path!r}")

@@ -1,7 +1,7 @@
-"""Several models in one process on each of their devices: they come up together, and are lost together.
+"""A process that serves several models, on each of their devices. The models load together and fail together.
 
-The models have one set of deployments. Each is a model as any other to those who ask it: it has requests and snapshots
-of its own, and a slot at each process.
+The models have one set of deployments. For its clients, each is a model like any other: it has its own requests,
+snapshots and a slot at each process.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from weightd_daemon.scheduling.shared_process import SharedProcessScheduler
 
 
 class SharedProcess(ProcessUse):
-    """The process of several models on each of their devices, and its use: each model has a slot at it.
+    """The use of a process that serves all models of a group; each model has a slot at it.
 
     Args:
-        group: of the models.
-        ids: of its sources.
+        group: the model group.
+        ids: numbers the group's sources.
 
     Attributes:
-        users: the tenants that use its processes.
+        users: the tenants that use the processes.
     """
 
     def __init__(self, group: Membership, ids: IdSequence) -> None:
@@ -42,38 +42,38 @@ class SharedProcess(ProcessUse):
         self.users = Users()
         self._ids = ids
         self._source = self._new_source()
-        # Of the process of each generation, by its label.
+        # The scheduler of each generation's process, by the label of the generation.
         self._schedulers: dict[str, SharedProcessScheduler] = {}
 
     @property
     def models(self) -> Sequence[DeployedModel]:
-        """The models that have joined, in the order of the group's table."""
+        """The models that have joined, in the order of the group."""
         return self._models
 
     def join(self, model: DeployedModel) -> None:
-        """Add a model. Models join in any order; a process numbers them in the order of the group's table."""
+        """Add a model of the group."""
         self._models.append(model)
         self._models.sort(key=lambda each: self.group.models.index(each.name))
 
-    # --- what it loads ------------------------------------------------------------------------------------------
+    # --- loading ------------------------------------------------------------------------------------------------
 
     @property
     def source(self) -> ModelSource:
-        """The sources of all models together."""
+        """The joint source of all models."""
         return self._source
 
     def renew_source(self) -> None:
-        """Read the files of all models again."""
+        """Renew the sources of all models, so that their files are read again."""
         self._source = self._new_source()
         for model in self._models:
             model.versions.renew_current()
 
     def loaded_source(self, source: ModelSource) -> ModelSource:
-        """Return the one of all models: nobody can be loaded without the others."""
+        """Return the joint source, because no model is loaded without the others."""
         return self._source
 
     def ready_snapshots(self) -> Sequence[ReadySnapshot]:
-        """Return the joint snapshot, once that of each model exists."""
+        """Return the joint snapshot once the snapshots of all models exist."""
         snapshots = self._snapshots()
         if not snapshots:
             return ()
@@ -82,25 +82,25 @@ class SharedProcess(ProcessUse):
         return (ReadySnapshot(self._source, joint),)
 
     def request_snapshots(self, source: ModelSource, now: float) -> None:
-        """A process is to be started: have the snapshots of all models taken, unless they are there."""
+        """Request the missing snapshots of all models for a process that will be started."""
         for model in self._models:
             versions = model.versions
             versions.snapshots.request(versions.current, now + model.config.load_timeout)
 
     def on_snapshot_lost(self, source: ModelSource) -> None:
-        """The files of snapshots have vanished: all are taken anew."""
+        """Have the snapshots of all models taken again, because files have vanished."""
         for versions in [each.versions for each in self._models]:
             versions.snapshots.on_lost(versions.current)
 
-    # --- what the process is there for ---------------------------------------------------------------------------
+    # --- requests ------------------------------------------------------------------------------------------------
 
     @property
     def dispatchers(self) -> Sequence[Dispatcher]:
-        """Where the requests of each model are."""
+        """The dispatchers of all models."""
         return [each.dispatcher for each in self._models]
 
     def active_dispatcher(self, generation: GenerationBase) -> Dispatcher:
-        """Return the dispatcher whose batch the process runs; that of the first member where it runs none."""
+        """Return the dispatcher whose batch the process is running, or the first model's if the process is idle."""
         scheduler = self._schedulers.get(generation.label)
         active_slot = None if scheduler is None else scheduler.active_slot
         for dispatcher in self.dispatchers if active_slot is not None else ():
@@ -109,7 +109,7 @@ class SharedProcess(ProcessUse):
         return self._models[0].dispatcher
 
     def program(self, deployment: Deployment, generation: GenerationBase, name: str) -> WorkerProgram:
-        """Return what the process runs: models of one file have one copy of it, and so may share its weights."""
+        """Return the program of the process. Models of the same file use one copy of it, so they may share weights."""
         config = self._models[0].config
         snapshots = self._snapshots() or ()
         first_by_path: dict[str, Snapshot] = {}
@@ -131,44 +131,44 @@ class SharedProcess(ProcessUse):
         )
 
     def add_slot(self, name: str, generation: GenerationBase, now: float) -> None:
-        """Give each member a slot at the process."""
+        """Give each model a slot at the process."""
         scheduler = self._schedulers[generation.label] = SharedProcessScheduler()
         for process in generation.processes.slots.get(name, ()):
             for index, dispatcher in enumerate(self.dispatchers):
                 dispatcher.processes.add_shared(process, scheduler, index, now, device=generation.device)
 
     def remove_slot(self, name: str, generation: GenerationBase) -> None:
-        """Give the process no further request of any member."""
+        """Stop dispatching requests of any model to the process."""
         for process in [each for each in generation.children if each.startswith(f"{name}.")]:
             for dispatcher in self.dispatchers:
                 dispatcher.processes.remove(process)
                 if not generation.attach_control.is_valid:
-                    # It will not answer what it has, and is not to blame.
+                    # The process will not answer its batch, which is not to blame.
                     dispatcher.processes.release(process)
 
     def on_process_failed(self, name: str, generation: GenerationBase, reason: str, now: float) -> None:
-        """Let what the process has wait again, of whichever member that is."""
+        """Return the batch that the process was running, of whichever model, to the queue."""
         self.active_dispatcher(generation).results.on_process_failed(name, reason, now)
         for dispatcher in self.dispatchers:
             dispatcher.processes.release(name)
 
     def on_generation_ended(self, generation: GenerationBase) -> None:
-        """Forget whose turn it was."""
+        """Drop the scheduler of the generation's process."""
         self._schedulers.pop(generation.label, None)
 
     def on_selftest_found(self, source: ModelSource, selftest: SelfTestSpec) -> None:
-        """Each self-test is configured, with the right answer."""
+        """Ignore the self-test, because each model of a group has a configured one with its known answer."""
 
     def update_batching(self, generation: GenerationBase) -> None:
-        """No requests are put together."""
+        """Do nothing, because a shared process does not batch requests."""
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------------------------
 
     def _new_source(self) -> ModelSource:
         return ModelSource(self.group.name, number=self._ids.next_source())
 
     def _snapshots(self) -> list[Snapshot]:
-        """Return that of each model, in their order; none if one is missing."""
+        """Return the snapshots of all models in their order, or an empty list if one is missing."""
         versions = [each.versions for each in self._models]
         snapshots = [each.snapshots.find(each.current) for each in versions]
         return [] if None in snapshots else [each for each in snapshots if each is not None]

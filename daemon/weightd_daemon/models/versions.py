@@ -1,4 +1,4 @@
-"""What one model loads: its present source and the one before the last update, their numbers and their snapshots."""
+"""The versions of one model: its current and its previous source, their numbers and their snapshots."""
 
 from __future__ import annotations
 
@@ -13,41 +13,45 @@ from weightd_daemon.processes.events import Snapshot
 
 
 class IdSequence:
-    """The numbers of a name's generations and sources: none is used twice, whatever model has the name."""
+    """The numbers of the generations and sources of a model name.
+
+    No number is used twice for a name, even after another model has taken the name.
+    """
 
     def __init__(self, last_ids: Sequence[int] = (0, 0)) -> None:
         self._last_generation, self._last_source = last_ids
 
     @property
     def last_ids(self) -> tuple[int, int]:
-        """The last ones."""
+        """The last assigned numbers of a generation and of a source."""
         return self._last_generation, self._last_source
 
     def next_generation(self) -> int:
-        """Return the next one."""
+        """Return a new number for a generation."""
         self._last_generation += 1
         return self._last_generation
 
     def next_source(self) -> int:
-        """Return the next one."""
+        """Return a new number for a source."""
         self._last_source += 1
         return self._last_source
 
 
 class ModelVersions:
-    """Remembers what is served and what can be gone back to; nothing else keeps its snapshot.
+    """Tracks the source that is served and the source for a rollback; only their snapshots are kept.
 
     Args:
-        path: of the model file that is loaded first.
-        ids: of the model's name.
+        path: the path of the model file that is loaded first.
+        ids: the numbers of the model's name.
         take_snapshot: begins to take the snapshot of a source, see `Snapshots`.
-        remove_snapshot: removes it, or stops taking it.
+        remove_snapshot: removes a snapshot, or cancels it while it is being taken.
 
     Attributes:
-        current: what is served, or to be.
-        previous: what was served before the last update; None if there was none, or if that was gone back to.
-        rolled_back: what was gone back from, since this daemon began; None if the last update was no such.
-        snapshots: of these, and of what an update loads.
+        current: the source that is served or will be.
+        previous: the source from before the last update; None if there was no update, or if it was rolled back.
+        rolled_back: the source that was replaced by a rollback, since this daemon started; None if the last update was
+            not a rollback.
+        snapshots: the snapshots of these sources, and of the source that an update loads.
     """
 
     def __init__(
@@ -65,16 +69,16 @@ class ModelVersions:
 
     @property
     def last_ids(self) -> tuple[int, int]:
-        """The numbers of the last generation and of the last source."""
+        """The last assigned numbers of a generation and of a source."""
         return self._ids.last_ids
 
     def create(self, path: str, weights: str, grant: Grant) -> ModelSource:
-        """Return a new source: this file, "" for the present one, with these weights, "" for its own.
+        """Return a new source.
 
         Args:
-            path: of the model file.
-            weights: of the file of arrays.
-            grant: the right by which these paths are named.
+            path: the path of the model file, or "" for the current one.
+            weights: the path of a file of arrays, or "" for the model's own weights.
+            grant: the file permissions of the client that named these paths.
         """
         before = self.current
         return ModelSource(
@@ -82,14 +86,15 @@ class ModelVersions:
         )
 
     def renew_current(self) -> None:
-        """Read the present source again, of which nothing serves: it gets a new number."""
+        """Give the current source a new number, so that its files are read again; no generation may be serving it."""
         before, self.current = self.current, dataclasses.replace(self.current, number=self._ids.next_source())
         self.drop(before)
 
     def on_take_over(self, source: ModelSource) -> None:
-        """An update has taken over. Who goes back gives up what was served until then: nothing goes forth again.
+        """Record that an update has taken over.
 
-        What has no snapshot has not served: nobody can go back to it.
+        A rollback drops the source that it replaces, so that it cannot be repeated in the other direction. A source
+        without a snapshot has never served, so it is not kept for a rollback.
         """
         oldest, before = self.previous, self.current if self.snapshots.find(self.current) is not None else None
         is_rollback = source == oldest
@@ -101,12 +106,12 @@ class ModelVersions:
                 self.drop(each)
 
     def drop(self, source: ModelSource) -> None:
-        """An update to it is over: nobody will load it any more, unless it is served or was served before."""
+        """Drop a source that no update needs any more, unless it is the current or the previous one."""
         if source not in (self.current, self.previous):
             self.snapshots.drop(source)
 
     def records(self) -> list[SourceRecord]:
-        """Return what the next daemon needs to `restore` them: those with a snapshot, the present one first."""
+        """Return the records to `restore` from: the sources with a snapshot, the current one first."""
         return [
             SourceRecord.from_source(each, there)
             for each in (self.current, self.previous)
@@ -114,7 +119,7 @@ class ModelVersions:
         ]
 
     def restore(self, current: int, previous: int, records: Sequence[SourceRecord]) -> None:
-        """Go on with what a daemon before this one had."""
+        """Restore the sources that the previous daemon had."""
         sources = {each.number: each.restored_source for each in records}
         for each in records:
             self.snapshots.restore(sources[each.number], each.restored_snapshot)
@@ -122,10 +127,10 @@ class ModelVersions:
 
 
 class ReadySnapshot(NamedTuple):
-    """A source that can be loaded.
+    """A source whose snapshot exists, so that it can be loaded.
 
     Attributes:
-        selftest: what a generation has found out of it; None: nothing.
+        selftest: the self-test that a generation has found for the source; None if none has.
     """
 
     source: ModelSource
@@ -134,26 +139,27 @@ class ReadySnapshot(NamedTuple):
 
 
 class Snapshots:
-    """Takes a snapshot of each source once, however many generations load it.
+    """Takes one snapshot of each source, which all its generations load.
 
     Args:
-        take: begins to take the snapshot of a source, which has to have this sha256; "": any.
-        remove: removes it, or stops taking it.
+        take: begins to take the snapshot of a source, which must have the given sha256 unless that is "".
+        remove: removes the snapshot of a source, or cancels it while it is being taken.
     """
 
     def __init__(self, take: Callable[[ModelSource, str], None], remove: Callable[[ModelSource], None]) -> None:
         self._take = take
         self._remove = remove
-        # None: it is being taken.
+        # None: the snapshot is being taken.
         self._by_source: dict[ModelSource, Snapshot | None] = {}
         self._selftests: dict[ModelSource, SelfTestSpec] = {}
-        # The sha256 of what was lost: all generations of a source load the same.
+        # The sha256 of each lost snapshot, which the next one must have: all generations of a source load the same
+        # files.
         self._expected_sha256: dict[ModelSource, str] = {}
-        # Until when, in monotonic seconds.
+        # The deadlines of the snapshots in progress, in monotonic seconds.
         self._deadlines: dict[ModelSource, float] = {}
 
     def request(self, source: ModelSource, deadline: float) -> None:
-        """A generation needs the snapshot, by `deadline` (monotonic seconds)."""
+        """Begin to take the snapshot of a source, unless that has begun; `deadline` is in monotonic seconds."""
         if source not in self._by_source:
             self._by_source[source] = None
             self._deadlines[source] = deadline
@@ -161,51 +167,54 @@ class Snapshots:
 
     @property
     def next_event_at(self) -> float:
-        """Nothing is `take_overdue` before this, in monotonic seconds."""
+        """The first deadline of a snapshot in progress, in monotonic seconds."""
         return min(self._deadlines.values(), default=float("inf"))
 
     def take_overdue(self, now: float) -> list[ModelSource]:
-        """Stop taking what takes too long; return it."""
+        """Cancel the snapshots whose deadlines have passed, and return their sources."""
         overdue = [source for source, deadline in self._deadlines.items() if now >= deadline]
         for source in overdue:
             self.drop(source)
         return overdue
 
     def on_taken(self, source: ModelSource, snapshot: Snapshot) -> None:
-        """It exists; if nobody wants it any more, that is of no consequence."""
+        """Record a completed snapshot, unless its source was dropped meanwhile."""
         if source in self._by_source:
             self._by_source[source] = snapshot
             self._expected_sha256.pop(source, None)
             self._deadlines.pop(source, None)
 
     def restore(self, source: ModelSource, snapshot: Snapshot) -> None:
-        """A daemon before this one has taken it."""
+        """Record a snapshot that the previous daemon has taken."""
         self._by_source[source] = snapshot
 
     def on_lost(self, source: ModelSource) -> None:
-        """Its files have vanished: who wants it next has it taken anew, if the model is still the same."""
+        """Record that the files of a snapshot have vanished.
+
+        The next request takes the snapshot again, and it must have the same sha256.
+        """
         snapshot = self._by_source.get(source)
         if snapshot is not None:
             del self._by_source[source]
             self._expected_sha256[source] = snapshot.sha256
 
     def find(self, source: ModelSource) -> Snapshot | None:
-        """Return the snapshot, if it exists."""
+        """Return the snapshot of a source, or None if it does not exist."""
         return self._by_source.get(source)
 
     def set_selftest(self, source: ModelSource, selftest: SelfTestSpec) -> None:
-        """A generation has found out what the model runs on: the next one need not."""
+        """Record the self-test that a generation has found, so that later generations of the source need not search."""
         if source in self._by_source:
             self._selftests[source] = selftest
 
     def on_failed(self, source: ModelSource) -> None:
-        """There is none."""
+        """Record that a snapshot could not be taken."""
         self._by_source.pop(source, None)
         self._selftests.pop(source, None)
         self._deadlines.pop(source, None)
 
     def drop(self, source: ModelSource) -> None:
-        """No generation will load it any more."""
+        """Remove the snapshot of a source, which no generation will load any more."""
         if source in self._by_source or source in self._expected_sha256:
             self._by_source.pop(source, None)
             self._expected_sha256.pop(source, None)
@@ -214,17 +223,17 @@ class Snapshots:
             self._remove(source)
 
     def cancel_pending(self) -> None:
-        """Stop taking what is being taken: nobody waits for it any more, and copying may take long."""
+        """Cancel the snapshots in progress, because copying may take long and no generation waits for them any more."""
         for source in [source for source, snapshot in self._by_source.items() if snapshot is None]:
             self.drop(source)
 
     def drop_all(self) -> None:
-        """Leave nothing behind."""
+        """Remove all snapshots."""
         for source in [*self._by_source, *self._expected_sha256]:
             self.drop(source)
 
     def ready(self) -> list[ReadySnapshot]:
-        """Return each source that has a snapshot, with it."""
+        """Return each source that has a snapshot, with the snapshot."""
         return [
             ReadySnapshot(source, snapshot, self._selftests.get(source))
             for source, snapshot in self._by_source.items()
