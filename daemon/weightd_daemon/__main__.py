@@ -1,6 +1,7 @@
-"""Where the program `weightd` begins: from here on Ctrl-C ends it without a word, and soon in order.
+"""Entry point of the program `weightd`: prepares the process, then runs the command line.
 
-An engine's own interpreter gets this script, too, and may be too old for the daemon: this file runs on 3.7.
+While the modules load, Ctrl-C ends the process without a traceback. An engine's interpreter may run this script, too,
+and may be too old for the daemon: this file runs on Python 3.7.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ def main() -> int:
         return exit_codes.CONFIG
     with process_start.silent_while_importing():
         process_start.reset_signals()
-        # Before the first process is started, which has it from this one.
+        # The processes that the daemon starts inherit this setting.
         process_start.disable_core_dumps()
         process_start.serve_as_init()
         zygote_process = None
         if _is_serve_command(sys.argv[1:]):
-            from weightd_daemon.zmq_proxy import zygote  # noqa: PLC0415 - only these modules are there when it is forked
+            from weightd_daemon.zmq_proxy import zygote  # noqa: PLC0415 - the zygote is forked with few modules loaded
 
-            # Where the kernel refuses, the daemon says why, and tries again later.
+            # If this fork fails, the daemon logs the reason and tries again later.
             with contextlib.suppress(OSError):
                 zygote_process = zygote.fork()
         with process_start.gc_disabled():
-            from weightd_daemon import cli  # noqa: PLC0415 - it takes a few tenths of a second
+            from weightd_daemon import cli  # noqa: PLC0415 - this import takes a few tenths of a second
     return cli.main(zygote=zygote_process)
 
 
 def _is_serve_command(arguments: Sequence[str]) -> bool:
-    """Whether this is to be a daemon, which has proxies."""
+    """Return whether the command starts a daemon, which may need ZeroMQ proxies."""
     name = next((each for each in arguments if not each.startswith("-")), "")
     return name in ("serve", "run") and not {"-h", "--help"}.intersection(arguments)
 

@@ -1,7 +1,7 @@
-"""The composition root of the daemon: acquires what has to be given back, and puts the parts together.
+"""Composition root of the daemon: acquires the host's resources and connects the parts.
 
-`run` holds locks, sockets, signals and the shim from the first bind to the last exit; `build` wires the parts; what the
-daemon does with them is in `main_loop.py`.
+`run` holds locks, sockets, signal handlers and the shim from the first bind until the daemon exits. `build` connects
+the parts. `main_loop.py` has the behavior of the daemon while it runs.
 """
 
 from __future__ import annotations
@@ -67,24 +67,24 @@ from weightd_protocol.version import VERSION
 
 _log = logging.getLogger("weightd")
 
-# Of the host's memory, by default, for what clients send and do not read; the models have the rest.
+# Default share of the host's memory for messages that clients send or have not read yet. The models use the rest.
 _MEMORY_DIVISOR = 4
 
-# Of libzmq, in a process with one context.
+# Threads that libzmq starts in a process with one context.
 _ZEROMQ_THREADS = 2
 
 
 class Host(NamedTuple):
-    """What a daemon holds of the operating system, which `run` gives back at the end.
+    """Resources of the operating system that a daemon holds; `run` releases them at the end.
 
     Attributes:
-        loop: waits for everything.
-        context: of ZeroMQ.
-        sockets: on which clients connect.
-        wakeups: a descriptor from which the number of each signal is read.
-        event_log: keeps what is logged.
-        shim: holds children for the next daemon; None without a service manager, where a shim would be of no use.
-        terminal: as it was before the handlers of signals were installed.
+        loop: the event loop.
+        context: the ZeroMQ context.
+        sockets: the sockets on which clients connect.
+        wakeups: a descriptor from which the number of each received signal is read, one byte each.
+        event_log: keeps recent log lines for clients.
+        shim: the parent of the child processes across restarts of the daemon; None without a service manager.
+        terminal: the terminal's state before the signal handlers were installed.
     """
 
     loop: EventLoop
@@ -97,10 +97,10 @@ class Host(NamedTuple):
 
 
 def run(options: Options) -> int:
-    """Serve until told to stop; return the exit status.
+    """Serve until the daemon is stopped; return the exit status.
 
     Raises:
-        PathInUse: a socket or a directory cannot be had.
+        PathInUse: a socket or a directory is in use or cannot be created, or a thread cannot be started.
     """
     config, manager = options.config, options.manager
     raise_descriptor_limit()
@@ -110,7 +110,8 @@ def run(options: Options) -> int:
     except OSError as error:
         raise PathInUse(with_limit_hint(f"cannot start the thread that starts processes: {error}")) from None
     signal_numbers = [signal.SIGTERM, signal.SIGINT, INTERRUPT]
-    # With a file SIGHUP is a reload, even under nohup; without one it ends the daemon, unless it is ignored.
+    # With a configuration file, SIGHUP reloads it, even under nohup. Without one, SIGHUP stops the daemon unless the
+    # parent process has it ignored.
     if options.file is not None or ends_on_hangup():
         signal_numbers.append(signal.SIGHUP)
     terminal, event_log = Terminal(), EventLog()
@@ -129,7 +130,7 @@ def run(options: Options) -> int:
 @contextlib.contextmanager
 def _shim(manager: ServiceManager, config: Config) -> Generator[ShimLauncher | None, None, None]:
     if not manager.is_present:
-        # Of a service that had one: with nobody to hold on to it, it ends.
+        # These descriptors lead to the shim of an earlier, managed daemon. The shim ends when they are closed.
         for descriptor in manager.inherited.get(SHIM, []):
             os.close(descriptor)
         yield None
@@ -148,9 +149,9 @@ def _zmq_context() -> Generator[zmq.Context[zmq.Socket[bytes]], None, None]:
 
 
 def build(options: Options, host: Host) -> Daemon:
-    """Return a daemon of which nothing is loaded, and nobody is heard, before it serves.
+    """Connect the parts of a daemon and return it. Nothing is loaded and no request is read before `Daemon.serve`.
 
-    Parts that refer to one another do so by functions, which are called when all of them are there.
+    Parts that depend on each other get functions that look the other part up when they are called.
     """
     config, loop, file = options.config, host.loop, options.file
     devices: dict[str, DeviceBudget] = {}

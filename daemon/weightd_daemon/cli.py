@@ -1,4 +1,4 @@
-"""The command `weightd`."""
+"""Command line of `weightd`."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def main(arguments: list[str] | None = None, zygote: Zygote | None = None) -> in
     """Run the command; return its exit status.
 
     Args:
-        arguments: of the command line; None for those of this process.
-        zygote: makes the proxies of a daemon; it starts one itself where there is none.
+        arguments: arguments of the command line; None for the arguments of this process.
+        zygote: forks the ZeroMQ proxies of a daemon; None if the daemon has to start one when it needs it.
     """
     options = parser().parse_args(arguments)
     options.zygote = zygote
@@ -70,7 +70,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     name = options.name or Path(options.model).stem
-    # Where weightctl will look.
+    # This is the address that weightctl uses by default.
     socket = endpoints.daemon_socket(options.socket or os.environ.get("WEIGHTD_SOCKET", ""))
     model = {
         "path": options.model,
@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace) -> int:
         "devices": options.device or [CPU],
     }
     try:
-        # Held to the same bounds as a file.
+        # `parse` applies the same limits as to a configuration file.
         config = parse(
             {"daemon": {"socket": socket, "cache_dir": options.cache_dir}, "models": {name: model}}, Path.cwd()
         )
@@ -94,7 +94,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _example_command(socket: str, model: str) -> str:
-    """Return what asks a model, for who copies it into another terminal."""
+    """Return a command that sends a request to the model, to be copied into another terminal."""
     address_options = (
         [] if socket == endpoints.socket_address(endpoints.runtime_dir()) else ["--socket", _client_address(socket)]
     )
@@ -102,12 +102,12 @@ def _example_command(socket: str, model: str) -> str:
 
 
 def _client_address(socket: str) -> str:
-    """How clients call it: with a path they take the unix socket beside it, if they can."""
+    """Return the address that clients use: given a path, they prefer the daemon's unix socket beside it."""
     return socket.removeprefix("ipc://")
 
 
 def _name_argument(problem: str, name: str) -> str:
-    """Name the argument of the command line that stands for a key of the file."""
+    """Replace the configuration key in an error text by the command-line argument that sets it."""
     for key, argument in (("daemon.cache_dir", "--cache-dir"), ("daemon.", "--")):
         if problem.startswith(key):
             return argument + problem.removeprefix(key)
@@ -119,7 +119,7 @@ def _name_argument(problem: str, name: str) -> str:
 
 
 def _check(options: argparse.Namespace) -> int:
-    # As Ctrl-C does elsewhere: the blocks that own processes and files are left in order.
+    # Exit through SystemExit, as on Ctrl-C, so that blocks that own processes and files clean up.
     for number in (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if ends_on_hangup() else ())):
         signal.signal(number, _exit_on_signal)
     unit = unit_of(options.config)
@@ -131,7 +131,7 @@ def _check(options: argparse.Namespace) -> int:
         log_setup.print_error(problem)
     can_load = True
     if options.load:
-        from weightd_daemon.doctor.selftest.load_check import find_load_failures  # noqa: PLC0415 - the daemon itself has no use for it
+        from weightd_daemon.doctor.selftest.load_check import find_load_failures  # noqa: PLC0415 - only `check --load` needs it
 
         environment.remove_unlisted(os.environ, config.daemon.pass_environment)
         for problem in find_load_failures(
@@ -152,7 +152,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _gateway(options: argparse.Namespace) -> NoReturn:
-    """Become the gateway: nothing of the daemon is in that process."""
+    """Replace this process by the gateway, which runs no code of the daemon."""
     program = [sys.executable, "-m", "weightd_gateway"]
     os.execv(sys.executable, [*program, *commandline.to_gateway_arguments(options)])  # noqa: S606 - no shell is wanted
 
@@ -162,7 +162,7 @@ def _exit_on_signal(number: int, _: object) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+    """Return the parser of the command line."""
     parser = Parser(prog="weightd", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"weightd {VERSION}")
     parser.add_argument("-v", "--verbose", action="store_true", help="log what each process does")

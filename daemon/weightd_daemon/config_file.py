@@ -1,14 +1,14 @@
-"""The configuration file of a daemon: read at the start, read again by a helper process, kept for the next daemon.
+"""Reading of the configuration file: at the start, in a helper process for a reload, and from the service manager.
 
-A service manager holds what was last in force for the next daemon. So a file that has become wrong, or names
-directories that cannot be had, does not end a service that is restarted, nor what it holds in memory: the next daemon
-goes on with what was in force, and says so until a reload succeeds. Where nobody holds it, as at the first start, a
-wrong file ends the start.
+The service manager keeps the text of the configuration that was last in force. If the file has become invalid, or names
+directories that are in use or cannot be created, a restarted service falls back to that text, keeps its loaded models,
+and reports the problem until a reload succeeds. Without a kept text, as at the first start, an invalid file ends the
+start.
 
-The parser takes seconds or more for some files, a file system that does not answer takes for ever, and the daemon's
-loop must go on meanwhile. So a helper process reads the file for a reload, checks it, and looks at the files that it
-names; the daemon ends a helper that takes too long. Arguments of the helper: PARENT PATH LISTENING, the last as a list
-in JSON. It answers on stdout with a pickled `ReadConfig`.
+Parsing takes seconds for some files, and reading from a file system that does not answer may never end, but the event
+loop must not stop. So for a reload, a helper process reads and validates the file and checks the files that it names.
+The daemon kills a helper that takes too long. Arguments of the helper: PARENT PATH LISTENING, where LISTENING is a list
+in JSON. The helper writes a pickled `ReadConfig` to stdout.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ _PROGRAM = (
 
 _PROCESS_NAME = "configuration"
 
-# More problems of one file nobody reads, and the loop has to pass them on.
+# Limits the size of a helper's result, which the event loop reads and forwards.
 _MAX_PROBLEMS = 100
 
 
 class ReadConfig(NamedTuple):
-    """A configuration file, and what is wrong with it.
+    """Result of reading and checking a configuration file.
 
     Attributes:
-        text: of the file.
-        config: what it says; None if something is wrong with it.
-        problems: what is wrong with it, by itself.
-        model_problems: by model, what is wrong with the files that it names.
+        text: the text of the file.
+        config: the configuration; None if the file is invalid.
+        problems: errors in the file itself.
+        model_problems: by model, errors in the files that the model names.
     """
 
     text: str = ""
@@ -69,7 +69,7 @@ class ReadConfig(NamedTuple):
 
 
 def read_file(path: Path, listen_addresses: Sequence[str] = ()) -> ReadConfig:
-    """Read and check a configuration file, and what it names."""
+    """Read and validate a configuration file, and check the files that it names."""
     try:
         text = read_text(path)
         config = load_text(text, path, listen_addresses)
@@ -85,7 +85,7 @@ def read_file(path: Path, listen_addresses: Sequence[str] = ()) -> ReadConfig:
 
 
 class ConfigReader:
-    """Reads one configuration file at a time.
+    """Reads a configuration file in a helper process, one file at a time.
 
     Args:
         process_table: watches the helper.
@@ -96,15 +96,15 @@ class ConfigReader:
         self._has_timed_out = False
 
     def start(self, path: Path, listen_addresses: Sequence[str], on_result: Callable[[ReadConfig], object]) -> None:
-        """Begin to read; `on_result` is called with the result.
+        """Start the helper; `on_result` is called with its result.
 
         Raises:
-            OSError: no process can be started.
+            OSError: the process cannot be started.
         """
         self._has_timed_out = False
         python = [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path)]
         argv = [*python, str(os.getpid()), str(path), json.dumps(list(listen_addresses))]
-        # In memory: the directories of the daemon may be what is missing.
+        # In memory, because the daemon's directories may be missing or full.
         result_fd = os.memfd_create("weightd-read", os.MFD_CLOEXEC)
         log_fd = os.memfd_create("weightd-read-log", os.MFD_CLOEXEC)
         try:
@@ -118,7 +118,7 @@ class ConfigReader:
         )
 
     def abort(self) -> None:
-        """End a helper that takes too long; the result says so."""
+        """Kill a helper that takes too long; its result reports the timeout."""
         self._has_timed_out = True
         self._process_table.kill(_PROCESS_NAME)
 
@@ -128,7 +128,7 @@ class ConfigReader:
         os.close(result_fd)
         os.close(log_fd)
         if exit_cause.status == 0:
-            # Written by this program, for this process.
+            # This program has written the data for this process, so unpickling is safe.
             result: ReadConfig = pickle.loads(content)  # noqa: S301
         else:
             why = "reading and checking it took too long" if self._has_timed_out else f"cannot be read: {exit_cause}"
@@ -137,7 +137,7 @@ class ConfigReader:
 
 
 def main() -> None:
-    """Be the process."""
+    """Run the helper process."""
     process_start.reset_signals(signal.SIGINT)
     die_with_parent(int(sys.argv[1]))
     raise_score("worker")
@@ -147,16 +147,16 @@ def main() -> None:
 
 
 class ConfigFile:
-    """Reads the file at `path`.
+    """The configuration file of a daemon.
 
     Args:
-        path: of the file, absolute.
-        manager: holds what is in force; its sockets are where clients connect.
+        path: the absolute path of the file.
+        manager: keeps the configuration in force for the next daemon, and passes listening sockets.
 
     Attributes:
-        path: as given.
-        listen_addresses: addresses where the service manager listens for clients.
-        note: why what is in force is not what the file says; "" if it is.
+        path: the absolute path of the file.
+        listen_addresses: addresses of the listening sockets that the service manager has passed.
+        note: why the configuration in force differs from the file; "" if it does not.
     """
 
     def __init__(self, path: Path, manager: ServiceManager) -> None:
@@ -168,11 +168,11 @@ class ConfigFile:
         self._text = ""
 
     def load_initial(self) -> Config:
-        """Return the configuration to start with: the file's, or what was in force before if that cannot be.
+        """Return the configuration to start with: the file's, or else the one that was last in force.
 
         Raises:
-            ConfigError: the file is wrong, and nothing was in force before that still can be.
-            PathInUse: the same of its directories.
+            ConfigError: the file is invalid, and no usable earlier configuration is kept.
+            PathInUse: a directory is in use or cannot be created, and no usable earlier configuration is kept.
         """
         try:
             config = self.read()
@@ -190,10 +190,10 @@ class ConfigFile:
             return before
 
     def read(self) -> Config:
-        """Return what the file says now.
+        """Read the file in this process.
 
         Raises:
-            ConfigError: it is wrong.
+            ConfigError: the file is invalid.
         """
         text = read_text(self.path)
         config = load_text(text, self.path, self.listen_addresses)
@@ -201,10 +201,10 @@ class ConfigFile:
         return config
 
     def accept(self, result: ReadConfig) -> Config:
-        """Return what was read of the file.
+        """Return the configuration from a helper's result, and remember its text for `mark_in_force`.
 
         Raises:
-            ConfigError: it is wrong.
+            ConfigError: the file is invalid.
         """
         if result.config is None:
             raise ConfigError(*result.problems)
@@ -212,7 +212,7 @@ class ConfigFile:
         return result.config
 
     def mark_in_force(self) -> None:
-        """What was read last is what is served: the next daemon may fall back on it."""
+        """Keep the text that was read last with the service manager, as the fallback for the next daemon."""
         content = self._text.encode()
         try:
             if not self._descriptors:
@@ -228,7 +228,7 @@ class ConfigFile:
             text = os.pread(descriptor, os.fstat(descriptor).st_size, 0).decode("utf-8", "replace")
             try:
                 config = load_text(text, self.path, self.listen_addresses)
-            except ConfigError:  # of a version of weightd that knew other keys
+            except ConfigError:  # the text may be from a version of weightd with other keys
                 return None
             self._text = text
             return config

@@ -1,6 +1,6 @@
 """Counters and histograms of each model and of the daemon, which survive restarts of the daemon.
 
-Each record class is what the counter store writes to its file.
+The counter store writes the record classes to its file.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from weightd_protocol import limits
 from weightd_protocol.messages.metrics import Histogram
 from weightd_protocol.schema import integer, list_of, number, record, text
 
-# Of each counter in the file: whatever comes to it after that, it is a number of the wire.
+# Limit of each counter in the file. A counter that starts from this value still fits an integer of the protocol.
 MAX_COUNT = 2**55
 
 _MAX_SUM = 1e18
 
 _COUNT = integer(0, MAX_COUNT)
 
-# From what a small model takes to what a patient client waits, two to two and a half times as much each.
+# From the compute time of a small model to the wait of a patient client; each bound is 2 to 3 times the one before.
 SECONDS_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 ROWS_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -28,21 +28,21 @@ ROWS_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 
 @dataclass(frozen=True)
 class HistogramRecord:
-    """What has been counted, as it is written down."""
+    """A histogram in the counter store's file."""
 
     counts: tuple[int, ...] = field(metadata=list_of(integer(0, MAX_COUNT), limits.MAX_BUCKETS + 1))
     sum: float = field(metadata=number(_MAX_SUM))
 
 
 class HistogramCounter:
-    """How many values there were up to each bound and beyond the one before, and beyond the last.
+    """A histogram: counts of values by interval, and their sum.
 
     Args:
-        bounds: ascending.
+        bounds: the upper, inclusive bounds of the intervals, ascending.
 
     Attributes:
-        counts: as above.
-        sum: of all values.
+        counts: the number of values in each interval; the last one counts values above all bounds.
+        sum: the sum of all values.
     """
 
     __slots__ = ("_bounds", "counts", "sum")
@@ -59,36 +59,36 @@ class HistogramCounter:
 
     @property
     def count(self) -> int:
-        """How many values there were."""
+        """The number of values."""
         return sum(self.counts)
 
     def to_record(self) -> HistogramRecord:
-        """Return what is to be written down."""
+        """Return the record for the counter store, with its values limited to the bounds of the file format."""
         return HistogramRecord(tuple(min(each, MAX_COUNT) for each in self.counts), min(self.sum, _MAX_SUM))
 
     def to_histogram(self) -> Histogram:
-        """Return what has been counted."""
+        """Return the histogram as a message of the protocol."""
         return Histogram(tuple(self.counts), self.sum)
 
     def restore(self, record: HistogramRecord) -> None:
-        """Count what was written down, too; of other bounds it is of no use."""
+        """Add the values of a record, unless it was written with another number of bounds."""
         if len(record.counts) == len(self.counts):
             self.counts = [now + before for now, before in zip(self.counts, record.counts, strict=True)]
             self.sum += record.sum
 
 
 class ModelCounters:
-    """Counts what becomes of the requests for one model, and of its processes.
+    """Counters of the requests for one model and of its processes.
 
     Attributes:
-        requests: seconds from the arrival of each to its answer, of those that were answered.
-        queue: likewise to when a slot was given it, or the first of it; counted once it has ended.
-        compute: seconds for which batches ran.
-        rows: of batches, as far as those of the model are known.
-        unexpected_exits: processes that ended without being asked to.
-        restarts: processes that were started in the place of lost ones.
-        selftest_failures: workers that did not reproduce the known answer.
-        batch_mismatches: generations of which rows together were found not to be what each is alone.
+        requests: seconds from arrival to response, for each request that was answered.
+        queue: seconds from arrival to the first slot, for each request that got a slot, counted when the request ends.
+        compute: seconds that each batch ran.
+        rows: rows of each batch, if the model's rows are known.
+        unexpected_exits: processes that exited, or had to be killed, without having been asked to stop.
+        restarts: processes started to replace lost ones.
+        selftest_failures: workers that did not reproduce the known answers of the self-test.
+        batch_mismatches: generations whose results for batched rows differed from the results for single rows.
     """
 
     __slots__ = (
@@ -112,25 +112,25 @@ class ModelCounters:
         self.restarts = 0
         self.selftest_failures = 0
         self.batch_mismatches = 0
-        # Processes that were lost, in whose place none has been started yet.
+        # Lost processes that have not been replaced yet.
         self._unreplaced = 0
 
     def on_lost(self, count: int) -> None:
-        """So many are of no use any more, without having been asked to leave for another model."""
+        """Count processes that became unusable without having been asked to stop."""
         self._unreplaced += count
 
     def on_started(self) -> None:
-        """One is started."""
+        """Count a started process: as a restart if a lost process has not been replaced yet."""
         if self._unreplaced:
             self._unreplaced -= 1
             self.restarts += 1
 
 
 class ProcessCounters:
-    """Counts what befalls processes, of each model that these serve.
+    """Counts events of processes for every model that the processes serve.
 
     Args:
-        counters: of the models.
+        counters: the counters of these models.
     """
 
     __slots__ = ("_counters",)
@@ -139,34 +139,34 @@ class ProcessCounters:
         self._counters = counters
 
     def on_death(self) -> None:
-        """One has ended, or had to be ended, without being asked to."""
+        """Count a process that exited, or had to be killed, without having been asked to stop."""
         for each in self._counters:
             each.unexpected_exits += 1
 
     def on_lost(self, count: int = 1) -> None:
-        """So many are of no use any more, be it that they said so: others may be started in their place."""
+        """Count processes that became unusable, even if they reported it themselves: others may replace them."""
         for each in self._counters:
             each.on_lost(count)
 
     def on_started(self) -> None:
-        """One is started."""
+        """Count a started process."""
         for each in self._counters:
             each.on_started()
 
     def on_selftest_failed(self) -> None:
-        """A worker's answer to the self-test is not the holder's."""
+        """Count a worker whose answers to the self-test differ from the holder's."""
         for each in self._counters:
             each.selftest_failures += 1
 
     def on_batch_mismatch(self) -> None:
-        """Rows together were found not to be what each is alone."""
+        """Count a generation whose results for batched rows differ from the results for single rows."""
         for each in self._counters:
             each.batch_mismatches += 1
 
 
 @dataclass(frozen=True)
 class ModelCounterRecord:
-    """The counters of a model as they are written down; the fields are those of `ModelCounters`."""
+    """The counters of a model in the counter store's file; `ModelCounters` describes the fields."""
 
     model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
     requests: HistogramRecord = field(metadata=record(HistogramRecord))
@@ -180,29 +180,29 @@ class ModelCounterRecord:
 
     @property
     def key(self) -> str:
-        """What tells it from all others."""
+        """The name of the model, which identifies the record."""
         return self.model
 
 
 class CounterRegistry:
-    """There are as many as models are configured; a model that is gone takes its own with it."""
+    """The counters of all configured models."""
 
     def __init__(self) -> None:
         self._by_model: dict[str, ModelCounters] = {}
 
     def counters_of(self, model: str) -> ModelCounters:
-        """Return the meter of a model of the configuration."""
+        """Return the counters of a configured model; create them on the first call."""
         counters = self._by_model.get(model)
         if counters is None:
             counters = self._by_model[model] = ModelCounters()
         return counters
 
     def keep_only(self, models: Collection[str]) -> None:
-        """These are all there are: forget the others."""
+        """Drop the counters of every model that is not among these."""
         self._by_model = {name: counters for name, counters in self._by_model.items() if name in models}
 
     def records(self) -> Iterator[ModelCounterRecord]:
-        """Yield what is to be written down."""
+        """Yield a record of each model for the counter store."""
         for model, counters in list(self._by_model.items()):
             yield ModelCounterRecord(
                 model,
@@ -217,7 +217,7 @@ class CounterRegistry:
             )
 
     def restore(self, records: Iterable[ModelCounterRecord]) -> None:
-        """Go on from what was written down."""
+        """Add the counters from the counter store."""
         for each in records:
             counters = self.counters_of(each.model)
             counters.requests.restore(each.requests)
@@ -232,7 +232,7 @@ class CounterRegistry:
 
 @dataclass(frozen=True)
 class DaemonCounterRecord:
-    """The totals as they are written down; the fields are those of `DaemonCounters`."""
+    """The counters of the daemon in the counter store's file; `DaemonCounters` describes the fields."""
 
     reloads: int = field(metadata=_COUNT)
     refused_reloads: int = field(metadata=_COUNT)
@@ -240,19 +240,19 @@ class DaemonCounterRecord:
 
     @property
     def key(self) -> str:
-        """There is one."""
+        """The empty string: the file has one such record."""
         return ""
 
 
 class DaemonCounters:
-    """Counts what concerns no single model.
+    """Counters that belong to no single model.
 
     Args:
-        count_dropped: returns how many answers could not be sent by this daemon.
+        count_dropped: returns the number of responses that this daemon could not send.
 
     Attributes:
-        reloads: how often another configuration was put in force.
-        refused_reloads: how often that was refused.
+        reloads: reloads that put a configuration in force.
+        refused_reloads: reloads that failed.
     """
 
     def __init__(self, count_dropped: Callable[[], int]) -> None:
@@ -263,21 +263,21 @@ class DaemonCounters:
 
     @property
     def dropped_by_this_daemon(self) -> int:
-        """Answers that could not be sent by this daemon."""
+        """The number of responses that this daemon could not send."""
         return self._count_dropped()
 
     @property
     def dropped_responses(self) -> int:
-        """Answers that could not be sent, by this daemon and those before it."""
+        """The number of responses that this daemon and the daemons before it could not send."""
         return self._restored_dropped + self._count_dropped()
 
     def records(self) -> Iterator[DaemonCounterRecord]:
-        """Yield what is to be written down."""
+        """Yield the record for the counter store."""
         counted = self.reloads, self.refused_reloads, self.dropped_responses
         yield DaemonCounterRecord(*(min(each, MAX_COUNT) for each in counted))
 
     def restore(self, records: Iterable[DaemonCounterRecord]) -> None:
-        """Go on from what was written down."""
+        """Add the counters from the counter store."""
         for each in records:
             self.reloads += each.reloads
             self.refused_reloads += each.refused_reloads

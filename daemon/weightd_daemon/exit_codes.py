@@ -1,4 +1,4 @@
-"""Exit statuses of the daemon, as in sysexits.h: a service manager can tell what is worth another start."""
+"""Exit statuses of the daemon, following sysexits.h, so that a service manager knows which ones justify a restart."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from weightd_common import commandline
 
 OK = 0
-MODEL_FAILED = 1  # it ran, but a model could not be served
-PROCESS_DIED = 2  # it served, and stopped on request; but a process had ended unexpectedly
+MODEL_FAILED = 1  # the daemon ran, but a model could not be served
+PROCESS_DIED = 2  # the daemon served and stopped on request, but a child process had ended unexpectedly
 USAGE = commandline.EXIT_USAGE
-CANNOT_CREATE = 73  # EX_CANTCREAT: a socket, a directory or a thread cannot be had, or another daemon has the socket
-CONFIG = 78  # EX_CONFIG: the configuration is wrong; starting again would end the same
-INTERRUPTED = 130  # Ctrl-C before it served, as a shell reports it
+CANNOT_CREATE = 73  # EX_CANTCREAT: a socket, directory or thread is unavailable, or another daemon has the socket
+CONFIG = 78  # EX_CONFIG: the configuration is invalid; another start would fail in the same way
+INTERRUPTED = 130  # Ctrl-C before the daemon served; the status that a shell reports for SIGINT
 
-# For the manual; the comments above are for who returns them.
+# Texts for the manual page.
 MEANINGS: Mapping[int, str] = {
     OK: "It did what it was asked to, and stopped on request.",
     MODEL_FAILED: (

@@ -1,7 +1,7 @@
-"""The daemon while it runs: start, main loop, reload and stop.
+"""Main loop of the daemon: start, reconciliation, signals and stop.
 
-The loop waits and calls handlers (`platform.event_loop`). Whatever changes more than a request has `Daemon._reconcile`
-called, which compares what is there with what should be there.
+The event loop (`platform.event_loop`) waits and calls handlers. Every change beyond a single request schedules
+`Daemon._reconcile`, which compares the current state with the intended state and acts on the difference.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from weightd_daemon.zmq_proxy.zygote import Zygote
 
 _log = logging.getLogger("weightd")
 
-# What it takes to leave after the last request has ended.
+# Time that the daemon needs to exit after the last request has ended.
 _STOP_MARGIN_S = 10.0
 
 
 class Options(NamedTuple):
-    """What the command line has asked for.
+    """Options of the command line.
 
     Attributes:
-        config: what to serve, and where.
-        file: that it comes from, to be read again on SIGHUP.
-        manager: who is told how it goes, and passes sockets and the shim on from one daemon to the next.
-        one_shot: end when a model fails instead of serving the others (`weightd run`); it is what asks the model, to be
-            told once that serves. "": go on.
-        zygote: makes its proxies; None to start one then.
+        config: the configuration to serve.
+        file: the configuration file, read again on SIGHUP; None without one.
+        manager: the service manager: gets state notifications, and keeps sockets and the shim for the next daemon.
+        one_shot: for `weightd run`: an example command, logged once the model is ready; the daemon stops if the model
+            fails. "" otherwise: if a model fails, the daemon goes on serving the others.
+        zygote: forks the ZeroMQ proxies; None if the daemon has to start one when it needs it.
     """
 
     config: Config
@@ -55,26 +55,26 @@ class Options(NamedTuple):
     zygote: Zygote | None = None
 
     def config_note(self) -> str:
-        """Return why what is in force is not what the configuration file says, or ""."""
+        """Return why the configuration in force differs from the configuration file; "" if it does not."""
         return "" if self.file is None else self.file.note
 
 
 class Parts(NamedTuple):
-    """What a daemon consists of.
+    """Parts of a daemon.
 
     Attributes:
-        loop: waits for everything.
-        shutdown: how far the end is.
-        supervisor: the processes.
-        load_monitor: how far models are that load.
+        loop: the event loop.
+        shutdown: the state machine of the stop.
+        supervisor: starts and watches child processes.
+        load_monitor: the progress of models that are loading.
         registry: the models.
-        router: the clients.
-        proxies: of the ZeroMQ listeners.
+        router: routes requests and responses between clients and models.
+        proxies: the proxies of the ZeroMQ listeners.
         status: answers status, metrics, events and logs requests.
-        config: what is in force.
-        reloader: puts another configuration in force.
-        counter_store: keeps counters for the next daemon.
-        service: what is done for a service manager and the next daemon; None where nobody manages this one.
+        config: the configuration in force.
+        reloader: replaces the configuration in force.
+        counter_store: persists counters across restarts.
+        service: reports to the service manager and hands state over to the next daemon; None without a service manager.
     """
 
     loop: EventLoop
@@ -92,11 +92,11 @@ class Parts(NamedTuple):
 
 
 class Daemon:
-    """Runs the models of a configuration.
+    """A daemon that serves the models of a configuration.
 
     Args:
-        options: what the command line has asked for.
-        parts: do the work.
+        options: options of the command line.
+        parts: the parts that the daemon controls.
     """
 
     def __init__(self, options: Options, parts: Parts) -> None:
@@ -115,10 +115,10 @@ class Daemon:
         self._has_logged_ready = False
 
     def serve(self, shim: ShimLauncher | None = None) -> int:
-        """Serve until told to stop; return the exit status.
+        """Serve until the daemon is stopped; return the exit status.
 
         Args:
-            shim: knows what the daemon before this one has left.
+            shim: has the state that the previous daemon handed over; None without a service manager.
         """
         try:
             self._start(shim)
@@ -131,7 +131,7 @@ class Daemon:
                 self._supervisor.kill_all()
             self._supervisor.messenger.close()
             self._counter_store.close()
-            # Clients go, those of the proxies first: they still have to be passed on what was said to them.
+            # The router closes first: its last messages to ZeroMQ clients still have to pass through the proxies.
             self._router.close()
             self._proxies.close()
         if any(each.is_failing for model in self._registry.models.values() for each in model.deployments):
@@ -154,12 +154,12 @@ class Daemon:
             if file is not None:
                 file.mark_in_force()
         if shim is not None and handover is not None:
-            # Go on with what the daemon before this one has loaded.
+            # Take over the models that the previous daemon has loaded.
             self._config.adopt_devices(handover)
             children = [name for record in handover.models for name in record.children]
             entries = [name for record in handover.models for name in record.directories]
             self._supervisor.remove_leftovers(children, [*entries, *shim.own_entries])
-        # Fork servers load while snapshots are taken.
+        # Start the fork servers first: they import their engines while the models' snapshots are taken.
         self._supervisor.fork_servers.reconcile(config.models.values())
         if handover is not None:
             self._registry.resume(handover.models, config.models, now)
@@ -172,23 +172,26 @@ class Daemon:
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def on_change(self) -> None:
-        """A generation, or a child, is not what it was."""
+        """Schedule a reconciliation after the state of a generation or of a child process has changed."""
         self._load_monitor.on_change()
         self.schedule_reconcile()
 
     def schedule_reconcile(self) -> None:
-        """Something has changed, and that is more than a request."""
+        """Run `_reconcile` at the end of this turn; several calls in one turn run it once."""
         self._loop.call_soon(self._reconcile)
 
     def _reconcile(self) -> None:
-        """What is left to do after that; and after anything at all while a model or the daemon is about to leave."""
+        """Bring models, service manager and pending replies up to date, and finish a stop.
+
+        While a model is changing or the daemon is stopping, this runs at the end of every turn of the loop.
+        """
         now = event_loop.now()
         if self._registry.changing:
             self._registry.reconcile(now)
         self._load_monitor.update_if_changed(self._registry.all_models(), now)
         if self._service is not None:
             self._service.on_change(now)
-        # The next daemon knows of it now, too.
+        # The service has recorded the update for the next daemon by now.
         self._router.admin.send_saved_responses()
         if self._options.one_shot:
             self._reconcile_one_shot(now)
@@ -199,7 +202,7 @@ class Daemon:
         self._loop.on_turn_end(self._reconcile if self._registry.changing or self._shutdown.has_begun else None)
 
     def _reconcile_one_shot(self, now: float) -> None:
-        """There is one model, for a first look at it."""
+        """Stop if the only model of `weightd run` has failed; log the example command once it is ready."""
         models = self._registry.models.values()
         if any(model.readiness.has_failed for model in models):
             self.stop(now)
@@ -219,7 +222,10 @@ class Daemon:
         return self._service is not None or self._supervisor.is_empty
 
     def on_suspended(self, seconds: float) -> None:
-        """The daemon did not run for so long: its processes get that much longer, and others have waited for it."""
+        """Extend the time limits of child processes by the seconds in which the daemon did not run.
+
+        Deadlines of clients and of the service manager go by real time, so they come sooner on the daemon's clock.
+        """
         _log.warning("the daemon did not run for %.1f s; extending the time limits of its processes", seconds)
         now = event_loop.now()
         for model in self._registry.all_models():
@@ -230,28 +236,28 @@ class Daemon:
     # --- the end ------------------------------------------------------------------------------------------------
 
     def on_signals(self, numbers: bytes) -> None:
-        """Do what signals ask for; `numbers` has one in each byte."""
+        """Handle received signals; each byte of `numbers` is the number of one signal."""
         now = event_loop.now()
         for number in numbers:
             if number == INTERRUPT:
-                # It was for a thread, whose system call has ended by now.
+                # This signal interrupts a system call of one thread (`fd_closer.py`); there is nothing left to do.
                 continue
             _log.info("%s", signal.Signals(number).name)
             if number == signal.SIGHUP and self._reloader.is_possible_by_hangup:
                 self._reloader.on_hangup()
             elif number == signal.SIGHUP or not self._shutdown.has_begun:
-                # The kernel and the shell may both send SIGHUP: that is no request to hurry.
+                # When a terminal closes, the kernel and the shell may both send SIGHUP: the second one forces nothing.
                 self.stop(now)
             else:
                 _log.warning("second stop signal: not waiting for requests")
                 self._shutdown.handle(ShutdownEvent.FORCE)
-                # First: a model that does not stop would replace what is killed.
+                # Stop the models first: a running model would replace the killed processes.
                 self._stop_models(now)
                 if self._service is None:
                     self._supervisor.kill_all()
 
     def stop(self, now: float) -> None:
-        """Take nothing new; finish what was accepted."""
+        """Reject new requests, finish the accepted ones within the drain timeout, then stop the models."""
         if not self._shutdown.has_begun:
             drain_timeout_s = self._config.drain_timeout_s
             _log.info("stopping: finishing what was accepted, for at most %g s", drain_timeout_s)
@@ -263,14 +269,14 @@ class Daemon:
             self._options.manager.notify("STOPPING=1", f"EXTEND_TIMEOUT_USEC={timeout_us}")
 
     def finish_drain(self, now: float) -> None:
-        """What was accepted is finished, or the time for that is over."""
+        """End draining: every accepted request is finished, or the drain timeout has passed."""
         if self._shutdown.is_draining:
             self._shutdown.handle(ShutdownEvent.DRAINED)
             self._stop_models(now)
 
     def _stop_models(self, now: float) -> None:
         if self._service is not None:
-            # The shim ends the processes, or the next daemon goes on with them: who knows.
+            # Under a service manager the processes stay: either the next daemon takes them over, or the shim ends them.
             self._registry.hand_over(now)
         else:
             self._registry.drain(now)

@@ -1,8 +1,8 @@
-"""The configuration that is in force, and its change while the daemon runs: SIGHUP, and clients that ask for a reload.
+"""Reload of the configuration, requested by SIGHUP or by a client.
 
-A reload passes three stations: `Reloader.request` (or `on_hangup`) queues it, a helper process reads and checks the
-file (`config_file.py`), and `ConfigInForce.apply` compares the result with what serves and changes that. A file that is
-wrong changes nothing.
+A reload has three steps: `Reloader.request` (or `on_hangup`) queues it, a helper process reads and validates the file
+(`config_file.py`), and `ConfigInForce.apply` compares the result with the configuration in force and applies the
+difference. An invalid file changes nothing.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from weightd_protocol.schema import label
 
 _log = logging.getLogger("weightd")
 
-# A reload reads the file once for all that wait for it.
+# Limit of queued reloads. One read of the file serves all of them.
 _MAX_RELOADS = 16
 
-# For a file, and for those that it names: a file system may not answer.
+# Time for reading the file and checking the files that it names; a file system may not answer.
 _READ_TIMEOUT_S = 60.0
 _NEVER = float("inf")
 
@@ -49,20 +49,20 @@ OnReloaded = Callable[[ConfigDiff | RequestError], object]
 
 
 class Reloader:
-    """Has the configuration file read again for those who ask, once for all who wait, and tells each how it ended.
+    """Queue of reloads: reads the configuration file once for all queued reloads, and reports the outcome to each.
 
     Args:
-        file: to be read again; None where weightd was started without one.
-        reader: reads it in a process of its own.
-        in_force: is given what was read.
-        loop: calls when it is time to read.
-        counters: count reloads by how they end.
-        shutdown: no reload begins after the daemon has begun to stop.
-        service: tells the service manager of a reload by SIGHUP; None where there is none.
-        terminal: of this process, as it was before the handler of SIGHUP was installed.
+        file: the file to read; None if weightd was started without one.
+        reader: reads the file in a helper process.
+        in_force: applies the result.
+        loop: starts the read at the end of the current turn.
+        counters: count successful and failed reloads.
+        shutdown: no reload starts after the daemon has begun to stop.
+        service: reports reloads by SIGHUP to the service manager; None without one.
+        terminal: the terminal of this process, as it was before the handler of SIGHUP was installed.
 
     Attributes:
-        timer: call it when it is due: the helper process takes too long.
+        timer: kills a helper process that takes too long.
     """
 
     def __init__(  # noqa: PLR0913
@@ -86,17 +86,17 @@ class Reloader:
         self._service = service
         self._terminal = terminal
         self.timer = Timer(lambda _: reader.abort())
-        # Whom to tell of the reload under way, and of the next one.
+        # Callbacks of the reloads that the current read serves, and of the reloads that wait for the next read.
         self._active: list[OnReloaded] = []
         self._pending: list[OnReloaded] = []
 
     @property
     def is_possible_by_hangup(self) -> bool:
-        """Whether SIGHUP asks for a reload; without a file, or after the terminal has closed, it ends the daemon."""
+        """Whether SIGHUP requests a reload. Without a file, or after the terminal has closed, it stops the daemon."""
         return self._file is not None and not self._terminal.has_closed()
 
     def on_hangup(self) -> None:
-        """An operator asks for a reload by SIGHUP: the service manager, the audit log and the log tell how it ends."""
+        """Reload after a SIGHUP; report the outcome in the log, in the audit log and to the service manager."""
         service = self._service if self._service is not None and self._service.begin_reload() else None
 
         def on_done(outcome: ConfigDiff | RequestError) -> None:
@@ -115,10 +115,12 @@ class Reloader:
             on_done(error)
 
     def request(self, on_done: OnReloaded) -> None:
-        """Have the file read again; call `on_done` once it is in force, or refused.
+        """Queue a reload; call `on_done` once the file is in force or has been rejected.
 
         Raises:
-            RequestError: nothing has changed, and `on_done` is not called.
+            InvalidArgument: weightd was started without a file. `on_done` is not called.
+            Unavailable: weightd is stopping. `on_done` is not called.
+            ResourceExhausted: too many reloads are queued. `on_done` is not called.
         """
         if self._file is None:
             raise InvalidArgument("weightd was started without a configuration file: there is nothing to reload")
@@ -131,11 +133,11 @@ class Reloader:
             self._loop.call_soon(self._start_read)
 
     def abort(self) -> None:
-        """End the helper process, if there is one."""
+        """Kill the helper process, if one runs."""
         self._reader.abort()
 
     def _start_read(self) -> None:
-        """Have the file read for all that wait; a reload that comes later reads it once more."""
+        """Read the file for all queued reloads; a reload that is requested later starts another read."""
         if self._file is None or self._active or not self._pending:
             return
         self._active, self._pending = self._pending, []
@@ -162,11 +164,11 @@ class Reloader:
         self._start_read()
 
     def _apply(self, result: ReadConfig) -> ConfigDiff:
-        """Put in force what was read.
+        """Put the result of a read in force.
 
         Raises:
-            InvalidArgument: the file is wrong; nothing has changed.
-            Unavailable: not now; nothing has changed.
+            InvalidArgument: the file is invalid; nothing has changed.
+            Unavailable: weightd is stopping, or a model is being updated; nothing has changed.
         """
         file = self._file
         if file is None or self._shutdown.has_begun:
@@ -184,14 +186,14 @@ class Reloader:
 
 
 class TenantServices(NamedTuple):
-    """What depends on the tables of tenants, and on what is accounted for them.
+    """The parts that depend on the tenants of the configuration and on usage accounting.
 
     Attributes:
         resolver: finds the tenant of a peer.
-        authorizer: is told the tenants that each listener is for.
-        usage_reporter: keeps accounts for those that exist, and logs them.
-        fair_clocks: divide slots among tenants.
-        on_changed: called when the tables, or the listeners that admit a tenant, have changed.
+        authorizer: keeps the tenants that each listener admits.
+        usage_reporter: keeps and logs the usage of the configured tenants.
+        fair_clocks: divide execution slots among tenants.
+        on_changed: called with the authentication of each listener after tenants or their listeners have changed.
     """
 
     resolver: TenantResolver
@@ -202,19 +204,19 @@ class TenantServices(NamedTuple):
 
 
 class ConfigInForce:
-    """The configuration that is in force, and everything that follows it.
+    """The configuration in force; applies another one to the running parts of the daemon.
 
     Args:
-        config: what the daemon has started with.
+        config: the configuration at the start.
         devices: the devices that models use, by name.
         registry: the models.
         supervisor: keeps fork servers for the engines that models need.
-        tenants: what follows the tables of tenants.
-        counters: are kept for the models that exist.
-        on_applied: called when another configuration is in force.
+        tenants: the parts that depend on the tenants.
+        counters: keeps counters for the configured models.
+        on_applied: called after another configuration was applied.
 
     Attributes:
-        config: what is in force.
+        config: the configuration in force.
     """
 
     def __init__(  # noqa: PLR0913
@@ -237,21 +239,21 @@ class ConfigInForce:
         self._on_applied = on_applied
 
     def apply(self, path: Path, config: Config, model_problems: Mapping[str, Sequence[str]], now: float) -> ConfigDiff:
-        """Make the running daemon follow another configuration; return what has changed of the models.
+        """Apply another configuration; return how the set of models has changed.
 
         Args:
-            path: of the file, for errors.
-            config: what it says.
-            model_problems: by model, what is wrong with the files that it names.
+            path: the path of the file, for errors.
+            config: the configuration to apply.
+            model_problems: by model, errors in the files that the model names.
             now: monotonic seconds.
 
         Raises:
-            ConfigError: the configuration cannot be put in force without a restart, or files are missing.
+            ConfigError: a key has changed that needs a restart, or a file of an added or changed model has an error.
             Unavailable: a model that would change is being updated.
         """
         self._check_fixed_keys(path, config)
         diff = self._registry.compare(config.models)
-        # What serves as before needs its files no more.
+        # Unchanged models serve from their snapshots, so only added and changed models need the files.
         problems = [each for name in (*diff.added, *diff.changed) for each in model_problems.get(name, ())]
         if problems:
             raise ConfigError(*problems)
@@ -269,11 +271,11 @@ class ConfigInForce:
 
     @property
     def drain_timeout_s(self) -> float:
-        """For how many seconds a daemon that stops waits for what it has accepted."""
+        """How many seconds a stopping daemon waits for accepted requests to finish."""
         return self.config.daemon.drain_timeout
 
     def adopt_devices(self, handover: Handover) -> None:
-        """Go on with the devices of the daemon before this one, and with what their drivers have told it."""
+        """Take over the devices of the previous daemon, with the memory figures that their drivers have reported."""
         for record in handover.models:
             for name in record.config.devices_by_weight_copy:
                 self._devices.setdefault(name, DeviceBudget(name))
@@ -283,7 +285,7 @@ class ConfigInForce:
             device.capacity_bytes = device.capacity_bytes or device.reported_bytes
 
     def apply_accounting(self, now: float) -> None:
-        """Keep counters and accounts for the models and tenants of the configuration, and for no others."""
+        """Drop the counters of removed models and tenants; apply the settings of usage accounting and fair sharing."""
         self._counters.keep_only(self._registry.models)
         self._tenants.fair_clocks.max_batch_s = self.config.daemon.max_batch_seconds
         self._tenants.usage_reporter.configure(self.config.daemon.accounting_interval, now)
@@ -300,7 +302,7 @@ class ConfigInForce:
 
 
 def listener_auth(config: Config, name: str) -> ListenerAuth:
-    """Return who may connect to a listener of the configuration."""
+    """Return which clients may connect to a listener of the configuration, and how they authenticate."""
     listener = config.listeners[name]
     return ListenerAuth(
         listener.secret,
@@ -311,23 +313,23 @@ def listener_auth(config: Config, name: str) -> ListenerAuth:
 
 
 def admitted_tenants(config: Config) -> dict[str, Sequence[str]]:
-    """Return the tenants that each listener is for; none: all."""
+    """Return the tenants that each listener admits; an empty sequence admits all."""
     return {name: each.tenants for name, each in config.listeners.items()}
 
 
 def update_devices(devices: MutableMapping[str, DeviceBudget], config: Config) -> None:
-    """Add every device that a model of the configuration uses, and set what it has as far as that is given."""
+    """Add every device that a model of the configuration uses, and set its limits from the configuration."""
     for name in dict.fromkeys(device for model in config.models.values() for device in model.devices_by_weight_copy):
         device = devices.setdefault(name, DeviceBudget(name))
         if not is_cpu(name):
             given = config.devices.get(name, DeviceConfig())
-            # Where nothing is given, what the card has said before stays true.
+            # Without a configured size, the size that the card's driver has reported stays in force.
             device.capacity_bytes = given.memory_mib * MIB or device.reported_bytes
             device.max_processes = given.processes
 
 
 def _fixed_values(config: Config) -> dict[str, object]:
-    """Return what only a start puts in force, by key."""
+    """Return the values, by key, of the settings that only a restart can change."""
     fixed: dict[str, object] = {f"daemon.{key}": value for key, value in vars(config.daemon).items()}
     for key in ("drain_timeout", "accounting_interval", "max_batch_seconds"):
         del fixed[f"daemon.{key}"]

@@ -1,6 +1,6 @@
-"""How the daemon ends: what it still takes, and what it still waits for.
+"""State machine of the daemon's stop: serving, draining, stopping.
 
-All legality is in the table of this file, and an unlisted pair of state and event raises.
+`SHUTDOWN` lists every legal transition; any other pair of state and event raises.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from weightd_daemon.platform.event_loop import Timer
 
 
 class ShutdownState(enum.Enum):
-    """How far the end is."""
+    """Phase of the stop."""
 
-    SERVING = "serving"  # nobody wants it
-    DRAINING = "draining"  # no new request is taken; what was accepted is finished
-    STOPPING = "stopping"  # no request is waited for; the models wind down, or are left to the next daemon
+    SERVING = "serving"  # no stop was requested
+    DRAINING = "draining"  # new requests are rejected; accepted requests are finished
+    STOPPING = "stopping"  # requests are not waited for; models are stopped, or left to the next daemon
 
 
 class ShutdownEvent(enum.Enum):
-    """What happens to a daemon that is to end."""
+    """Event that moves the stop to another phase."""
 
-    STOP = "stop"  # it is told to
-    DRAINED = "drained"  # what was accepted is finished, or the time for that is over
-    FORCE = "force"  # it is told again
+    STOP = "stop"  # a stop was requested
+    DRAINED = "drained"  # every accepted request is finished, or the drain timeout has passed
+    FORCE = "force"  # a stop was requested again
 
 
 SHUTDOWN: Mapping[tuple[ShutdownState, ShutdownEvent], ShutdownState] = {
@@ -37,14 +37,14 @@ SHUTDOWN: Mapping[tuple[ShutdownState, ShutdownEvent], ShutdownState] = {
 
 
 class Shutdown:
-    """Where one daemon is in `SHUTDOWN`.
+    """Progress of one daemon through `SHUTDOWN`.
 
     Args:
-        on_timeout: called with the time when what was accepted has taken too long.
+        on_timeout: called with the time when the drain timeout has passed.
 
     Attributes:
-        has_begun: whether no new request is taken.
-        timer: call it when it is due.
+        has_begun: whether new requests are rejected.
+        timer: calls `on_timeout` when it is due; `Daemon.stop` sets it.
     """
 
     def __init__(self, on_timeout: Callable[[float], object] = lambda _: None) -> None:
@@ -53,21 +53,21 @@ class Shutdown:
         self.timer = Timer(on_timeout)
 
     def handle(self, event: ShutdownEvent) -> None:
-        """Go on to the next state.
+        """Move to the next phase.
 
         Raises:
-            IllegalTransition: the table does not list the event in this state.
+            IllegalTransition: `SHUTDOWN` does not list the event in this phase.
         """
         self._state = advance(SHUTDOWN, self._state, event)
-        # For this every request asks.
+        # Every request reads this attribute, so it is not a property.
         self.has_begun = self._state is not ShutdownState.SERVING
 
     @property
     def is_draining(self) -> bool:
-        """Whether what was accepted is waited for."""
+        """Whether the daemon is waiting for accepted requests to finish."""
         return self._state is ShutdownState.DRAINING
 
     @property
     def is_stopping(self) -> bool:
-        """Whether no request is waited for any more."""
+        """Whether the daemon no longer waits for requests."""
         return self._state is ShutdownState.STOPPING
