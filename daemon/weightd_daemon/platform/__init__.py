@@ -1,4 +1,4 @@
-"""What the operating system gives: processes, descriptors, sockets, times, directories, memory, the log.
+"""Access to the operating system: processes, descriptors, sockets, timers, directories, memory and the log.
 
-Knows nothing of models, requests, clients or children, and imports nothing of the daemon.
+These modules know no models, requests, clients or children, and import nothing else of the daemon.
 """

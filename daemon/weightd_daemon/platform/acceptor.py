@@ -1,4 +1,4 @@
-"""Whoever connects to a socket that listens is let in; where nothing is left to have it with, it waits, and only it."""
+"""Accepts connections on listening sockets. When a resource such as descriptors runs out, only that listener pauses."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from weightd_common.rate_limits import RateLimitedLog
 from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop, Timer
 
-# With one wake-up, by default: more wait for the next one.
+# Default number of connections that one wake-up accepts; the others wait for the next one.
 _MAX_ACCEPTED = 64
 
-# A wake-up accepts no further connection after this time, so that a flood of connections does not hold up the loop.
+# A wake-up accepts no further connection after this time, so that a flood of connections does not block the loop.
 _SLICE_S = 2e-4
 
-# After it has refused some, so that a flood of connections that are all refused takes a small part of the loop's time.
+# Pause after a wake-up that refused a connection, so that a flood of refused connections takes little of the loop's
+# time.
 _REFUSAL_BACKOFF_S = 1e-3
 
-# Where there is no descriptor for the next one, until some have gone.
+# Pause after the process has run out of descriptors or memory, until some are free again.
 _EXHAUSTED_BACKOFF_S = 0.1
 
-# Between two lines of the log about that.
+# Interval of the log line about such a pause.
 _LOG_INTERVAL_S = 10.0
 
-# Of <asm-generic/socket.h>; in no module of Python's.
+# From <asm-generic/socket.h>; Python's socket module does not have this constant.
 _SO_PASSRIGHTS = 83
 
 _NEVER = float("inf")
 
 
 class Acceptor:
-    """Accepts connections.
+    """Accepts the connections of one listening socket.
 
     Args:
-        listener: listens, and does not block.
-        loop: calls when somebody has connected.
-        on_connection: is given each connection, and owns it; returns False where it has refused the connection.
-        report: is given the line for the log where no connection can be accepted.
-        max_accepted: that are accepted at once.
+        listener: a listening, non-blocking socket.
+        loop: watches the listener.
+        on_connection: called with each connection, which it then owns; returns False if it has refused the connection.
+        report: called with a text for the log when no connection can be accepted.
+        max_accepted: how many connections one wake-up accepts.
     """
 
     def __init__(
@@ -61,18 +62,18 @@ class Acceptor:
         loop.add_timer(self._resume_timer)
 
     def accept(self) -> None:
-        """Let in who has connected until now."""
+        """Accept the connections that are waiting, up to the limits of one wake-up."""
         if self._accept_batch():
             self._loop.pause_reading(self._listener.fileno())
             self._resume_timer.set(event_loop.now() + _REFUSAL_BACKOFF_S)
 
     def stop(self) -> None:
-        """Accept nothing more."""
+        """Stop accepting connections."""
         self._resume_timer.set(_NEVER)
         self._loop.remove(self._listener.fileno())
 
     def _accept_batch(self) -> bool:
-        """Accept connections for a moment; return whether any was refused."""
+        """Accept connections until a limit of one wake-up is reached; return whether any was refused."""
         deadline = event_loop.now() + _SLICE_S
         has_refused = False
         for _ in range(self._max_accepted):
@@ -81,7 +82,8 @@ class Acceptor:
             except BlockingIOError:
                 break
             except OSError as error:
-                # It has gone again, or nothing is left to have it with: then others have to go first.
+                # Other errors mean that this connection has already ended. Out of resources: pause until some are free
+                # again.
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     self._back_off(error)
                     return False
@@ -92,7 +94,7 @@ class Acceptor:
         return has_refused
 
     def _back_off(self, error: OSError) -> None:
-        """Else the loop would be told at once, and again and again, that somebody waits there."""
+        """Pause the listener: the waiting connection would otherwise wake the loop again and again."""
         now = event_loop.now()
         if self._resume_timer.due_at == _NEVER:
             if self._rate_limited_log.record("", now) is not None:
@@ -105,9 +107,10 @@ class Acceptor:
 
 
 def refuse_descriptors(listener: socket.socket) -> bool:
-    """Have the kernel refuse descriptors that clients send; return whether none can come.
+    """Have the kernel drop descriptors that clients send; return whether none can arrive.
 
-    Over Unix sockets this needs Linux 6.16. The flag of a connection is that which the listener had when it was made.
+    For Unix sockets this needs Linux 6.16. A connection inherits the flag that the listener had when the connection was
+    made.
     """
     if listener.family != socket.AF_UNIX:
         return True

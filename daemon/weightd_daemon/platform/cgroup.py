@@ -1,7 +1,8 @@
-"""What the kernel lets the service take of memory, time and processes: the limits of the daemon's control group.
+"""Limits and usage of the daemon's control group: memory, CPU time and tasks.
 
-In version 2 of control groups, in version 1, and where both are in use (hybrid), one of which has either. All of it
-is text in files, which may be missing or be something else than this knows: then what they would say is unknown.
+Supports version 1 and version 2 of control groups, and hosts that use both (hybrid), where either version may have a
+controller. The kernel reports the values as text in files. If a file is missing or has an unknown format, its value is
+treated as unknown.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from weightd_protocol.messages.status import MemoryLimit
 
 T = TypeVar("T")
 
-# Version 1 writes "none" as the largest number of whole pages, which depends on their size; no host has an exbibyte.
+# Version 1 writes "no limit" as the largest number of whole pages, which depends on the page size; no host has an
+# exbibyte of memory.
 _NO_LIMIT = 2**60
 
 _NUMBER = re.compile(r"[0-9]{1,19}")
@@ -35,7 +37,7 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 class _Names(NamedTuple):
-    """Where it says what is taken, what may be, and in memory.stat what of it the kernel gives back first."""
+    """File names of memory usage and limits, and the key in memory.stat for memory that the kernel reclaims first."""
 
     usage: str
     limits: tuple[str, ...]
@@ -47,7 +49,7 @@ _V1_FILES = _Names("memory.usage_in_bytes", ("memory.limit_in_bytes",), "total_i
 
 
 class ControlGroup(NamedTuple):
-    """A control group: where its hierarchy is mounted, which it is below there, and whether it is of version 2."""
+    """A control group: the mount point of its hierarchy, its path below the mount point, and its version."""
 
     mount: Path
     relative_path: PurePosixPath
@@ -55,12 +57,12 @@ class ControlGroup(NamedTuple):
 
     @property
     def self_and_ancestors(self) -> list[Path]:
-        """Its directory, and those above it as far as they can be seen: what is limited there is limited here."""
+        """The directories of the group and of its visible ancestors, whose limits apply to the group, too."""
         return [self.mount / each for each in (self.relative_path, *self.relative_path.parents)]
 
 
 def memory(proc: Path = Path("/proc/self")) -> MemoryLimit | None:
-    """Return what the process's control group takes and may take; None where it is not known.
+    """Return memory usage and limits of the process's control group; None if they are unknown.
 
     Args:
         proc: the directory of the process in /proc.
@@ -76,9 +78,9 @@ def memory(proc: Path = Path("/proc/self")) -> MemoryLimit | None:
 
 
 def free_bytes(proc: Path = Path("/proc/self")) -> int | None:
-    """Return how much memory the process's control group may still take; None where no limit is known.
+    """Return how many more bytes the process's control group may use; None if no limit is known.
 
-    Files that were read or written once count as free: before anything fails the kernel gives that memory back.
+    The page cache of inactive files counts as free: the kernel reclaims it before an allocation fails.
 
     Args:
         proc: the directory of the process in /proc.
@@ -93,12 +95,12 @@ def free_bytes(proc: Path = Path("/proc/self")) -> int | None:
 
 
 class TaskLimit(NamedTuple):
-    """How many processes and threads a control group may have, all together.
+    """Limit of processes and threads in a control group, and their number.
 
     Attributes:
-        directory: of the group.
-        limit: the most of them.
-        used: how many there are; None where that is not known.
+        directory: the directory of the group.
+        limit: the maximum number.
+        used: the current number; None if it is unknown.
     """
 
     directory: Path
@@ -107,7 +109,7 @@ class TaskLimit(NamedTuple):
 
 
 def tasks(proc: Path = Path("/proc/self")) -> TaskLimit | None:
-    """Return the smallest limit of processes and threads that holds for the process; None where none is known.
+    """Return the smallest limit of processes and threads that applies to the process; None if none is known.
 
     Args:
         proc: the directory of the process in /proc.
@@ -122,7 +124,7 @@ def tasks(proc: Path = Path("/proc/self")) -> TaskLimit | None:
 
 
 def cores(proc: Path = Path("/proc/self")) -> float | None:
-    """Return how many cores' time the process's control group has; None where no limit is known.
+    """Return the CPU quota of the process's control group in cores; None if no limit is known.
 
     Args:
         proc: the directory of the process in /proc.
@@ -140,15 +142,15 @@ def _find_group(proc: Path, controller: str) -> ControlGroup | None:
 
 
 def locate(membership: str, mountinfo: str, controller: str = "memory") -> ControlGroup | None:
-    """Return the control group that has the memory, or what another controller limits; None if it is not seen.
+    """Return the control group by which a controller limits the process; None if it is not visible.
 
-    The path in the first is seen from the root of the namespace, and so is the root of a mount in the second: what is
-    mounted may begin further down (a container without a namespace of its own), or outside ("/..").
+    The paths in both files are relative to the root of the control group namespace. A mount may begin further down (a
+    container without a namespace) or outside of the namespace ("/..").
 
     Args:
-        membership: /proc/PID/cgroup.
-        mountinfo: /proc/PID/mountinfo.
-        controller: its name.
+        membership: the content of /proc/PID/cgroup.
+        mountinfo: the content of /proc/PID/mountinfo.
+        controller: the name of the controller.
     """
     found = _parse_membership(membership, controller)
     if found is None:
@@ -158,12 +160,12 @@ def locate(membership: str, mountinfo: str, controller: str = "memory") -> Contr
         ControlGroup(Path(point), below, unified)
         for point, below in _find_mounts(mountinfo, path, "" if unified else controller)
     ]
-    # Of several, the one that shows most of what is above.
+    # If there are several mounts, take the one that shows most ancestors.
     return max(groups, key=lambda group: len(group.relative_path.parts), default=None)
 
 
 def _parse_membership(text: str, controller: str) -> tuple[PurePosixPath, bool] | None:
-    """The path of the group, and whether it is of version 2."""
+    """Return the path of the group, and whether it is of version 2."""
     unified: str | None = None
     for line in text.removesuffix("\n").split("\n"):
         hierarchy, *rest = line.split(":", 2)
@@ -178,7 +180,7 @@ def _parse_membership(text: str, controller: str) -> tuple[PurePosixPath, bool] 
 
 
 def _find_mounts(mountinfo: str, path: PurePosixPath, controller: str) -> Iterator[tuple[str, PurePosixPath]]:
-    """Yield each mount point under which the group is, and its path from there; without a controller of version 2."""
+    """Yield each mount point that shows the group, and the group's path below it; controller "" means version 2."""
     for line in mountinfo.split("\n"):
         mount = _MOUNT.fullmatch(line)
         if mount is None or (mount["kind"] == "cgroup2") != (not controller):
@@ -195,7 +197,7 @@ def _unescape(text: str) -> str:
 
 
 def _with_memory_controller(directories: list[Path]) -> list[Path]:
-    """A group without the memory controller takes its memory from the next one above that has it."""
+    """Drop the groups below the first one that has the memory controller: they are accounted in that group."""
     for index, directory in enumerate(directories):
         controllers = _read_text(directory / "cgroup.controllers")
         if controllers is None:
@@ -206,7 +208,7 @@ def _with_memory_controller(directories: list[Path]) -> list[Path]:
 
 
 def _v2_memory(directories: list[Path]) -> MemoryLimit | None:
-    # The root of the host has no memory.current: what it has (its pressure) is not the service's.
+    # The root group of the host has no memory.current; its other values, such as pressure, are not the service's.
     usage = _read_value(directories[0] / "memory.current", _parse_number) if directories else None
     if usage is None:
         return None
@@ -224,7 +226,7 @@ def _v1_memory(directories: list[Path]) -> MemoryLimit | None:
     if usage is None:
         return None
     limits = [_read_text(each / "memory.limit_in_bytes") for each in directories]
-    # Where the groups above are not mounted, the kernel still says what they leave.
+    # The kernel reports the limit of all ancestors here, even if they are not mounted.
     hierarchical_limit = _read_value(directories[0] / "memory.stat", _parse_hierarchical_limit)
     return MemoryLimit(
         usage_bytes=usage,
@@ -239,7 +241,7 @@ def _free_in_group(directory: Path, files: _Names) -> int | None:
         return None
     used = _read_value(directory / files.usage, _parse_number)
     cached = _read_value(directory / "memory.stat", lambda text: _parse_entry(text, files.inactive_key)) or 0
-    # Where there is a limit, and what is taken is not known, nothing can be said to be free.
+    # With a limit but without a known usage, no memory can be assumed to be free.
     return 0 if used is None else max(0, limit - max(0, used - cached))
 
 
@@ -248,12 +250,12 @@ def _v2_cores(directory: Path) -> float | None:
 
 
 def _v1_cores(directory: Path) -> float | None:
-    # Without a limit the first is -1.
+    # Without a limit, the quota is -1, which does not parse as a number.
     quota, period = (_read_value(directory / f"cpu.cfs_{each}_us", _parse_number) for each in ("quota", "period"))
     return None if quota is None or not period else quota / period
 
 
-# --- the texts --------------------------------------------------------------------------------------------------
+# --- parsing ----------------------------------------------------------------------------------------------------
 
 
 def _read_text(path: Path) -> str | None:
@@ -264,7 +266,7 @@ def _read_text(path: Path) -> str | None:
 
 
 def _read_value(path: Path, parse: Callable[[str], T]) -> T | None:
-    """What the file says; None if it cannot be read, or says something else."""
+    """Return the parsed content of a file; None if the file cannot be read or has an unknown format."""
     text = _read_text(path)
     try:
         return None if text is None else parse(text)
@@ -273,7 +275,7 @@ def _read_value(path: Path, parse: Callable[[str], T]) -> T | None:
 
 
 def _min_limit(texts: Iterable[str | None]) -> int | None:
-    """The smallest of several limits; a file that is not there limits nothing, one that says anything else might."""
+    """Return the smallest limit. A missing file is no limit; if a file has an unknown format, the result is None."""
     try:
         limits = [_parse_limit(text) for text in texts if text is not None]
     except ValueError:
@@ -286,7 +288,7 @@ def _parse_limit(text: str) -> int:
 
 
 def _parse_number(text: str) -> int:
-    """A number of bytes, or a count; beyond what a status can carry it is none."""
+    """Parse a number of bytes or a count; reject a value that exceeds what a status message can carry."""
     digits = text.removesuffix("\n")
     if not _NUMBER.fullmatch(digits) or int(digits) > MAX_COUNT:
         raise ValueError(text)
@@ -294,7 +296,7 @@ def _parse_number(text: str) -> int:
 
 
 def _parse_quota(text: str) -> float:
-    """How many cores' time, out of a quota and the period that it is for; "max" is no number."""
+    """Return the number of cores, from a quota and its period; raise for the quota "max"."""
     quota, _, period = text.partition(" ")
     if _parse_number(period) == 0:
         raise ValueError(text)
@@ -310,7 +312,7 @@ def _parse_hierarchical_limit(text: str) -> int:
 
 
 def _parse_entry(text: str, key: str) -> int:
-    """The number behind the key, in a file with one such pair a line."""
+    """Return the number of a key, in a text with one "KEY NUMBER" pair a line."""
     pairs = [line.partition(" ") for line in text.split("\n")]
     values = [value for name, _, value in pairs if name == key]
     if len(values) != 1:
@@ -319,7 +321,7 @@ def _parse_entry(text: str, key: str) -> int:
 
 
 def _parse_pressure(text: str) -> float:
-    """The share of the last ten seconds in which some process waited for memory, in percent."""
+    """Return the percentage of the last ten seconds in which some process waited for memory."""
     match = _PRESSURE.fullmatch(text.partition("\n")[0])
     if match is None or float(match["percent"]) > 100:
         raise ValueError(text)
@@ -327,7 +329,7 @@ def _parse_pressure(text: str) -> float:
 
 
 def usable_core_count() -> int:
-    """Return how many cores there are for this process and its children; at least 1."""
+    """Return how many cores this process and its children can use; at least 1."""
     core_count = len(allowed_cores())
     quota = cores()
     return core_count if quota is None else max(1, min(core_count, round(quota)))

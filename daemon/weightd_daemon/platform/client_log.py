@@ -1,7 +1,7 @@
-"""Log lines about what clients do: limited for each client and in all.
+"""Log lines about what clients do, limited for each client and in total.
 
-A client can cause the same event thousands of times a second. The log, the events that the daemon keeps, and the rate
-that the journal allows the service belong to all clients and to the daemon itself.
+A client can cause the same event thousands of times a second. But the log, the events that the daemon keeps, and the
+rate that the journal allows the service are shared by all clients and the daemon itself.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from weightd_daemon.platform.log_setup import client_extra
 WINDOW_S = 10.0
 """The limits hold for periods of so many seconds."""
 
-# Lines about one user, host or tenant. There is one about each kind of event, with how many lines were left out.
+# Lines about one user, host or tenant. Each kind of event has one line, with the number of suppressed lines.
 _MAX_LINES_PER_CLIENT = 8
 
-# Lines about all clients. journald by default drops what a service logs beyond 10,000 lines in 30 s.
+# Lines about all clients. By default, journald drops the lines of a service beyond 10,000 in 30 s.
 _MAX_LINES = 100
 
-# Kinds of events that are counted; those of further clients are counted together.
+# Kinds of suppressed events that are counted separately; all further ones share one count.
 _MAX_COUNTED_KINDS = 1024
 
 
 class ClientLog:
-    """Writes log lines about clients, and leaves out those beyond the limits.
+    """Writes log lines about clients, and suppresses lines beyond the limits.
 
     Args:
-        now: monotonic seconds.
+        now: returns monotonic seconds.
     """
 
     def __init__(self, now: Callable[[], float] = event_loop.now) -> None:
@@ -41,15 +41,15 @@ class ClientLog:
         self._suppressed_counts: Counter[tuple[str, str]] = Counter()
 
     def log(self, log: logging.Logger, level: int, client: str, text: str, *args: object, kind: str = "") -> None:
-        """Write a line that a client has caused, unless there have been too many.
+        """Write a line about an event that a client has caused, unless a limit is reached.
 
         Args:
-            log: writes the line.
-            level: of the line.
-            client: who has caused the event: a user, a host or a tenant; "" if that is not known.
-            text: of the line, a format string.
-            args: of `text`.
-            kind: of the event. Default: `text`.
+            log: the logger of the line.
+            level: the level of the line.
+            client: the user, host or tenant that has caused the event; "" if it is not known.
+            text: a format string.
+            args: the arguments of `text`.
+            kind: the kind of the event. Default: `text`.
         """
         if not log.isEnabledFor(level):
             return

@@ -1,6 +1,6 @@
-"""How many clients a process has descriptors for, and which connections end when there are more.
+"""Limits on client connections: how many a process has descriptors for, and which ones it closes when there are more.
 
-The daemon, its proxies and the metrics endpoint each have their own clients, and the same rule for them.
+The daemon, its proxies and the metrics endpoint each limit their own clients by the same rules.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from weightd_common.rate_limits import TokenBuckets
 
-# Children, logs and stores need some, too; and a library may accept hundreds while nobody looks.
+# Descriptors for children, logs and stores, and for connections that a library accepts before the limits are applied.
 _MIN_RESERVED_DESCRIPTORS = 256
 _MAX_RESERVED_DESCRIPTORS = 4096
 
@@ -24,19 +24,19 @@ NO_TENANT = "users without a tenant"
 EVERYONE = "everyone"
 """The account of all clients where tenants are not told apart."""
 
-# The parts of all connections: that all users without a tenant may have together, and that a user keeps of its account
-# whatever the other users of the account do.
+# Divisors of the number of all connections: the share that all users without a tenant may have together, and the share
+# of its account that a user keeps whatever the account's other users do.
 _NO_TENANT_DIVISOR = 4
 _GUARANTEED_DIVISOR = 32
 
 
 class LimitedConnection(Protocol):
-    """A connection.
+    """A connection as the limiter sees it.
 
     Attributes:
-        connected_at: when it was opened, in monotonic seconds.
-        has_sent_message: whether a whole message has come over it. Once true it remains true.
-        is_busy: whether a request that has come over it is under way.
+        connected_at: when the connection was opened, in monotonic seconds.
+        has_sent_message: whether the peer has sent a whole message. Once true it remains true.
+        is_busy: whether a request of the connection is being processed.
     """
 
     @property
@@ -56,32 +56,32 @@ G = TypeVar("G", bound=LimitedConnection)
 
 
 def raise_descriptor_limit() -> None:
-    """Take as many descriptors as the system allows: the usual limit of 1,024 is for programs that call select()."""
+    """Raise the limit of descriptors to the hard limit: the usual 1,024 is meant for programs that call select()."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def max_client_descriptors() -> int:
-    """Return how many descriptors clients may take under the process's present limit."""
+    """Return how many descriptors clients may use under the process's current limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, limit - min(max(limit // 2, _MIN_RESERVED_DESCRIPTORS), _MAX_RESERVED_DESCRIPTORS))
 
 
 def max_total_regions() -> int:
-    """Return how many regions of memory all clients together may have: half of the descriptors that no client is."""
+    """Return how many regions of memory all clients together may have: half of the descriptors kept for other uses."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (limit - max_client_descriptors()) // 2
 
 
 class Excess(NamedTuple, Generic[G]):
-    """A connection that has to end, and why."""
+    """A connection that has to be closed, and the reason."""
 
     connection: G
     reason: str
 
 
 class _Queue(Generic[G]):
-    """Connections in the order in which they were added, in two tables."""
+    """Connections in the order in which they were added: those known to have sent a message, and the others."""
 
     def __init__(self) -> None:
         # `next_to_evict` moves connections that have sent a message from the front of `unchecked` to the end of
@@ -109,12 +109,12 @@ class _Queue(Generic[G]):
 
 
 class _Account(Generic[G]):
-    """The connections of one account, also by user, and which user has the most."""
+    """The connections of one account, also by user, and the user with the most connections."""
 
     def __init__(self) -> None:
         self.connections: _Queue[G] = _Queue()
         self.user_queues: dict[str, _Queue[G]] = {}
-        # The users by how many connections they have: the largest is found without a look at all of them.
+        # Users by their number of connections, so that the largest is found without a scan of all users.
         self._users_by_count: dict[int, dict[str, None]] = {0: {}}
         self._max_count = 0
 
@@ -147,25 +147,26 @@ class _Account(Generic[G]):
             self._max_count = after
 
     def next_to_evict(self, guaranteed: int) -> G:
-        """Return which connection has to end: of the user that has the most, unless no user has more than this."""
+        """Return the connection to close: one of the largest user if it has more than `guaranteed`, else any user's."""
         if self._max_count > guaranteed:
             return self.user_queues[next(iter(self._users_by_count[self._max_count]))].next_to_evict()
         return self.connections.next_to_evict()
 
 
 class ConnectionLimiter(Generic[G]):
-    """Connections by account and user, and which of them have to end when there are too many.
+    """Connections by account and user; decides which ones to close when there are too many.
 
-    An account is a tenant; all users without a tenant are one account, `NO_TENANT`, which has at most a quarter of the
-    connections, and whose connections end before those of tenants. Of tenants the one that has the most loses one, so
-    none loses any while it has at most its equal share. Within an account, the user that has the most loses one; while
-    no user has more than a thirty-second of all connections, the users are not compared: a user who can take many
-    identities, with one connection each, pushes out nobody who has two. Among the connections that are left the oldest
-    that has never spoken ends, else the newest without a request under way, else the newest. So where all have spoken,
-    the new connection is refused.
+    An account is a tenant; all users without a tenant share one account, `NO_TENANT`, which may have at most a quarter
+    of the connections, and whose connections are closed before those of tenants. Among tenants, the tenant with the
+    most connections loses one, so a tenant with at most its equal share loses none. Within an account, the user with
+    the most connections loses one. While no user has more than a thirty-second of all connections, users are not
+    compared: an attacker with many identities and one connection each cannot push out a user with two connections.
+    Among the connections that remain, the oldest one that has never sent a message is closed, else the newest one
+    without a request in progress, else the newest one. So if all connections have sent a message, the new connection is
+    refused.
 
-    The time for a decision does not depend on the numbers of connections and users, unless many connections of the
-    user or account in question have requests under way.
+    The time for a decision does not depend on the numbers of connections and users, unless many connections of the user
+    or account in question have requests in progress.
     """
 
     def __init__(self) -> None:
@@ -176,7 +177,7 @@ class ConnectionLimiter(Generic[G]):
         return len(self._account_and_user)
 
     def add(self, connection: G, user: str, account: str = EVERYONE) -> None:
-        """Add a connection, the newest one, of a user whose account this is."""
+        """Add a new connection of a user; the user belongs to this account."""
         self._account_and_user[connection] = account, user
         found = self._accounts.get(account)
         if found is None:
@@ -184,7 +185,7 @@ class ConnectionLimiter(Generic[G]):
         found.add(connection, user)
 
     def remove(self, connection: G) -> None:
-        """Remove a connection, if it is there."""
+        """Remove a connection, if the limiter has it."""
         found = self._account_and_user.pop(connection, None)
         if found is None:
             return
@@ -195,11 +196,11 @@ class ConnectionLimiter(Generic[G]):
             del self._accounts[name]
 
     def evict_excess(self, max_connections: int, limit_name: str) -> list[Excess[G]]:
-        """Remove connections until no more than this are left; return them.
+        """Remove connections until the limits hold; return the removed ones.
 
         Args:
-            max_connections: connections.
-            limit_name: the name of this limit.
+            max_connections: the maximum number of connections.
+            limit_name: the name of this limit, for the reason.
         """
         evicted: list[Excess[G]] = []
         guaranteed = max(1, max_connections // _GUARANTEED_DIVISOR)
@@ -230,7 +231,7 @@ class ConnectionLimiter(Generic[G]):
         return evicted
 
     def _next_to_evict(self, guaranteed: int) -> G:
-        """Of the accounts that have the most, return the connection whose end costs least."""
+        """Return the connection of the largest accounts whose end costs least."""
         size = max(map(len, self._accounts.values()))
         found = (each.next_to_evict(guaranteed) for each in self._accounts.values() if len(each) == size)
         return min(
@@ -242,8 +243,8 @@ class UserConnectionLimits(NamedTuple):
     """Limits of one user.
 
     Attributes:
-        max_connections: connections that it may have open; 0 for no limit.
-        rate: new connections a second, on average; 0 for no limit. A user that opened none for a while may open
+        max_connections: the number of open connections; 0 for no limit.
+        rate: new connections a second, on average; 0 for no limit. A user that has opened none for a while may open
             `burst` at once.
     """
 
@@ -252,15 +253,15 @@ class UserConnectionLimits(NamedTuple):
 
     @property
     def burst(self) -> float:
-        """New connections that a user may open at once: as many as it may have, or those of one second."""
+        """The number of connections that a user may open at once: `max_connections`, or `rate` if that is more."""
         return float(max(1.0, self.rate, self.max_connections))
 
 
 class ConnectionAdmission:
-    """Counts the connections of each user and applies the limits; a decision takes the same time for any number.
+    """Counts the connections of each user and applies the limits; a decision takes constant time.
 
     Args:
-        limits: of each user.
+        limits: the limits of each user.
     """
 
     def __init__(self, limits: UserConnectionLimits) -> None:
@@ -269,10 +270,9 @@ class ConnectionAdmission:
         self._open_connections = Counter[str]()
 
     def refusal_reason(self, user: str, now: float) -> str | None:
-        """Return why a new connection of a user is refused, None if the user may have one more.
+        """Return why a new connection of a user is refused; None if it is admitted.
 
-        A connection that is not refused counts towards the rate, and towards the open connections after
-        `add_connection`.
+        An admitted connection counts towards the rate at once, and towards the open connections after `add_connection`.
         """
         limits = self._limits
         if limits.max_connections and self._open_connections[user] >= limits.max_connections:
@@ -282,7 +282,7 @@ class ConnectionAdmission:
         return None
 
     def add_connection(self, user: str) -> int:
-        """Count one more open connection of a user; return how many it has."""
+        """Count one more open connection of a user; return the user's number of open connections."""
         self._open_connections[user] += 1
         return self._open_connections[user]
 
@@ -293,5 +293,5 @@ class ConnectionAdmission:
             del self._open_connections[user]
 
     def __len__(self) -> int:
-        """Return how many users are kept: those with connections, and those that opened some a short time ago."""
+        """Return the number of entries: users with open connections, and users that opened some a short time ago."""
         return len(self._rates) + len(self._open_connections)

@@ -1,4 +1,4 @@
-"""Directories that are the daemon's: made where they are missing, refused where another user could exchange them."""
+"""Directories of the daemon: created if missing, rejected if another user could replace their content."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from weightd_protocol.errors import WeightdError
 
 
 class PathInUse(WeightdError):
-    """The daemon cannot have a path for itself; the text says which, and who has it."""
+    """The daemon cannot use a path, or another resource that it needs to start; the text names the cause."""
 
 
 def make_directory(path: Path, mode: int) -> None:
-    """Make the directory where it is missing; refuse one that another user could exchange.
+    """Create the directory if it is missing; reject one that another user could replace.
 
     Raises:
-        PathInUse: it cannot be made, or it is a link, or it belongs to another user, or everybody may exchange what is
-            in it.
+        PathInUse: the directory cannot be created or written to, it is a link, it belongs to a user other than this one
+            and root, or every user may replace its entries.
     """
     try:
         path.mkdir(mode=mode, parents=True, exist_ok=True)
@@ -33,10 +33,10 @@ def make_directory(path: Path, mode: int) -> None:
 
 
 def check_not_replaceable(path: Path, status: os.stat_result) -> None:
-    """Refuse a directory in which every user may remove what is there and put something else in its place.
+    """Reject a directory in which every user may replace the entries.
 
     Raises:
-        PathInUse: this is one.
+        PathInUse: every user may write to the directory, and it has no sticky bit.
     """
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise PathInUse(

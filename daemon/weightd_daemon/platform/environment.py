@@ -1,4 +1,4 @@
-"""The environment variables that the daemon keeps, and so gives to its children."""
+"""Environment variables that the daemon keeps and passes to its children."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import MutableMapping, Sequence
 
 _WILDCARD = "*"
 
-# A name, or the begin of names with * behind. What a service manager, the interpreter, the C library, the engines and
-# the libraries of their cards read.
+# Names, or prefixes of names followed by *: variables for service managers, the interpreter, the C library, the engines
+# and the libraries of their cards.
 DEFAULT_VARIABLES = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_*", "TZ", "TMPDIR", "XDG_*"),
     *("RUNTIME_DIRECTORY", "CACHE_DIRECTORY", "STATE_DIRECTORY", "CONFIGURATION_DIRECTORY", "JOURNAL_STREAM"),
@@ -19,13 +19,13 @@ DEFAULT_VARIABLES = (
 
 
 def remove_unlisted(environment: MutableMapping[str, str], extra_names: Sequence[str] = ()) -> None:
-    """Remove each variable that is neither in `DEFAULT_VARIABLES` nor in `extra_names`: children inherit what is left.
+    """Remove each variable that is neither in `DEFAULT_VARIABLES` nor in `extra_names`; children inherit the others.
 
-    An environment often has what is not for the code of models, such as passwords in the URL of a proxy.
+    An environment often has secrets that the code of models should not get, such as a password in the URL of a proxy.
 
     Args:
-        environment: of this process.
-        extra_names: names, or begins of names with * behind, of `pass_environment`.
+        environment: the environment of this process.
+        extra_names: the names in `pass_environment`, or prefixes of names followed by *.
     """
     patterns = (*DEFAULT_VARIABLES, *extra_names)
     names = {each for each in patterns if not each.endswith(_WILDCARD)}

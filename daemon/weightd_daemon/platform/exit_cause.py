@@ -1,4 +1,4 @@
-"""How a child has ended, and whether what it was doing may be why."""
+"""Cause of a child's exit, and whether the child's own work may have caused it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from weightd_common.transient import mentions_transient
 
-# By these a process dies of what it does itself. Whoever sends another one decides so from outside.
+# Signals that a process raises by its own instructions. Any other signal was sent from outside.
 _CRASH_SIGNALS = frozenset(
     {
         signal.SIGSEGV,
@@ -24,7 +24,7 @@ _CRASH_SIGNALS = frozenset(
 
 
 class ExitInitiator(enum.Enum):
-    """Who has ended it, as far as that is known; the value says it for people."""
+    """The party that ended a child, if known; the value describes it in messages."""
 
     UNKNOWN = ""
     DAEMON = "weightd has ended it"
@@ -33,23 +33,23 @@ class ExitInitiator(enum.Enum):
 
 
 class MissingFile(enum.Enum):
-    """What of the daemon's own files has vanished, so that a child cannot be started."""
+    """Kind of the daemon's own files that are missing, so that a child cannot be started."""
 
     NONE = "nothing"
-    SNAPSHOT = "snapshot"  # the copy of the model, or of what belongs to it
-    STORE = "store"  # the pages that workers of the generation map
+    SNAPSHOT = "snapshot"  # the copy of the model's files
+    STORE = "store"  # the page store that the generation's workers map
 
 
 @dataclass(frozen=True)
 class ExitCause:
-    """The end of a child.
+    """How a child ended.
 
     Attributes:
-        status: the exit status, negative for a signal; None where nobody knows it, or there was no process.
-        detail: the last ones of its log, or why there was no process.
-        initiator: who has ended it.
-        has_transient_start_failure: there was no process for a cause that may go away by itself.
-        missing_file: which files were missing to start it.
+        status: the exit status, negative for a signal; None if it is unknown, or if the child was not started.
+        detail: the last lines of the child's log, or the reason why it was not started.
+        initiator: the party that ended the child.
+        has_transient_start_failure: the child was not started, for a cause that may go away by itself.
+        missing_file: the kind of files that were missing to start the child.
     """
 
     status: int | None
@@ -60,29 +60,29 @@ class ExitCause:
 
     @property
     def is_transient(self) -> bool:
-        """Whether the cause of the end may go away by itself, as far as that is known."""
+        """Whether the cause may go away by itself, as far as it is known."""
         return self.has_transient_start_failure or self.is_external or mentions_transient(self.detail)
 
     @property
     def may_be_own_fault(self) -> bool:
-        """Whether what it was doing may be why: it has crashed or exited. What came from outside blames nobody."""
+        """Whether the child's own work may be the cause: it has crashed or exited, and was not ended from outside."""
         if self.status is None or self.initiator is not ExitInitiator.UNKNOWN:
             return False
         return self.status >= 0 or -self.status in _CRASH_SIGNALS
 
     @property
     def is_external(self) -> bool:
-        """Whether another has ended it: a person, the kernel for want of memory, its shim's end."""
+        """Whether the child was ended from outside: by a person, by the kernel when out of memory, or with its shim."""
         return self.is_killed and not self.may_be_own_fault
 
     @property
     def is_killed(self) -> bool:
-        """Whether a signal has ended it, as far as is known: that may go better the next time."""
+        """Whether a signal ended the child, as far as is known: another attempt may succeed."""
         return self.initiator is ExitInitiator.SHIM if self.status is None else self.status < 0
 
     @property
     def description(self) -> str:
-        """Status or signal and who has sent it, in words; "" where there was no process."""
+        """Exit status, or signal and its sender, in words; "" if the child was not started."""
         return self.initiator.value if self.status is None else describe_status(self.status, self.initiator)
 
     def __str__(self) -> str:
@@ -90,24 +90,30 @@ class ExitCause:
 
 
 class ExitClassifier:
-    """Tells how children have ended.
+    """Classifies how children have ended.
 
     Args:
-        count_oom_kills: returns how many processes the kernel has ended so far for want of memory.
+        count_oom_kills: returns how many processes the kernel has killed so far because memory ran out.
     """
 
     def __init__(self, count_oom_kills: Callable[[], int]) -> None:
         self._count_oom_kills = count_oom_kills
-        # As far as their ends have been told.
+        # OOM kills that have been attributed to a child, or happened before.
         self._attributed_oom_kills = count_oom_kills()
         self._signalled: set[str] = set()
 
     def record_signal(self, name: str) -> None:
-        """The daemon has sent a child a signal."""
+        """Remember that the daemon has sent the child a signal."""
         self._signalled.add(name)
 
     def classify(self, name: str, status: int | None, detail: str) -> ExitCause:
-        """Return how a child has ended: with this status, None if it has gone with its shim, and these last words."""
+        """Return how a child has ended.
+
+        Args:
+            name: the name of the child.
+            status: its exit status, negative for a signal; None if it ended with its shim.
+            detail: the last lines of its log.
+        """
         was_signalled = name in self._signalled
         self._signalled.discard(name)
         if status is None:
@@ -115,14 +121,14 @@ class ExitClassifier:
         if was_signalled and status < 0:
             return ExitCause(status, detail, ExitInitiator.DAEMON)
         if status == -signal.SIGKILL and self._count_oom_kills() > self._attributed_oom_kills:
-            # One of them: the ends of several are told one after another.
+            # Count one kill only: the exits of several killed children are classified one after another.
             self._attributed_oom_kills += 1
             return ExitCause(status, detail, ExitInitiator.KERNEL)
         return ExitCause(status, detail)
 
 
 def describe_status(status: int, initiator: ExitInitiator = ExitInitiator.UNKNOWN) -> str:
-    """Return an exit status (negative: the signal) in words, with a hint where one helps."""
+    """Return an exit status (negative: the signal) in words, with a hint on the cause if there is one."""
     if status >= 0:
         return f"exited with status {status}"
     try:

@@ -19,7 +19,7 @@ def watch_exit(pid: int) -> int:
     the child stays a zombie until the caller reaps it.
 
     Raises:
-        ProcessLookupError: there is no such process.
+        ProcessLookupError: the process does not exist.
         OSError: no descriptor is left, or no thread can be started.
     """
     try:
@@ -42,11 +42,11 @@ def unavailable_reason() -> str:
 def send_signal(descriptor: int, pid: int, number: signal.Signals) -> None:
     """Send a signal to a process, unless it has exited.
 
-    A pidfd cannot name another process by mistake. Nor can a pid, as long as the process's parent has not reaped it:
-    that parent is this process or its shim, and a shim that ends takes its children along.
+    A pidfd always refers to the same process. So does a pid as long as the process's parent has not reaped it: that
+    parent is this process or its shim, and a shim that ends takes its children along.
 
     Args:
-        descriptor: `watch_exit` has returned it for the process.
+        descriptor: the process's descriptor from `watch_exit`.
         pid: the process.
         number: the signal.
     """
@@ -62,8 +62,8 @@ def send_signal(descriptor: int, pid: int, number: signal.Signals) -> None:
 
 
 def has_exited(descriptor: int) -> bool:
-    """Return whether the process has exited that `watch_exit` has returned the descriptor for."""
-    # Not select(2): a daemon with a thousand clients has descriptors that it cannot take.
+    """Return whether the process of this descriptor, from `watch_exit`, has exited."""
+    # Not select(2), which cannot handle the high descriptor numbers of a daemon with a thousand clients.
     readable = select.poll()
     readable.register(descriptor, select.POLLIN)
     return bool(readable.poll(0))

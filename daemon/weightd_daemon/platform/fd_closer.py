@@ -1,7 +1,8 @@
-"""Closes descriptors that clients have sent in threads, one for each user, so that nobody else waits.
+"""Closes the descriptors that clients have sent, in one thread for each user, so that no user delays the others.
 
-close() waits for the file system of the file, which may be a user's own and never answer, for a socket with SO_LINGER
-until its peer has read, and for the last descriptor of memory until the kernel has freed it: half a second for a GiB.
+close() can block: on the file's file system, which may belong to the user and never answer; on a socket with SO_LINGER
+until its peer has read all data; and on the last descriptor of memory until the kernel has freed that memory, which
+takes half a second for a GiB.
 """
 
 from __future__ import annotations
@@ -18,91 +19,91 @@ from queue import Empty, SimpleQueue
 
 from weightd_common.rate_limits import RateLimitedLog
 
-# Descriptors of one user that may wait. Beyond that the connections of this user end.
+# Limit of waiting descriptors of one user. Beyond it, the connections of this user are closed.
 MAX_PENDING = 64
 
-# Threads in all. A user of this host has one user id, which no user namespace changes; but with subordinate ids
-# (/etc/subuid) it has thousands of them.
+# Limit of all threads. A user of this host usually has one user id, which no user namespace changes; with subordinate
+# ids (/etc/subuid) it has thousands of them.
 _MAX_THREADS = 32
 
-# A thread that has nothing to close ends after so long: to start another one takes longer than most closes.
+# An idle thread ends after this time. Starting a thread takes longer than most closes, so it does not end at once.
 _IDLE_TIMEOUT_S = 1.0
 
-# In the place of the identity of a thread that has not begun with a user.
+# Identity of a thread that has been assigned to a user, but has not started to close yet.
 _NO_THREAD = 0
 
 _CHUNK_BYTES = 64 * 1024
 
 _WARNING_INTERVAL_S = 60.0
 
-# To a process that has no handler for it this signal does nothing.
+# This signal does nothing to a process that has no handler for it.
 INTERRUPT = signal.SIGURG
 
 
 class UnexpectedDescriptors(Exception):
-    """A peer has sent descriptors where there is no use for any."""
+    """A peer has sent descriptors in a place where none are expected."""
 
 
 class DescriptorCloser:
-    """Closes descriptors in threads, each of which closes those of one user at a time.
+    """Closes descriptors in threads, each of which handles one user at a time.
 
-    Past 32 threads the descriptors of further users wait until a thread has closed all of its user. Where many of a
-    user wait its thread is interrupted by `INTERRUPT`, which needs a handler: that ends the wait of a socket with
-    SO_LINGER, but not that for a file system.
+    Past 32 threads, the descriptors of further users wait until a thread has closed all descriptors of its user. If too
+    many descriptors of a user wait, the user's thread is interrupted by `INTERRUPT`, which needs a handler: the signal
+    ends the wait of a socket with SO_LINGER, but not the wait for a file system.
 
     Args:
-        report: is given a line for the log where no thread can be started.
+        report: called with a text for the log when no thread can be started.
 
     Attributes:
-        pending: the descriptors that wait, by user; while there are none, no user is backlogged.
+        pending: the waiting descriptors by user; if it is empty, no user is backlogged.
     """
 
     def __init__(self, report: Callable[[str], object]) -> None:
         self._report = report
         self._lock = threading.Lock()
-        # By user: those that wait, after the one that is being closed.
+        # By user: the descriptor that is being closed first, then the waiting ones.
         self.pending: dict[str, deque[int]] = {}
-        # The users whose descriptors a thread is closing, and the identity of that.
+        # The users whose descriptors are being closed, with the identity of the thread that does it.
         self._active_threads: dict[str, int] = {}
         self._thread_count = 0
-        # Of each thread that has nothing to close: where it is given a user.
+        # One queue for each idle thread, by which it receives its next user.
         self._idle_inboxes: list[SimpleQueue[str]] = []
         self._rate_limited_log = RateLimitedLog(_WARNING_INTERVAL_S)
 
     def is_backlogged(self, user: str) -> bool:
-        """Return whether so many descriptors of a user wait that it may send no more for now."""
-        # The threads only take away: without the lock the answer is at worst a moment old.
+        """Return whether too many descriptors of a user wait; if so, interrupt the user's thread."""
+        # Threads only remove entries, so without the lock the result is at worst a moment old.
         waiting = self.pending.get(user)
         if waiting is None or len(waiting) < MAX_PENDING:
             return False
-        # There may be no thread yet, and nothing else that would start one.
+        # If no thread could be started before, nothing else would try again.
         self._assign_thread(user)
         self._interrupt(user)
         return True
 
     def close(self, user: str, descriptor: int) -> None:
-        """Close a descriptor of a user at some time."""
+        """Close a descriptor of a user in a thread, at some time."""
         with self._lock:
             self.pending.setdefault(user, deque()).append(descriptor)
         self._assign_thread(user)
 
     def close_socket(self, user: str, connection: socket.socket) -> None:
-        """Close a connection of a user, at once unless descriptors are among its unread data.
+        """Close a connection of a user: at once, or in a thread if its unread data contains descriptors.
 
-        The kernel closes these with the connection, in the thread that closes it.
+        The kernel closes these descriptors together with the connection, in the thread that closes it.
         """
         with contextlib.suppress(OSError):
-            # The peer can send nothing more from now on, and sees the end at once.
+            # From now on the peer can send nothing more, and it sees the end of the connection at once.
             connection.shutdown(socket.SHUT_RDWR)
         if _has_unread_descriptors(connection):
             self.close(user, connection.detach())
-            # Where many wait, each one more has an earlier one interrupted.
+            # If too many descriptors wait, each further one interrupts the close of an earlier one.
             self.is_backlogged(user)
         else:
             connection.close()
 
     def _assign_thread(self, user: str) -> None:
-        """Have the descriptors of a user closed: by an idle thread, or by another one."""
+        """Assign an idle or a new thread to a user; without one, the next thread that becomes free takes the user."""
         with self._lock:
             if user in self._active_threads or user not in self.pending:
                 return
@@ -117,7 +118,7 @@ class DescriptorCloser:
         try:
             threading.Thread(target=self._run_thread, args=(user,), name="closing", daemon=True).start()
         except RuntimeError as error:
-            # The descriptors wait for the next call.
+            # The descriptors wait for the next call of this method.
             with self._lock:
                 self._thread_count -= 1
                 del self._active_threads[user]
@@ -131,7 +132,7 @@ class DescriptorCloser:
                 signal.pthread_kill(thread, INTERRUPT)
 
     def _run_thread(self, user: str | None) -> None:
-        """Close the descriptors of one user after another, until there are none for a while."""
+        """Close the descriptors of one user after another, until the thread has been idle for a while."""
         inbox = SimpleQueue[str]()
         while user is not None:
             self._close_all(user)
@@ -144,7 +145,7 @@ class DescriptorCloser:
             user = user or self._wait_for_user(inbox)
 
     def _wait_for_user(self, inbox: SimpleQueue[str]) -> str | None:
-        """Return the user whose descriptors are next, None if this thread is to end."""
+        """Return the user whose descriptors are next; None if this thread has to end."""
         try:
             return inbox.get(timeout=_IDLE_TIMEOUT_S)
         except Empty:
@@ -160,7 +161,7 @@ class DescriptorCloser:
             self._active_threads[user] = threading.get_ident()
             waiting = self.pending[user]
         while waiting:
-            # Linux has freed the number whatever close() returns; what the file system reports concerns its owner.
+            # Linux frees the descriptor even if close() fails; errors of the file system concern its owner only.
             with contextlib.suppress(OSError):
                 os.close(waiting[0])
             with self._lock:
@@ -170,12 +171,12 @@ class DescriptorCloser:
 
 
 def receive(connection: socket.socket, nbytes: int) -> bytes:
-    """Read from a Unix socket whose peer may send no descriptors.
+    """Read from a Unix socket whose peer may not send descriptors.
 
     Raises:
-        UnexpectedDescriptors: there are some. They are left unread, for `close_socket`: the kernel would close them
-            before the read returned.
-        OSError: as for any read.
+        UnexpectedDescriptors: the data comes with descriptors. They are left unread, for `close_socket`: the kernel
+            would close them before the read returned.
+        OSError: the read has failed.
     """
     data, _, flags, _ = connection.recvmsg(nbytes, 0, socket.MSG_PEEK)
     if flags & socket.MSG_CTRUNC:
@@ -184,14 +185,14 @@ def receive(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def has_descriptors(connection: socket.socket, nbytes: int) -> bool:
-    """Return whether a read of so many bytes from a Unix socket would bring descriptors."""
+    """Return whether a read of `nbytes` bytes from a Unix socket would receive descriptors."""
     with contextlib.suppress(OSError):
         return bool(connection.recvmsg(nbytes, 0, socket.MSG_PEEK)[2] & socket.MSG_CTRUNC)
     return False
 
 
 def _has_unread_descriptors(connection: socket.socket) -> bool:
-    """Return whether descriptors are among the unread data; what comes before them is read and dropped."""
+    """Return whether the unread data contains descriptors; discard the data before them."""
     with contextlib.suppress(OSError):
         connection.setblocking(False)
         try:

@@ -1,4 +1,4 @@
-"""Sockets that listen, made by whoever: they are passed to the process that accepts from them, and to the next one."""
+"""Listening sockets: addresses of passed ones, creation of new ones, and cleanup of their paths."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any
 from weightd_common import endpoints
 from weightd_daemon.platform.directories import PathInUse, make_directory
 
-# Owner and group may connect: who is in the group is the operator's decision.
+# Owner and group may connect: the operator decides who is in the group.
 _SOCKET_UMASK = 0o117
 
 _UNIX_SCHEMES = ("unix://", "ipc://")
 
 
-# --- what somebody else has opened --------------------------------------------------------------------------------
+# --- passed sockets -----------------------------------------------------------------------------------------------
 
 
 def listen_addresses(descriptors: Sequence[int]) -> list[str]:
-    """Return where these listening sockets listen: ipc://PATH, unix://PATH where it has that suffix, tcp://HOST:PORT.
+    """Return the addresses of listening sockets: tcp://HOST:PORT, ipc://PATH, or unix://PATH if PATH ends in ".unix".
 
     Raises:
-        PathInUse: one is of a kind that has no such address.
+        PathInUse: a descriptor is no stream socket with a path or a port.
     """
     return [_listen_address(descriptor) for descriptor in descriptors]
 
@@ -50,15 +50,15 @@ def _listen_address(descriptor: int) -> str:
     raise PathInUse(f"descriptor {descriptor}, which was passed: expected a stream socket with a path or a port")
 
 
-# --- what is opened here ------------------------------------------------------------------------------------------
+# --- new sockets --------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def listen_on(address: str) -> Generator[socket.socket, None, None]:
-    """Listen at unix://PATH, ipc://PATH or tcp://HOST:PORT within the block, and leave no path behind.
+    """Listen at unix://PATH, ipc://PATH or tcp://HOST:PORT within the block; remove the path afterwards.
 
     Raises:
-        PathInUse: somebody listens there, or something else is there, or it cannot be had.
+        PathInUse: another program listens at the address, the path is not a socket, or the address cannot be bound.
     """
     path = _unix_path(address)
     with contextlib.ExitStack() as stack:
@@ -68,7 +68,7 @@ def listen_on(address: str) -> Generator[socket.socket, None, None]:
             make_directory(path.parent.resolve(), mode=0o755)
             stack.enter_context(reserve_socket_path(path))
             made = stack.enter_context(bind_unix(path, address))
-        # As many wait to be accepted as the kernel allows, as on a socket of systemd's.
+        # The largest backlog that the kernel allows, as systemd sets it.
         made.listen(socket.SOMAXCONN)
         made.setblocking(False)
         yield made
@@ -76,10 +76,10 @@ def listen_on(address: str) -> Generator[socket.socket, None, None]:
 
 @contextlib.contextmanager
 def reserve_socket_path(path: Path) -> Generator[None, None, None]:
-    """Have the path for a socket within the block; what a killed process left there, and what is there then, goes.
+    """Reserve a path for a socket within the block; remove a stale socket before the block, and any socket after it.
 
     Raises:
-        PathInUse: somebody listens there, or it is no socket.
+        PathInUse: another program listens at the path, or the path is not a socket.
     """
     _check_no_listener(path)
     _remove_socket(path)
@@ -95,13 +95,18 @@ def _unix_path(address: str) -> Path | None:
 
 
 def bind_unix(path: Path, address: str, umask: int = _SOCKET_UMASK) -> socket.socket:
-    """Return a socket that is bound to the path, which the address says to people.
+    """Return a socket that is bound to the path.
+
+    Args:
+        path: where the socket is created.
+        address: the name of the socket in errors.
+        umask: determines the permissions of the socket.
 
     Raises:
-        PathInUse: it cannot be had.
+        PathInUse: the path cannot be bound.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # The permissions of a unix socket are what the umask leaves: they are right from its first moment.
+    # The kernel applies the umask when it creates the socket, so its permissions are right from the first moment.
     old_umask = os.umask(umask)
     try:
         listener.bind(str(path))
@@ -118,7 +123,7 @@ def _bind_tcp(address: str) -> socket.socket:
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # What the connections of an earlier daemon have left in the kernel is in nobody's way.
+        # Connections of an earlier daemon may linger in the kernel (TIME_WAIT); they must not prevent the bind.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
@@ -131,12 +136,12 @@ def _bind_tcp(address: str) -> socket.socket:
 
 
 def _listen_error(address: str, error: OSError) -> PathInUse:
-    # What Python itself refuses, such as a path that is too long, has no number.
+    # Errors that Python raises itself, such as for a path that is too long, have no `strerror`.
     return PathInUse(f"cannot listen on {address}: {error.strerror or error}")
 
 
 def _check_no_listener(path: Path) -> None:
-    """Raise if somebody listens there; the socket that a killed daemon left refuses to be connected to."""
+    """Raise if a program listens at the path; a stale socket refuses the connection."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.setblocking(False)
         try:
@@ -149,7 +154,7 @@ def _check_no_listener(path: Path) -> None:
 
 
 def _remove_socket(path: Path) -> None:
-    """Remove the socket; never anything else."""
+    """Remove the socket, but never anything else."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
             raise PathInUse(f"{path}: expected a socket or nothing there, and will not remove what is there")

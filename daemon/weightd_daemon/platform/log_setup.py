@@ -1,4 +1,4 @@
-"""The daemon's log: on stderr an event is one line, in the journal one entry."""
+"""Log of the daemon: one line per event on stderr, or one entry per event in the journal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightd_daemon.platform.resource_limits import with_limit_hint
 
 ADDRESS = "/run/systemd/journal/socket"
 
-# A journal that is busy is waited for so long, and then given the event by another way.
+# How long a write waits for a busy journal before the event goes to stderr.
 _TIMEOUT_S = 1.0
 
 _TOO_LONG_ERRNOS = (errno.EMSGSIZE, errno.ENOBUFS)
@@ -24,10 +24,10 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_
 
 
 class Journal:
-    """Writes events.
+    """Connection to the journal, in its native protocol.
 
     Args:
-        address: of the journal's socket.
+        address: the path of the journal's socket.
     """
 
     def __init__(self, address: str) -> None:
@@ -39,7 +39,7 @@ class Journal:
         """Write an event.
 
         Raises:
-            OSError: the journal does not take it.
+            OSError: the journal does not accept the event.
         """
         event = b"".join(encode_field(name, value) for name, value in fields.items())
         try:
@@ -50,7 +50,7 @@ class Journal:
             self._send_memfd(event)
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the socket."""
         self._socket.close()
 
     def _send_memfd(self, event: bytes) -> None:
@@ -66,7 +66,7 @@ class Journal:
 
 
 def encode_field(name: str, value: str) -> bytes:
-    """Return a field; a value of several lines follows its length."""
+    """Encode a field; a value with several lines is preceded by its length."""
     raw = value.encode("utf-8", "backslashreplace")
     if b"\n" in raw:
         return b"%s\n%s%s\n" % (name.encode(), len(raw).to_bytes(8, "little"), raw)
@@ -77,12 +77,12 @@ _log = logging.getLogger("weightd")
 
 _STDERR = 2
 
-# Of a record: what the event is about.
+# Attribute of a log record with the journal fields of the event.
 _FIELDS = "journal_fields"
 
 
 def set_up(level: int) -> None:
-    """Log to stderr, from this level on."""
+    """Send log records of this level and above to the journal if stderr is connected to it, else to stderr."""
     handler: logging.Handler
     if is_connected_to_journal(os.environ, _STDERR):
         handler = JournalHandler(Journal(ADDRESS))
@@ -94,7 +94,7 @@ def set_up(level: int) -> None:
 
 
 def print_error(text: str) -> None:
-    """Say on stderr why the command ends, or what it has found: one line, whatever names it holds."""
+    """Print a line on stderr, with line breaks in names escaped, that names an error or why the command ends."""
     line = to_one_line(f"weightd: {text}")
     print(
         add_priority(line, priority_of(logging.ERROR)) if is_connected_to_journal(os.environ, _STDERR) else line,
@@ -103,19 +103,19 @@ def print_error(text: str) -> None:
 
 
 class LineFormatter(logging.Formatter):
-    """An event is one line, whatever was said by others in it; only a traceback follows on lines of its own."""
+    """Formats an event as one line, even if its text contains line breaks; a traceback follows on further lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: D102, N802 - the name is logging's
         return to_one_line(super().formatMessage(record))
 
 
 class JournalHandler(logging.Handler):
-    """Gives each event to the journal, with what it is about as fields; where that cannot be, to stderr by lines."""
+    """Sends each event to the journal, with its subject in fields; to stderr if the journal does not accept it."""
 
     def __init__(self, writer: Journal) -> None:
         super().__init__()
         self._journal = writer
-        # Time and level are fields there and not part of the text.
+        # The journal has fields for time and level.
         self.setFormatter(LineFormatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:  # noqa: D102
@@ -133,36 +133,36 @@ class JournalHandler(logging.Handler):
 
 
 def subject_extra(model: str, generation: int | None = None, child: str = "") -> dict[str, dict[str, str]]:
-    """Return `extra` of an event: what it is about, for who asks the journal."""
+    """Return `extra` of a log call: the model, generation and child that the event is about, as journal fields."""
     fields = {"MODEL": model, "GENERATION": "" if generation is None else str(generation), "CHILD": child}
     return fields_extra({name: value for name, value in fields.items() if value})
 
 
 def fields_extra(fields: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return `extra` of an event with these fields in the journal."""
+    """Return `extra` of a log call that gives the event these fields in the journal."""
     return {_FIELDS: {**fields}}
 
 
 def client_extra(client: str) -> dict[str, dict[str, str]]:
-    """Return `extra` of an event that a client has caused: a user, a host or a tenant; "" if it is not known which."""
+    """Return `extra` of an event that a client has caused: a user, a host or a tenant; "" if it is not known."""
     return {_FIELDS: {"CLIENT": client}}
 
 
 def client_of(record: logging.LogRecord) -> str | None:
-    """Return which client has caused an event, "" if that is not known; None if none has."""
+    """Return the client that has caused an event; "" if the client is not known, None if no client has caused it."""
     client: str | None = getattr(record, _FIELDS, {}).get("CLIENT")
     return client
 
 
 def subject_of(record: logging.LogRecord) -> tuple[str, int | None, str]:
-    """Return what an event is about: model, generation and child, as far as it is about one."""
+    """Return model, generation and child of an event; "" or None for each that the event does not have."""
     fields = getattr(record, _FIELDS, {})
     generation = fields.get("GENERATION")
     return fields.get("MODEL", ""), None if generation is None else int(generation), fields.get("CHILD", "")
 
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Log what nobody has caught: Python would print it without a priority."""
+    """Log an uncaught exception: Python would print it without a priority."""
     _log.critical("weightd fails", exc_info=(kind, error, trace))
 
 

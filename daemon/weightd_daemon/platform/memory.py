@@ -1,4 +1,4 @@
-"""What processes and page stores take of the host's memory, as the kernel counts it."""
+"""Memory of processes and files, as the kernel counts it, and of the host."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MIB = 1024 * 1024
 
 
 class ProcessMemory(NamedTuple):
-    """What a process takes of memory, in bytes.
+    """Memory of a process, in bytes.
 
     Attributes:
-        pss_bytes: its proportional set size: its own pages, and its share of pages that it shares.
-        private_bytes: the pages that no other process has: what its end would give back.
-        anonymous_bytes: the pages that are no file's, whoever else has them, too: what it would have alone if nothing
-            were forked.
+        pss_bytes: the proportional set size: the process's own pages, and its share of shared pages.
+        private_bytes: pages that no other process has: the exit of the process would free them.
+        anonymous_bytes: pages that belong to no file, even if they are shared: the memory that the process would need
+            if it had not been forked.
     """
 
     pss_bytes: int
@@ -29,7 +29,7 @@ class ProcessMemory(NamedTuple):
 
 
 def read_process_memory(pid: int) -> ProcessMemory | None:
-    """Return what the process takes; None when it is gone or not ours to look at."""
+    """Return the memory of a process; None if the process is gone or this user may not read it."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text("ascii").splitlines()[1:]
         sizes = {words[0]: int(words[1]) * 1024 for words in map(str.split, lines)}
@@ -39,7 +39,7 @@ def read_process_memory(pid: int) -> ProcessMemory | None:
 
 
 def host_memory_bytes() -> int:
-    """Return how much memory this process may hope for: the host's, or what its control group has of it."""
+    """Return the memory that this process can use at most: the host's memory, or the limit of its control group."""
     host = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     group = cgroup.memory()
     limits = [] if group is None else [each for each in (group.limit_bytes, group.high_bytes) if each is not None]
@@ -47,10 +47,10 @@ def host_memory_bytes() -> int:
 
 
 def free_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Return how much memory a new process could take now without anybody being pushed out; 0 where that is not known.
+    """Return how much memory a new process could take now without pushing others out; 0 if it is unknown.
 
     Args:
-        meminfo: what the kernel says of the host.
+        meminfo: the kernel's file with the memory figures of the host.
     """
     group = cgroup.free_bytes()
     try:
@@ -62,19 +62,19 @@ def free_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 
 def trim_heap() -> None:
-    """Give memory that was freed back to the kernel; takes a few milliseconds for each 50 MiB.
+    """Return freed memory to the kernel; takes a few milliseconds for each 50 MiB.
 
-    The allocator keeps it else, once it has had large frames. To have it map those each time (M_MMAP_THRESHOLD) makes
-    an echo of 8 MiB take three times as long.
+    After large frames, the allocator would otherwise keep the memory. The alternative, M_MMAP_THRESHOLD, maps large
+    blocks anew each time, and makes an echo of 8 MiB take three times as long.
     """
     if _malloc_trim is not None:
         _malloc_trim(0)
 
 
 def resident_bytes(path: Path) -> int | None:
-    """Return how much of the file is in memory (mincore(2)); 0 when it is gone.
+    """Return how many bytes of the file are in memory (mincore(2)); 0 if the file cannot be opened.
 
-    None when the kernel does not tell: a service manager may forbid the call.
+    Return None if the kernel does not report it: a service manager may forbid the system call.
     """
     try:
         with path.open("rb") as file:
@@ -85,7 +85,7 @@ def resident_bytes(path: Path) -> int | None:
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
-# Only glibc has it.
+# Only glibc has this function.
 _malloc_trim = getattr(_libc, "malloc_trim", None)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
@@ -95,7 +95,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def _count_resident_bytes(descriptor: int, size: int) -> int | None:
-    # Python's own mmap gives no address of a read-only mapping.
+    # Python's mmap does not expose the address of a read-only mapping.
     address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
     if address == _MAP_FAILED:
         return None

@@ -1,9 +1,10 @@
 """Starts processes from a thread that has no descriptors of clients.
 
-When a process runs a program, the kernel closes the descriptors that the program does not inherit. A client may have
-sent one whose close never ends, of a file system of its own: the new process would wait for that before it began, and
-so would a daemon that waited for it. A thread can have a table of descriptors of its own. The one here makes its table
-when the daemon starts, before there are clients, and only ever gets what a new process is to inherit.
+When a new process runs its program, the kernel first closes the descriptors that the program does not inherit. If a
+client has sent a descriptor of a file system that never answers, this close blocks, and with it the start of the
+process and a daemon that waits for the start. So the processes are started by a thread with a descriptor table that is
+not shared with the rest of the daemon. The thread makes its table when the daemon starts, before any client connects,
+and later receives only the descriptors that a new process inherits.
 """
 
 from __future__ import annotations
@@ -25,19 +26,20 @@ from typing import NamedTuple
 
 _log = logging.getLogger("weightd")
 
-# unshare(2), and close_range(2), which has one number on all architectures: container engines refuse the first one.
+# unshare(2), and close_range(2) as a substitute where a container engine refuses unshare(2). The number of close_range
+# is the same on all architectures.
 _CLONE_FILES = 0x400
 _CLOSE_RANGE, _CLOSE_RANGE_UNSHARE = 436, 2
 _MAX_DESCRIPTOR = 0xFFFFFFFF
 
 _STDERR = 2
 
-# What Python ignores a child would ignore, too.
+# Python ignores these signals, and a child would inherit that.
 _IGNORED_BY_PYTHON = (signal.SIGPIPE, signal.SIGXFSZ)
 
 
 class _Order(NamedTuple):
-    """A process to be started; its descriptors come over the socket."""
+    """Request to start a process; its descriptors are sent over the socket."""
 
     argv: Sequence[str]
     environment: Mapping[str, str]
@@ -46,7 +48,7 @@ class _Order(NamedTuple):
 
 
 class _Spawner:
-    """The thread, and this process's end of the socket that passes descriptors to it."""
+    """The spawner thread, and the daemon's end of the socket that passes descriptors to the thread."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -55,7 +57,8 @@ class _Spawner:
         self._results: SimpleQueue[int | BaseException] = SimpleQueue()
         self._socket, theirs = socket.socketpair()
         ours, number = self._socket.fileno(), theirs.detach()
-        # A handler of signals writes to a descriptor that the thread does not have.
+        # Python's signal handler writes to the wake-up descriptor, which the thread does not have: block all signals
+        # there.
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             with _gc_disabled():
@@ -103,16 +106,16 @@ class _Spawner:
                 self._results.put(error)
 
 
-# The one of this process; a process that it forks has no such thread.
+# The spawner of this process. A forked process inherits this list, but not the thread.
 _spawners: list[_Spawner] = []
 _start_lock = threading.Lock()
 
 
 def start_thread() -> None:
-    """Start the thread, unless this process has it: it should be there before there are clients.
+    """Start the thread, unless this process has it already; call this before clients connect.
 
     Raises:
-        OSError: there cannot be another thread, or no descriptors are left.
+        OSError: no thread can be started, or no descriptors are left.
     """
     with _start_lock:
         if not _spawners or _spawners[0].pid != os.getpid():
@@ -130,12 +133,12 @@ def spawn(
 
     Args:
         argv: the command.
-        environment: all of it.
-        descriptors: of this process; the new one has them as 0, 1 and so on, and no others.
-        start_new_session: whether it has a session of its own.
+        environment: the complete environment of the process.
+        descriptors: descriptors of this process; the new process gets them as 0, 1 and so on, and no others.
+        start_new_session: whether the process gets its own session.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the process cannot be started.
     """
     start_thread()
     return _spawners[0].spawn(_Order(argv, environment, len(descriptors), start_new_session), descriptors)
@@ -151,13 +154,14 @@ def _spawn(link: socket.socket, order: _Order) -> int:
         received.frombytes(content)
     try:
         if len(received) < order.descriptor_count:
-            # The kernel has dropped some.
+            # The kernel has dropped descriptors because this process may not have more.
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return os.posix_spawnp(
             order.argv[0],
             [*order.argv],
             order.environment,
-            # None is overwritten before it is copied: the kernel has given them in ascending order, past these numbers.
+            # No descriptor is overwritten before it is copied: the received numbers are ascending and above the
+            # targets.
             file_actions=[(os.POSIX_SPAWN_DUP2, each, number) for number, each in enumerate(received)],
             setsid=order.start_new_session,
             setsigmask=[signal.SIGINT],
@@ -169,9 +173,9 @@ def _spawn(link: socket.socket, order: _Order) -> int:
 
 
 def _unshare() -> None:
-    """Give this thread a table of descriptors of its own, a copy of that of the process."""
+    """Give this thread a private copy of the process's descriptor table."""
     libc = ctypes.CDLL(None, use_errno=True)
-    # Beyond all descriptors: nothing is closed.
+    # The range begins above all descriptors, so close_range closes nothing.
     nothing = ctypes.c_uint(_MAX_DESCRIPTOR)
     if libc.unshare(_CLONE_FILES) and libc.syscall(_CLOSE_RANGE, nothing, nothing, _CLOSE_RANGE_UNSHARE):
         number = ctypes.get_errno()
@@ -180,7 +184,7 @@ def _unshare() -> None:
 
 @contextlib.contextmanager
 def _gc_disabled() -> Generator[None, None, None]:
-    """Collect no garbage in the block: a file that the thread finalized would stay open in this process."""
+    """Disable garbage collection: a file finalized in the spawner thread would stay open in the rest of the process."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""Names the limit of the system behind an error: what the kernel refuses, how much it allows, and what raises it.
+"""Explanations of errors by the system limit behind them: the resource, the limit's value, and how to raise it.
 
-A process that cannot start a thread says so in its own words: Python's, libzmq's, an engine's. They name no limit.
+The errors themselves name no limit, as when Python, libzmq or an engine cannot start a thread.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _EAGAIN_TEXT = "Resource temporarily unavailable"
 
 
 class ResourceShortage(enum.Enum):
-    """What a process could not get."""
+    """Kind of resource that a process could not get."""
 
     TASKS = "a process or thread"
     FILES = "an open file"
@@ -27,7 +27,7 @@ class ResourceShortage(enum.Enum):
     MEMORY = "memory"
 
 
-# In this order: the text of the host's limit begins with that of the process's.
+# The order matters: the text for the host's limit begins with the text for the process's limit.
 _PATTERNS = {
     ResourceShortage.TASKS: re.compile(
         r"can't start new thread"
@@ -44,26 +44,26 @@ _PATTERNS = {
 
 
 def find_shortage(text: str) -> ResourceShortage | None:
-    """Return what is missing according to an error text or the end of a log; None if it is something else."""
+    """Return which resource is missing, by an error text or the end of a log; None if the cause is another one."""
     return next((what for what, sign in _PATTERNS.items() if sign.search(text)), None)
 
 
 def with_limit_hint(text: str, proc: Path = Path("/proc/self")) -> str:
-    """Return an error text, after the limit of the system that is its cause, if it shows one.
+    """Return an error text, preceded by the system limit that caused it if the text shows one.
 
     Args:
-        text: the error, or the end of the log of a child.
-        proc: the directory in /proc of this process; a child has the same limits.
+        text: the error, or the end of a child's log.
+        proc: the directory of this process in /proc; its children have the same limits.
     """
     kind = find_shortage(text)
     return text if kind is None else f"{_EXPLANATIONS[kind](proc)}; original error: {text}"
 
 
 def check_threads(count: int) -> None:
-    """Check that this process may have so many threads more. libzmq aborts the process if it cannot start its own.
+    """Check that this process may start `count` more threads: libzmq aborts the process if it cannot start its threads.
 
     Raises:
-        PathInUse: it may not; the text names the limit.
+        PathInUse: the threads cannot be started; the text names the limit.
     """
     stop = threading.Event()
     started: list[threading.Thread] = []
@@ -124,7 +124,7 @@ _EXPLANATIONS = {
 
 
 def _own_limit(name: str, number: int, remedy: str) -> dict[str, str]:
-    """Return the soft limit of this process, if it has one, and what raises it."""
+    """Return the soft limit of this process and how to raise it; an empty dictionary if there is no limit."""
     soft, _ = resource.getrlimit(number)
     return {} if soft == resource.RLIM_INFINITY else {f"{name} {soft}": remedy}
 
@@ -134,5 +134,5 @@ def _used_suffix(used: int | None) -> str:
 
 
 def _format_explanation(what: str, limits: Mapping[str, str]) -> str:
-    """Say what cannot be had; `limits` are those that may be the cause, each with what raises it."""
+    """Return a sentence with the missing resource, the limits that may be the cause, and how to raise each."""
     return f"{what} ({'; '.join(limits)}); raise {', '.join(limits.values())}"

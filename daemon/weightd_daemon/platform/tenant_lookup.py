@@ -1,4 +1,4 @@
-"""Which tenant a client belongs to, by its key, its user id and its groups. Pure: the tables of the configuration."""
+"""Mapping from a client's key, user id and group ids to its tenant, without I/O."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ class TenantCredentials(NamedTuple):
     """The identities that belong to a tenant.
 
     Attributes:
-        tenant: its name.
+        tenant: the name of the tenant.
         uids: user ids.
         gids: group ids.
         keys: public keys in Z85.
-        is_default: whether every client belongs to it that belongs to no other tenant.
+        is_default: whether every client that belongs to no other tenant belongs to this one.
     """
 
     tenant: str
@@ -30,7 +30,7 @@ class TenantLookup:
     """Finds the tenant of a client.
 
     Args:
-        members: of all tenants; none of their identities is in two tables.
+        members: the identities of all tenants; no identity belongs to two tenants.
     """
 
     def __init__(self, members: Iterable[TenantCredentials]) -> None:
@@ -46,16 +46,15 @@ class TenantLookup:
                 self._default = each.tenant
 
     def tenant_of(self, uid: int | None, gids: Sequence[int], key: str, default: str | None = None) -> str | None:
-        """Return the name of a client's tenant, None if it belongs to no tenant.
+        """Return the name of a client's tenant; None if it belongs to no tenant.
 
-        The key comes before the user id, and the user id before the groups, in the order in which the kernel names
-        them.
+        The key has priority over the user id, and the user id over the groups, which are checked in the kernel's order.
 
         Args:
-            uid: the user id; None where the kernel does not name it.
-            gids: the groups, likewise.
-            key: the public key in Z85; "" where the client has shown none.
-            default: the tenant of a client that is in no table, instead of the default tenant.
+            uid: the user id; None if the kernel does not report it.
+            gids: the group ids, in the order in which the kernel reports them.
+            key: the public key in Z85; "" if the client did not use one.
+            default: the tenant for a client that matches no identity, instead of the default tenant.
         """
         tenant = self._by_key.get(key)
         if tenant is not None or uid == OVERFLOW_ID:

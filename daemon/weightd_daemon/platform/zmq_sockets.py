@@ -1,4 +1,4 @@
-"""ROUTER sockets: how they are bound, and how messages are read from and written to them."""
+"""ROUTER sockets: creation, integration into the event loop, and message I/O."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _libc = ctypes.CDLL(None)
 
 
 def seed_routing_ids() -> None:
-    """Let nobody know which ones the next ROUTER socket will give.
+    """Make the routing ids of the next ROUTER socket unpredictable.
 
-    libzmq 4.3.5 counts them up from a number of rand(), which it never seeds, and aborts the process when one that it
-    gives is taken: by a peer that has announced it as its own.
+    libzmq 4.3.5 counts routing ids up from a value of rand(), which it never seeds. It aborts the process if a routing
+    id that it assigns is already taken by a peer that has announced the same id.
     """
     _libc.srand(int.from_bytes(os.urandom(4), "little"))
 
@@ -31,21 +31,21 @@ def seed_routing_ids() -> None:
 # A wake-up reads at most this many messages, so that one busy socket cannot starve the other.
 RECEIVE_BATCH_SIZE = 64
 
-# Plain integers: pyzmq's own are slower.
+# Plain integers, because pyzmq's enumerations are slower.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 
 # Only this user may connect.
 PRIVATE_UMASK = 0o177
 
-# The last answers of a daemon that stops get this long to leave.
+# How long a stopping daemon waits for its last messages to be sent.
 LINGER_MS = 1000
 
-# How the library writes what the kernel says of a unix peer. A TCP peer's address has other parts between its colons.
+# The format in which libzmq reports the credentials of a unix peer. The address of a TCP peer does not match it.
 _UNIX_PEER = re.compile(r"localhost:(?P<uid>[0-9]{1,10}):(?P<gid>[0-9]{1,10}):(?P<pid>[0-9]{1,10})")
 
 
 class ReceivedMessage(NamedTuple):
-    """A message: who sent it, the header and the tensor frames, and the peer's pid where the kernel told it."""
+    """A message: the sender's routing id, the header and tensor frames, and the identity frame for `peer_pid`."""
 
     peer: bytes
     frames: Sequence[Any]
@@ -53,7 +53,7 @@ class ReceivedMessage(NamedTuple):
 
 
 def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
-    """Return a ROUTER socket bound to `address`, to which processes of this user can connect.
+    """Return a ROUTER socket bound to `address`, to which only processes of this user can connect.
 
     Raises:
         PathInUse: the address cannot be bound.
@@ -62,9 +62,9 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.So
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, LINGER_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
-    # A peer that is gone is an error here, not a silent drop.
+    # Sending to a peer that is gone raises an error instead of dropping the message.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    # The permissions of a unix socket are what the umask leaves: they are right from its first moment.
+    # The kernel applies the umask when it creates the socket, so its permissions are right from the first moment.
     old_umask = os.umask(PRIVATE_UMASK)
     try:
         socket.bind(address)
@@ -77,11 +77,11 @@ def bind_router(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.So
 
 
 def watch_socket(loop: EventLoop, socket: zmq.Socket[bytes], handler: Callable[[], object]) -> Callable[[], None]:
-    """Have a loop call `handler` whenever a socket is readable.
+    """Have a loop call `handler` whenever a socket is readable; return a function that schedules another check.
 
-    The descriptor of a ZeroMQ socket reports once that a message has come, and whoever uses the socket next may take
-    the report. To ask the socket takes longer than to wait for all others, so the loop does not ask it in each turn:
-    whoever has used the socket outside of the handler calls what is returned.
+    The descriptor of a ZeroMQ socket reports a new message once, and the next use of the socket may consume the report.
+    Checking the socket itself takes longer than waiting for all other descriptors, so the loop does not check it in
+    each turn: code that uses the socket outside of the handler calls the returned function afterwards.
     """
 
     def check_readable() -> None:
@@ -96,24 +96,24 @@ def watch_socket(loop: EventLoop, socket: zmq.Socket[bytes], handler: Callable[[
 
 
 def receive_batch(socket: zmq.Socket[bytes]) -> Iterator[ReceivedMessage]:
-    """Yield the messages that wait, at most a batch. Large tensor frames are not copied."""
+    """Yield the waiting messages, at most a batch. Large tensor frames are not copied."""
     for _ in range(RECEIVE_BATCH_SIZE):
         try:
             identity, *frames = zmq_io.receive(socket, zmq_io.NOBLOCK)
         except zmq.Again:
             return
         yield ReceivedMessage(identity.bytes, [zmq_io.frame_content(frame) for frame in frames], identity)
-        # Cheaper than the exception of a read that finds nothing.
+        # This check is cheaper than the exception of a read that finds no message.
         if not int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return
 
 
 def send(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> bool:
-    """Send without waiting; return whether the peer could be reached. Large frames pass on uncopied."""
+    """Send without waiting; return whether the message was accepted. Large frames are not copied."""
     try:
         zmq_io.send(socket, [peer, *frames], zmq_io.NOBLOCK)
     except zmq.ZMQError as error:
-        # There is no such peer, or a thousand messages wait for it.
+        # The peer is not connected, or a thousand messages are queued for it.
         if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
             raise
         return False
@@ -121,10 +121,10 @@ def send(socket: zmq.Socket[bytes], peer: bytes, frames: Sequence[Any]) -> bool:
 
 
 def peer_pid(identity: zmq.Frame) -> int | None:
-    """Return the pid of the process behind a unix socket, by the first frame of its message; None over TCP.
+    """Return the pid of the process behind a unix socket, from the first frame of its message; None over TCP.
 
-    The library was told by the kernel (SO_PEERCRED), some moments after it has accepted the connection: where that had
-    ended by then, this may be what the peer says of itself.
+    libzmq reads the pid from the kernel (SO_PEERCRED) some moments after it has accepted the connection. If the
+    connection has ended by then, the value may be what the peer claims.
     """
     try:
         peer = _UNIX_PEER.fullmatch(str(identity.get("Peer-Address")))
