@@ -1,4 +1,4 @@
-"""Ask a weightd daemon for inference.
+"""Python client for weightd, a daemon for model inference.
 
 ::
 
@@ -7,9 +7,9 @@
     with Client() as client:
         outputs = client.infer("digits", {"image": images})
 
-`AsyncClient` is the same for asyncio. The library for other people's programs, and nothing else: it imports
-`weightd_common` and `weightd_protocol`, numpy, pyzmq and msgpack, and runs on Python 3.7. What is not exported here is
-not for them.
+`AsyncClient` has the same methods for asyncio. The public API consists of the names in `__all__`; everything else is
+internal. The package needs Python 3.7 or later and depends only on `weightd_common`, `weightd_protocol`, numpy, pyzmq
+and msgpack.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ __version__ = VERSION
 
 
 def __getattr__(name: str) -> Any:
-    """Import asyncio, which takes time and memory, for those who use it."""
+    """Import the asyncio client on first use: asyncio takes time and memory to import."""
     if name in ("AsyncClient", "WrongLoop"):
         from weightd import aio, aio_transport  # noqa: PLC0415
 

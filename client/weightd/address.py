@@ -1,4 +1,4 @@
-"""Addresses of daemons: how each can be reached, whether a daemon could be there at all, and the CURVE keys for TCP."""
+"""Daemon addresses, connecting to unix sockets, and the CURVE keys for TCP."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ EXPECTED_FORMS = f"/PATH, unix:///PATH, ipc:///PATH or {endpoints.TCP_ADDRESS_FO
 
 
 class Address(NamedTuple):
-    """Where a daemon is looked for.
+    """Parsed address of a daemon.
 
     Attributes:
-        text: the address, as it was given.
-        unix_path: the path of its unix socket, "" where it is not to be used.
-        zmq_address: the address of its ZeroMQ socket, "" where it is not to be used.
+        text: the address as given.
+        unix_path: the path of the unix socket; "" if it must not be used.
+        zmq_address: the ZeroMQ address; "" if ZeroMQ must not be used.
     """
 
     text: str
@@ -43,7 +43,7 @@ class NoDaemon(Unavailable):
 
     Args:
         path: the path of the socket.
-        reason: what was found there.
+        reason: why the path has no listener.
     """
 
     def __init__(self, path: str, reason: str) -> None:
@@ -53,16 +53,16 @@ class NoDaemon(Unavailable):
 
 
 def no_daemon_error(failures: Sequence[NoDaemon]) -> Unavailable:
-    """Return the error of a client that has tried several addresses; it names all of them."""
+    """Return the error of a client that has tried several addresses. The text lists all of them."""
     tried = ", and none ".join(f"at {each.path}: {each.reason}" for each in failures)
     return Unavailable(f"no daemon {tried}; {_START_HINT}")
 
 
 def parse_address(address: str) -> Address:
-    """Return the ways to a daemon: without a scheme, all that there are.
+    """Parse an address. Without a scheme, it stands for both transports.
 
     Raises:
-        InvalidArgument: it is no address.
+        InvalidArgument: `address` is not a valid address.
     """
     try:
         os.fsencode(address)
@@ -81,10 +81,10 @@ def parse_address(address: str) -> Address:
 
 
 def default_addresses() -> List[str]:
-    """Return where a client that was given no address looks for a daemon; the first address with a listener counts.
+    """Return the addresses that a client tries if none was given. The first one with a listener is used.
 
-    That is $WEIGHTD_SOCKET alone if it is set, else this user's own daemon and then the system's. Whether a socket file
-    exists says nothing: a daemon that was killed leaves its file behind.
+    This is $WEIGHTD_SOCKET alone if it is set, otherwise the address of this user's daemon and then of the system's.
+    Whether a socket file exists does not matter: a killed daemon leaves its file behind.
     """
     configured = os.environ.get("WEIGHTD_SOCKET")
     if configured:
@@ -97,7 +97,7 @@ def default_addresses() -> List[str]:
 
 
 def _is_owned_by_other_user(directory: str) -> bool:
-    """Whether it is another user's: anyone may make a directory in /tmp, and wait there for our tensors."""
+    """Return whether the directory belongs to another user: anyone can create it in /tmp and receive our tensors."""
     try:
         return os.lstat(directory).st_uid not in (os.getuid(), 0)
     except OSError:
@@ -105,14 +105,14 @@ def _is_owned_by_other_user(directory: str) -> bool:
 
 
 def ipc_path(address: str) -> str:
-    """Return the path of an ipc:// address, "" for any other."""
+    """Return the path of an ipc:// address, or "" for any other address."""
     return address[len(_IPC_SCHEME) :] if address.startswith(_IPC_SCHEME) else ""
 
 
 def check_reachable(address: str) -> None:
-    """Raise what a connection of ZeroMQ to `address` would meet, where that can be known at once.
+    """Raise the error that a ZeroMQ connection to an ipc:// address would run into, if it can be known at once.
 
-    libzmq connects in the background and tries again for ever: without this, a wrong path or a missing permission
+    libzmq connects in the background and retries forever: without this check, a wrong path or a missing permission
     would look like a slow daemon.
 
     Raises:
@@ -125,10 +125,10 @@ def check_reachable(address: str) -> None:
 
 
 def new_unix_socket() -> socket.socket:
-    """Return a unix socket that does not block.
+    """Return a non-blocking unix socket.
 
     Raises:
-        Unavailable: there is no descriptor left.
+        Unavailable: no socket can be created, for example because no file descriptor is left.
     """
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -139,13 +139,13 @@ def new_unix_socket() -> socket.socket:
 
 
 def connect_unix(connection: socket.socket, path: str) -> bool:
-    """Connect a unix socket that does not block; return False where the daemon's backlog is full: it is there.
+    """Connect a non-blocking unix socket. Return False if the backlog is full, which means that a daemon listens.
 
     Raises:
-        InvalidArgument: it is no path of a socket of weightd.
+        InvalidArgument: the path is too long, or is not the path of a stream socket.
         PermissionDenied: this user may not connect.
-        NoDaemon: no process listens there.
-        Unavailable: the system refuses the connection for another reason.
+        NoDaemon: no process listens at the path.
+        Unavailable: the kernel refuses the connection for another reason.
     """
     size = len(os.fsencode(path))
     if size > limits.MAX_IPC_PATH_BYTES:
@@ -176,11 +176,11 @@ def _connect_error(error: OSError, path: str) -> RequestError:
 
 
 def _is_not_socket(path: str) -> bool:
-    """Whether something is there that is no socket."""
+    """Return whether the path exists and is not a socket."""
     try:
         return not stat.S_ISSOCK(Path(path).stat().st_mode)
     except FileNotFoundError:
-        return False  # It was a moment ago: a daemon that starts takes the socket of the one before away.
+        return False  # The socket existed a moment ago: a starting daemon removes the one of its predecessor.
     except OSError:
         return True
 
@@ -191,30 +191,30 @@ KeyFile = Union[str, "os.PathLike[str]"]
 
 
 class CurveKeys(NamedTuple):
-    """The keys of a connection, in Z85.
+    """CURVE keys of a connection, in Z85 encoding.
 
     Attributes:
-        server_key: the public one of the daemon's listener.
-        secret_key: the client's own.
+        server_key: the public key of the daemon's listener.
+        secret_key: the client's secret key.
     """
 
     server_key: str
     secret_key: str
 
     def __repr__(self) -> str:
-        """Return what may be shown."""
+        """Return a text without the secret key."""
         return f"Curve(server={self.server_key!r})"
 
 
 def read_keys(key: Optional[KeyFile], server_key: Optional[KeyFile]) -> Optional[CurveKeys]:
-    """Return the keys in the files, None where none are given.
+    """Return the keys from the files, or None if no file is given.
 
     Args:
         key: the file with the client's secret key, as `weightctl keygen` writes it.
         server_key: the file with the public key of the daemon's listener.
 
     Raises:
-        InvalidArgument: one is given without the other, or a file has no such key, or must not be used.
+        InvalidArgument: only one file is given, or a file contains no such key or is not safe to use.
     """
     if key is None and server_key is None:
         return None

@@ -1,4 +1,4 @@
-"""Checks of what callers pass. Each error names the argument, what was expected and what was received."""
+"""Validation of arguments. Each error names the argument, the expected value and the received value."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from weightd_protocol.schema import describe_value
 
 
 def parse_seconds(name: str, value: Any, max_seconds: float) -> float:
-    """Return a number of seconds, of any type of real number, as a float.
+    """Return a number of seconds, of any real type, as a float.
 
     Raises:
-        InvalidArgument: `value` is not a number, or not more than 0 and at most `max_seconds`. A truth value is not a
-            number.
+        InvalidArgument: `value` is not a number, or is not in the range 0 < value <= `max_seconds`. Booleans are not
+            numbers.
     """
     number = _to_float(value)
     if not 0 < number <= max_seconds:
@@ -30,7 +30,7 @@ def parse_seconds(name: str, value: Any, max_seconds: float) -> float:
 
 
 def _to_float(value: Any) -> float:
-    """Return a real number as a float, NaN for anything else."""
+    """Return a real number as a float, or NaN for any other value."""
     if isinstance(value, bool) or not isinstance(value, (Real, Decimal)):
         return math.nan
     try:
@@ -40,10 +40,10 @@ def _to_float(value: Any) -> float:
 
 
 def parse_text(name: str, value: Any) -> str:
-    """Return a text as a plain `str`: an instance of a subclass, as numpy's, may not equal what it looks like.
+    """Return a string as a plain `str`. An instance of a subclass, such as numpy's, may compare unlike its text.
 
     Raises:
-        InvalidArgument: `value` is not a text.
+        InvalidArgument: `value` is not a string.
     """
     if not isinstance(value, str):
         raise InvalidArgument(f"{name}: expected text, got {describe_value(value)}")
@@ -51,10 +51,10 @@ def parse_text(name: str, value: Any) -> str:
 
 
 def parse_name(argument: str, value: Any) -> str:
-    """Return a text that is a name on the wire.
+    """Return a string that is a valid name in the protocol.
 
     Raises:
-        InvalidArgument: `value` is not a text, or is empty, or is too long, or UTF-8 cannot encode it.
+        InvalidArgument: `value` is not a string, is empty or too long, or cannot be encoded as UTF-8.
     """
     checked = parse_text(argument, value)
     if not 0 < len(checked.encode("utf-8", "replace")) <= limits.MAX_NAME_BYTES or not is_utf8(checked):
@@ -65,7 +65,7 @@ def parse_name(argument: str, value: Any) -> str:
 
 
 def is_utf8(value: str) -> bool:
-    """Whether UTF-8 can encode a text: it cannot if there is half of a surrogate pair in it."""
+    """Return whether a string can be encoded as UTF-8. A lone surrogate cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -74,10 +74,10 @@ def is_utf8(value: str) -> bool:
 
 
 def parse_names(name: str, value: Any) -> Tuple[str, ...]:
-    """Return a collection of texts, such as a list, as a tuple.
+    """Return a collection of strings, such as a list, as a tuple.
 
     Raises:
-        InvalidArgument: `value` is not a collection, or an item is not a text.
+        InvalidArgument: `value` is not a collection, or an item is not a string.
     """
     items = (
         _list_items(value) if issubclass(type(value), abc.Collection) and not isinstance(value, (str, bytes)) else None
@@ -91,7 +91,7 @@ def check_mapping(name: str, value: Any) -> None:
     """Check that a value is a mapping.
 
     Raises:
-        InvalidArgument: it is not.
+        InvalidArgument: `value` is not a mapping.
     """
     if not isinstance(value, abc.Mapping):
         raise InvalidArgument(
@@ -100,7 +100,7 @@ def check_mapping(name: str, value: Any) -> None:
 
 
 def parse_shape(name: str, value: Any) -> Tuple[int, ...]:
-    """Return the shape of an array: a size, or a sequence of sizes, as numpy takes it.
+    """Return the shape of an array from a size or a sequence of sizes, as numpy accepts it.
 
     Raises:
         InvalidArgument: `value` is neither, or a size is negative.
@@ -114,14 +114,14 @@ def parse_shape(name: str, value: Any) -> Tuple[int, ...]:
 def _parse_sizes(value: Any) -> Optional[Tuple[int, ...]]:
     sizes = _list_items(value) if isinstance(value, abc.Iterable) else [value]
     try:
-        # The index of True is True, which numpy does not take.
+        # `operator.index` returns True for True, which numpy rejects as a size.
         return None if sizes is None else tuple([int(operator.index(size)) for size in sizes])
     except TypeError:
         return None
 
 
 def _list_items(value: Any) -> Optional[List[Any]]:
-    """Return the items of a collection; None where there are none, as in an array of numpy without dimensions."""
+    """Return the items of a collection, or None if it cannot be iterated, such as a numpy array without dimensions."""
     try:
         return [*value]
     except TypeError:

@@ -1,4 +1,4 @@
-"""The blocking client."""
+"""Blocking client of a weightd daemon."""
 
 from __future__ import annotations
 
@@ -52,30 +52,31 @@ T = TypeVar("T")
 
 
 class Client(Uncopied):
-    """Asks a weightd daemon for inference.
+    """Blocking client of a weightd daemon.
 
-    It may be used by several threads, which wait beside one another; not by a forked process, where it is a
-    `WrongProcess` error. It cannot be copied or pickled. Use it as a context manager, or `close` it. If the connection
-    is lost, whatever is under way ends at once in `Unavailable`, and the next call connects again.
+    Threads may share a client; their calls run concurrently. A client cannot be copied or pickled. In a forked process
+    its methods raise `WrongProcess`. Use it as a context manager, or call `close`. If the connection is lost, all calls
+    in progress fail with `Unavailable`, and the next call connects again.
 
     Args:
-        address: where the daemon listens: /PATH, for its unix socket or, where that cannot be used, ZeroMQ;
-            unix:///PATH for its unix socket only; ipc:///PATH or tcp://HOST:PORT for ZeroMQ only.
-            Default: $WEIGHTD_SOCKET, or the default address of this user's daemon or of the system's, the first at
-            which a daemon listens.
-        timeout: seconds that a call waits unless it says otherwise; at most one hour.
-        tenant: for whom it asks, where that is another than its own: the daemon knows for whom it may (`acts_for`).
-        key: the file with its secret key, for a listener with CURVE: `weightctl keygen` writes it.
+        address: the daemon's address. /PATH uses the daemon's unix socket, or ZeroMQ if the unix socket cannot be used;
+            unix:///PATH uses the unix socket only; ipc:///PATH and tcp://HOST:PORT use ZeroMQ only. Default:
+            $WEIGHTD_SOCKET or, if it is not set, the first default address at which a daemon listens: this user's, then
+            the system's.
+        timeout: the default timeout of a call in seconds, at most one hour.
+        tenant: the tenant on whose behalf requests are sent, if it is not the client's own. The daemon's configuration
+            must allow that (`acts_for`).
+        key: the file with the client's secret key, for a tcp:// listener with CURVE. `weightctl keygen` creates it.
         server_key: the file with the public key of that listener.
-        retry: how calls are made again that ended in what may pass; without it, none is. An `update` never is, nor
-            what is sent by `submit` or with `out`.
+        retry: the retry policy for calls that fail with a transient error; None disables retries. `update`, `submit`
+            and calls with `out` are never retried.
 
     Raises:
-        InvalidArgument: an argument is not what it has to be, or a key cannot be used.
-        Unauthenticated: no tenant has this key, or the listener has another.
+        InvalidArgument: an argument is invalid, or a key file cannot be used.
+        Unauthenticated: no tenant has this key, or `server_key` is not the listener's key.
         PermissionDenied: this user may not connect.
-        Unavailable: no process listens there.
-        DeadlineExceeded: somebody listens there and does not answer.
+        Unavailable: no process listens at the address.
+        DeadlineExceeded: a process listens at the address but does not answer within `timeout`.
     """
 
     def __init__(
@@ -96,27 +97,29 @@ class Client(Uncopied):
 
     @property
     def address(self) -> str:
-        """Where the daemon is looked for, as it was asked for."""
+        """The daemon's address in the form in which it was configured."""
         return self._session.address.text
 
     @property
     def transport(self) -> str:
-        """How it is, or was last, connected: "unix" or "zmq"."""
+        """Transport of the current or last connection: "unix" or "zmq"."""
         return self._session.connection.transport
 
     @property
     def timeout(self) -> float:
-        """Seconds that a call waits unless it says otherwise."""
+        """Default timeout of a call in seconds."""
         return self._session.timeout
 
     def empty(self, shape: Union[int, Sequence[int]], dtype: Any) -> Any:
-        """Return a new numpy array of any content, in memory that the daemon's workers see.
+        """Return an uninitialized numpy array in memory shared with the daemon's workers.
 
-        An input or an `out` there is not copied on its way. It is an array like any other, and stays one when the
-        client is closed; a process that is forked sees what is written to it later.
+        Over a unix socket, an input or `out` array in this memory is not copied on its way. The array behaves like any
+        other and stays valid after the client is closed. Parent and forked child share the memory: each sees what the
+        other writes. If shared memory is exhausted, or the dtype is not boolean, integer or floating-point, the array
+        is in ordinary memory.
 
         Raises:
-            InvalidArgument: there is no such shape or dtype.
+            InvalidArgument: the shape or the dtype is invalid.
         """
         return self._core.shm_tensors.arena.empty(shape, dtype)
 
@@ -128,7 +131,7 @@ class Client(Uncopied):
         timeout: Optional[float] = None,
         priority: Optional[int] = None,
     ) -> Model:
-        """Return a model as a function, of which each call is one of `infer` with these arguments. Asks nobody."""
+        """Return a callable for one model. Each call runs `infer` with these arguments. This method sends nothing."""
         options: Dict[str, Any] = {"outputs": outputs, "timeout": timeout, "priority": priority}
         return Model(
             name,
@@ -152,30 +155,34 @@ class Client(Uncopied):
 
         Args:
             model: the model's name in the daemon's configuration.
-            inputs: an array for each input by its name, or an array alone where the model has one input; anything with
-                a datatype that `numpy.asarray` takes. Datatype, rank and fixed dimensions must be the model's (see
-                `metadata`): no array is converted. A scalar and an array of one element are interchangeable. Numbers,
-                and lists of numbers, become arrays of the model's datatype: each value as it is, or none. What the
-                model takes is asked for once, if that has to be known.
-            outputs: the names of those that are wanted; all where it is None.
-            out: numpy arrays to be filled with outputs, by name, of their dtype and shape. If the call does not end in
-                an answer, a worker may write there some time later.
-            timeout: seconds to wait; the client's where it is None. The daemon gives up then and says why; a client
-                that does not hear from it gives up a tenth of that time later, at most half a second.
-            priority: 1 is served first, and the highest number that the model's configuration allows last; 0 or None
-                is its default. What waits long goes first in the end, whatever its priority.
+            inputs: a mapping of input names to arrays, or one array if the model has a single input. Anything that
+                `numpy.asarray` accepts and that has a datatype counts as an array. Datatype, rank and fixed dimensions
+                must match the model's signature (see `metadata`): arrays are not converted. A scalar and an array of
+                one element are interchangeable. Numbers and lists of numbers become arrays of the model's datatype; a
+                value that does not fit this datatype is an error. For them the client requests the signature once and
+                caches it.
+            outputs: names of the outputs to return; None for all.
+            out: numpy arrays to fill with outputs, by output name. Dtype and shape must match the output. If the call
+                fails, a worker may still write to these arrays for some time.
+            timeout: seconds to wait; None for the client's default. After that time the daemon replies with the reason.
+                If the daemon does not reply, the client waits for another tenth of the timeout, at most half a second.
+            priority: 1 is served first; the largest allowed number is set in the model's configuration and is served
+                last. 0 or None selects the model's default. Waiting time outweighs priority: every request is served
+                eventually.
 
         Returns:
-            The outputs by name: those of `out`, and new numpy arrays, read-only.
+            The outputs by name: the arrays of `out` where given, otherwise new read-only numpy arrays.
 
         Raises:
-            RequestError: one subclass for each code of the wire, `DeadlineExceeded` among them. `Unavailable` also
-                where the connection is lost; the request may have been run then, and is not sent again without `retry`.
-            ProtocolError: one side broke the protocol: versions that do not fit.
-            WrongProcess, ClientClosed: the client must not be used here, or no longer.
+            RequestError: the request failed. There is one subclass for each error code of the protocol, such as
+                `DeadlineExceeded`. A lost connection raises `Unavailable`; the model may have run the request in that
+                case, and the client sends it again only with `retry`.
+            ProtocolError: one side violated the protocol, because the versions of client and daemon do not match.
+            WrongProcess: the client was created in another process.
+            ClientClosed: the client is closed.
         """
         if self._retry is not None and out is None:
-            # An `out`, be it an empty one, is for one attempt.
+            # The inner call must not retry as well; giving `out`, even an empty one, disables retries.
             infer_once = partial(self.infer, model, inputs, outputs=outputs, out={}, priority=priority)
             return self._with_retries(lambda left: infer_once(timeout=left), timeout)
         prepared, deadline, answer_deadline = self._prepare_infer(model, inputs, timeout, outputs, out, priority)
@@ -192,13 +199,14 @@ class Client(Uncopied):
         timeout: Optional[float] = None,
         priority: Optional[int] = None,
     ) -> Pending:
-        """Send a request without waiting; many may be under way at once.
+        """Send a request and return at once. Any number of requests may be in progress.
 
-        The arrays must not be changed before the answer has come: large ones are not copied.
-        Arguments and errors as for `infer`. What the model takes is waited for, where that has to be known.
+        Do not modify the input arrays until the response has arrived: the client does not copy large arrays. Arguments
+        and errors are as for `infer`. If the inputs contain numbers or lists and the model's signature is not cached,
+        the method waits for the signature.
         """
         prepared, deadline, answer_deadline = self._prepare_infer(model, inputs, timeout, outputs, out, priority)
-        # Who does not wait, does not read: what has come since the last call is not left to pile up.
+        # This method does not wait for responses, so it reads the ones that have arrived: they would accumulate.
         if self._core.calls:
             self._transport.read_available()
         call = self._transport.send(prepared, deadline)
@@ -218,21 +226,22 @@ class Client(Uncopied):
         timeout: Optional[float] = None,
         priority: Optional[int] = None,
     ) -> Generator[Dict[str, NDArray[Any]], None, None]:
-        """Run `model` on each of `inputs`, several at a time; give the outputs of each, in order.
+        """Run `model` on each of `inputs`, several at a time, and yield the outputs of each in order.
 
-        Inputs are taken as there is room for them, and before the outputs of earlier ones are asked for. However it
-        ends, be it by an error of a request or of `inputs`, or because it is closed, what is under way is taken back.
+        The generator takes the next input as soon as fewer than `in_flight` requests are pending, before the caller
+        asks for earlier outputs. When it ends (exhausted, closed, or by an error of a request or of `inputs`), it
+        cancels all pending requests.
 
         Args:
             model: the model's name.
-            inputs: for each request what `infer` takes.
-            in_flight: how many are taken at most whose outputs have not been given.
-            outputs: as for `infer`.
-            timeout: seconds for each request, from when it is sent.
-            priority: as for `infer`.
+            inputs: an iterable of inputs, each as in `infer`.
+            in_flight: the largest number of inputs taken whose outputs have not been yielded.
+            outputs: as in `infer`.
+            timeout: seconds for each request, counted from the moment it is sent.
+            priority: as in `infer`.
 
         Raises:
-            RequestError: as `infer`; `InvalidArgument` if these arguments are wrong, at once.
+            RequestError: as `infer`. `InvalidArgument` for one of these arguments is raised by the call itself.
         """
         check_map_arguments(inputs, in_flight, (abc.Iterable,))
         options: Dict[str, Any] = {"outputs": outputs, "timeout": timeout, "priority": priority}
@@ -240,11 +249,11 @@ class Client(Uncopied):
         return map_ordered(partial(submit, model, **options), inputs, in_flight)
 
     def ready(self, model: str = "", *, timeout: Optional[float] = None) -> ReadyResponse:
-        """Return whether a model can answer: a worker of it has done so within the watchdog's period. Never waits.
+        """Return whether a model can serve requests: a worker has responded within the watchdog's period. Never waits.
 
         Args:
-            model: the model's name; "" for all of them together.
-            timeout: seconds to wait for this answer.
+            model: the model's name; "" asks whether all models are ready.
+            timeout: seconds to wait for the daemon's reply.
 
         Raises:
             RequestError: as `infer`.
@@ -252,7 +261,7 @@ class Client(Uncopied):
         return self._query(queries.ready(model), timeout)
 
     def metadata(self, model: str, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
-        """Return what the model takes and gives. Waits while it loads.
+        """Return the signature of a model: its inputs and outputs. Waits while the model loads.
 
         Raises:
             RequestError: as `infer`.
@@ -268,7 +277,7 @@ class Client(Uncopied):
         return self._query(queries.SERVER, timeout)
 
     def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
-        """Return what the daemon is doing: models, generations, processes and their memory.
+        """Return the daemon's state: models, generations, processes and their memory.
 
         Raises:
             RequestError: as `infer`.
@@ -276,7 +285,7 @@ class Client(Uncopied):
         return self._query(queries.STATUS, timeout)
 
     def metrics(self, *, timeout: Optional[float] = None) -> MetricsResponse:
-        """Return what the daemon has counted, and how things stand; it is told at once, and costs little.
+        """Return the daemon's counters and gauges. The daemon replies immediately and at little cost.
 
         Raises:
             RequestError: as `infer`.
@@ -284,12 +293,14 @@ class Client(Uncopied):
         return self._query(queries.METRICS, timeout)
 
     def events(self, after: int = 0, model: str = "", *, timeout: Optional[float] = None) -> EventsResponse:
-        """Return what has happened after the event of this number, as much as fits: ask again after its `last`.
+        """Return the events with a number greater than `after`, as many as fit into one response.
+
+        To read the next ones, pass the response's `last` as `after`.
 
         Args:
-            after: 0 for all that the daemon still knows.
-            model: its name; "" for whatever has happened.
-            timeout: seconds to wait for this answer.
+            after: number of the last known event; 0 for all events that the daemon has kept.
+            model: only events of this model; "" for all events.
+            timeout: seconds to wait for the daemon's reply.
 
         Raises:
             RequestError: as `infer`.
@@ -297,13 +308,13 @@ class Client(Uncopied):
         return self._query(queries.events(after, model), timeout)
 
     def logs(self, model: str, process: str = "", *, lines: int = 100, timeout: Optional[float] = None) -> LogsResponse:
-        """Return the ends of what the processes of a model have written. Only who may operate is told.
+        """Return the last log lines of a model's processes. The caller needs the right to operate the daemon.
 
         Args:
             model: the model's name.
-            process: the name of one of them, as the status has it; "" for all.
-            lines: the most of each.
-            timeout: seconds to wait for this answer.
+            process: the name of one process as in `status`; "" for all.
+            lines: the maximum number of lines for each process.
+            timeout: seconds to wait for the daemon's reply.
 
         Raises:
             RequestError: as `infer`.
@@ -319,35 +330,37 @@ class Client(Uncopied):
         rollback: bool = False,
         timeout: Optional[float] = None,
     ) -> UpdateResponse:
-        """Have another model, or other weights, loaded beside what serves, and wait until it has taken over.
+        """Load another model file or other weights beside the serving version, and wait until the new version serves.
 
-        What goes wrong leaves everything as it was. Only the daemon's own user, and root, may do this.
+        If the update fails, the old version continues to serve. Allowed for the daemon's user, root and tenants with
+        the right to operate, and only over the daemon's unix socket.
 
         Args:
             model: the model's name.
-            path: of the new model file, absolute, on the daemon's host; "" keeps the present one.
-            weights: of an .npz file with arrays to load over the model's weights, absolute; "" for none.
-            rollback: go back to what served before the last update instead; what is given up so is not kept.
-            timeout: seconds to wait; after them `DeadlineExceeded`. The update itself goes on, see `status`.
+            path: absolute path of the new model file on the daemon's host; "" keeps the current one.
+            weights: absolute path of an .npz file with arrays that replace weights of the model; "" for none.
+            rollback: return to the version that served before the last update. The current version is discarded.
+            timeout: seconds to wait before `DeadlineExceeded` is raised. The update itself continues, see `status`.
 
         Raises:
-            RequestError: as `infer`; `Unavailable` and `FailedPrecondition` tell why the old model still serves, and
-                whether the same update may succeed later.
+            RequestError: as `infer`. `Unavailable` and `FailedPrecondition` give the reason why the old version still
+                serves; after `Unavailable` the same update may succeed later.
         """
         return self._query_once(queries.update(model, path, weights, rollback=rollback), timeout)
 
     def reload(self, *, timeout: Optional[float] = None) -> ReloadResponse:
-        """Have the daemon read its configuration file again; models that are new or changed load after the answer.
+        """Make the daemon read its configuration file again. New and changed models load after the reply.
 
-        Only the daemon's own user, and root, may do this.
+        Allowed for the daemon's user, root and tenants with the right to operate all models, and only over the daemon's
+        unix socket.
 
         Raises:
-            RequestError: as `infer`; `InvalidArgument` says what is wrong with the file, and nothing has changed.
+            RequestError: as `infer`. `InvalidArgument` lists the errors in the file; in this case nothing has changed.
         """
         return self._query(queries.RELOAD, timeout)
 
     def close(self) -> None:
-        """Close the connection. What is under way ends in `ClientClosed`. In a forked process it does nothing."""
+        """Close the connection. Calls in progress fail with `ClientClosed`. Has no effect in a forked process."""
         if not (self._session.is_forked_copy or self._session.closed):
             self._transport.close()
 
@@ -360,7 +373,7 @@ class Client(Uncopied):
     # --- within -------------------------------------------------------------------------------------------------
 
     def _resolve_timeout(self, timeout: Optional[float]) -> Tuple[float, float]:
-        """Return how many seconds a call may take, and how many more are left to the daemon to say that it has."""
+        """Return the timeout of a call, and the extra time in which the daemon may still report its expiry."""
         session = self._session
         if session.closed or session.is_forked_copy:
             raise session.unusable_error()
@@ -372,7 +385,7 @@ class Client(Uncopied):
     def _prepare_infer(
         self, model: str, inputs: Inputs, timeout: Optional[float], *options: Any
     ) -> Tuple[PreparedCall, float, float]:
-        """Return a request, until when to send it, and until when to wait for its answer."""
+        """Return a request, the deadline for sending it and the deadline for its response."""
         seconds, grace_s = self._resolve_timeout(timeout)
         deadline = monotonic() + seconds
         try:
@@ -387,8 +400,8 @@ class Client(Uncopied):
     def _to_typed_inputs(
         self, model: str, inputs: Inputs, deadline: float, grace_s: float
     ) -> Tuple[Dict[str, Any], float]:
-        """Return arrays by name, made of `inputs` by what the model takes, and the seconds that are left."""
-        # What is known is of this connection, which may be lost already.
+        """Return `inputs` as typed arrays by name according to the signature, and the seconds that remain."""
+        # The cached signature is valid only for this connection, which may be lost already.
         self._transport.read_available()
         typed_inputs = self._core.typed_inputs(model, inputs)
         if typed_inputs is None:
@@ -398,7 +411,7 @@ class Client(Uncopied):
                 metadata: ModelMetadataResponse = self._transport.wait(call, deadline + grace_s)
             except BaseException as error:
                 self._core.abort_metadata_call(prepared, error)
-                # Who reads may be one of those who wait for it.
+                # The reading thread may itself wait for this metadata call.
                 self._transport.wake_reader()
                 raise
             typed_inputs = to_typed_inputs(inputs, model, metadata.inputs)
@@ -407,7 +420,7 @@ class Client(Uncopied):
     def _submit_with_retries(
         self, retry: Retry, model: str, inputs: Inputs, *, timeout: Optional[float], **options: Any
     ) -> Pending:
-        """Begin a request that is sent again when its answer is waited for."""
+        """Send a request; `Pending.result` sends it again if it fails with a transient error."""
         attempts = Attempts(retry, self._resolve_timeout(timeout)[0])
         submit = partial(self.submit, model, inputs, **options)
         first = self._run_attempts(lambda left: submit(timeout=left), attempts)
@@ -431,7 +444,7 @@ class Client(Uncopied):
         return answer
 
     def _with_retries(self, attempt: Callable[[Optional[float]], T], timeout: Optional[float]) -> T:
-        """Return what `attempt` does within so many seconds, by further attempts where those may help."""
+        """Call `attempt`, and repeat it within the timeout while the retry policy allows."""
         if self._retry is None:
             return attempt(timeout)
         return self._run_attempts(attempt, Attempts(self._retry, self._resolve_timeout(timeout)[0]))
