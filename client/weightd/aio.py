@@ -1,4 +1,4 @@
-"""The client for asyncio. What it knows and sends is that of `ClientSession`, as for `Client`; `map` is here, too."""
+"""Asyncio client of a weightd daemon. It shares `ClientSession` with the blocking `Client`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     InputSeries = Union[Iterable[Inputs], AsyncIterable[Inputs]]
     InferCall = Callable[[Inputs], Coroutine[Any, Any, Any]]
-    # Requests under way in order and, when there will be no more, None.
+    # Started requests in input order; None marks the end.
     StartedRequests = asyncio.Queue[Optional[asyncio.Future[Any]]]
 
 R = TypeVar("R")
@@ -65,16 +65,16 @@ T = TypeVar("T")
 
 
 class AsyncClient(Uncopied):
-    """Asks a weightd daemon for inference, for asyncio.
+    """Asyncio client of a weightd daemon.
 
     ::
 
         async with AsyncClient() as client:
             outputs = await client.infer("digits", {"image": images})
 
-    As `Client`, with two differences: many tasks may await answers at once, so there is no `submit`; and it connects
-    when `async with` begins or the first call is made, with the errors that `Client` raises when it is made. A task
-    that is cancelled while it awaits `infer` takes the request back. An object is for one event loop.
+    It has the methods of `Client`, with two differences. There is no `submit`, because many tasks may await responses
+    at once. And the client connects at `async with` or at the first call, which raises the errors that `Client` raises
+    when it is created. Cancelling a task that awaits `infer` cancels the request. A client belongs to one event loop.
 
     Args:
         address: as `Client`.
@@ -85,7 +85,7 @@ class AsyncClient(Uncopied):
         retry: as `Client`.
 
     Raises:
-        InvalidArgument: an argument is not what it has to be, or a key cannot be used.
+        InvalidArgument: an argument is invalid, or a key file cannot be used.
     """
 
     def __init__(
@@ -105,21 +105,21 @@ class AsyncClient(Uncopied):
 
     @property
     def address(self) -> str:
-        """Where the daemon is looked for, as it was asked for."""
+        """The daemon's address in the form in which it was configured."""
         return self._session.address.text
 
     @property
     def transport(self) -> str:
-        """How it is, or was last, connected: "unix" or "zmq"; "" before it was."""
+        """Transport of the current or last connection: "unix" or "zmq"; "" before the first connection."""
         return self._session.connection.transport
 
     @property
     def timeout(self) -> float:
-        """Seconds that a call waits unless it says otherwise."""
+        """Default timeout of a call in seconds."""
         return self._session.timeout
 
     def empty(self, shape: Union[int, Sequence[int]], dtype: Any) -> Any:
-        """Return a new numpy array of any content, in memory that the daemon's workers see: as `Client.empty`."""
+        """Return an uninitialized numpy array in shared memory: as `Client.empty`."""
         return self._core.shm_tensors.arena.empty(shape, dtype)
 
     def model(
@@ -130,7 +130,7 @@ class AsyncClient(Uncopied):
         timeout: Optional[float] = None,
         priority: Optional[int] = None,
     ) -> AsyncModel:
-        """Return a model as a function, whose calls are awaited: as `Client.model`."""
+        """Return a callable for one model, whose calls are awaited: as `Client.model`."""
         options: Dict[str, Any] = {"outputs": outputs, "timeout": timeout, "priority": priority}
         return AsyncModel(
             name,
@@ -151,10 +151,10 @@ class AsyncClient(Uncopied):
     ) -> Dict[str, NDArray[Any]]:
         """Run `model` on `inputs` and return its outputs: as `Client.infer`.
 
-        The arrays must not be changed before the answer has come: large ones are not copied.
+        Do not modify the input arrays until the response has arrived: the client does not copy large arrays.
         """
         if self._retry is not None and out is None:
-            # An `out`, be it an empty one, is for one attempt.
+            # The inner call must not retry as well; giving `out`, even an empty one, disables retries.
             infer_once = partial(self.infer, model, inputs, outputs=outputs, out={}, priority=priority)
             return await self._with_retries(lambda left: infer_once(timeout=left), timeout)
         seconds, grace_s = self._resolve_timeout(timeout)
@@ -179,20 +179,20 @@ class AsyncClient(Uncopied):
         timeout: Optional[float] = None,
         priority: Optional[int] = None,
     ) -> AsyncGenerator[Dict[str, NDArray[Any]], None]:
-        """Run `model` on each of `inputs`, several at a time; give the outputs of each, in order: as `Client.map`.
+        """Run `model` on each of `inputs`, several at a time, and yield the outputs of each in order: as `Client.map`.
 
-        Inputs are waited for beside the outputs, so that one may depend on outputs of an earlier one.
+        The generator awaits inputs and outputs concurrently, so an input may depend on the outputs of an earlier one.
         """
         check_map_arguments(inputs, in_flight, (abc.Iterable, abc.AsyncIterable))
         options: Dict[str, Any] = {"outputs": outputs, "timeout": timeout, "priority": priority}
         return map_ordered(partial(self.infer, model, **options), inputs, in_flight)
 
     async def ready(self, model: str = "", *, timeout: Optional[float] = None) -> ReadyResponse:
-        """Return whether a model can answer: as `Client.ready`."""
+        """Return whether a model can serve requests: as `Client.ready`."""
         return await self._query(queries.ready(model), timeout)
 
     async def metadata(self, model: str, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
-        """Return what the model takes and gives: as `Client.metadata`."""
+        """Return the signature of a model: as `Client.metadata`."""
         return await self._query(queries.metadata(model), timeout)
 
     async def server(self, *, timeout: Optional[float] = None) -> ServerMetadataResponse:
@@ -200,21 +200,21 @@ class AsyncClient(Uncopied):
         return await self._query(queries.SERVER, timeout)
 
     async def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
-        """Return what the daemon is doing: as `Client.status`."""
+        """Return the daemon's state: as `Client.status`."""
         return await self._query(queries.STATUS, timeout)
 
     async def metrics(self, *, timeout: Optional[float] = None) -> MetricsResponse:
-        """Return what the daemon has counted: as `Client.metrics`."""
+        """Return the daemon's counters and gauges: as `Client.metrics`."""
         return await self._query(queries.METRICS, timeout)
 
     async def events(self, after: int = 0, model: str = "", *, timeout: Optional[float] = None) -> EventsResponse:
-        """Return what has happened after the event of this number, as much as fits: as `Client.events`."""
+        """Return the events with a number greater than `after`, as many as fit: as `Client.events`."""
         return await self._query(queries.events(after, model), timeout)
 
     async def logs(
         self, model: str, process: str = "", *, lines: int = 100, timeout: Optional[float] = None
     ) -> LogsResponse:
-        """Return the ends of what the processes of a model have written: as `Client.logs`."""
+        """Return the last log lines of a model's processes: as `Client.logs`."""
         return await self._query(queries.logs(model, process, lines), timeout)
 
     async def update(
@@ -226,15 +226,15 @@ class AsyncClient(Uncopied):
         rollback: bool = False,
         timeout: Optional[float] = None,
     ) -> UpdateResponse:
-        """Have another model, or other weights, loaded beside what serves: as `Client.update`."""
+        """Load another model file or other weights beside the serving version: as `Client.update`."""
         return await self._query_once(queries.update(model, path, weights, rollback=rollback), timeout)
 
     async def reload(self, *, timeout: Optional[float] = None) -> ReloadResponse:
-        """Have the daemon read its configuration file again: as `Client.reload`."""
+        """Make the daemon read its configuration file again: as `Client.reload`."""
         return await self._query(queries.RELOAD, timeout)
 
     async def close(self) -> None:
-        """Close the connection. What is under way ends in `ClientClosed`. In a forked process it does nothing."""
+        """Close the connection. Calls in progress fail with `ClientClosed`. Has no effect in a forked process."""
         if not (self._session.is_forked_copy or self._session.closed):
             self._transport.close()
 
@@ -248,7 +248,7 @@ class AsyncClient(Uncopied):
     # --- within -------------------------------------------------------------------------------------------------
 
     def _resolve_timeout(self, timeout: Optional[float]) -> Tuple[float, float]:
-        """Return what `ClientSession.resolve_timeout` does, if the client may be used."""
+        """Return the timeout and grace period of a call, after checking that the client may be used here."""
         self._session.check_usable()
         self._transport.running_loop()
         return self._session.resolve_timeout(timeout)
@@ -269,7 +269,7 @@ class AsyncClient(Uncopied):
     async def _to_typed_inputs(
         self, model: str, inputs: Inputs, deadline: float, grace_s: float
     ) -> Tuple[Dict[str, Any], float]:
-        """Return arrays by name, made of `inputs` by what the model takes, and the seconds that are left."""
+        """Return `inputs` as typed arrays by name according to the signature, and the seconds that remain."""
         typed_inputs = self._core.typed_inputs(model, inputs)
         if typed_inputs is None:
             prepared = self._core.prepare_metadata_call(model)
@@ -284,7 +284,7 @@ class AsyncClient(Uncopied):
         return typed_inputs, deadline - time.monotonic()
 
     async def _with_retries(self, attempt: Callable[[Optional[float]], Awaitable[T]], timeout: Optional[float]) -> T:
-        """Return what `attempt` does within so many seconds, by further attempts where those may help."""
+        """Await `attempt`, and repeat it within the timeout while the retry policy allows."""
         if self._retry is None:
             return await attempt(timeout)
         attempts = Attempts(self._retry, self._resolve_timeout(timeout)[0])
@@ -302,10 +302,10 @@ class AsyncClient(Uncopied):
 
 
 async def map_ordered(infer: InferCall, inputs: InputSeries, in_flight: int) -> AsyncGenerator[Any, None]:
-    """Begin a request for each of `inputs`, and give their answers in this order, as soon as they are there.
+    """Start a request for each of `inputs`, and yield the responses in input order as soon as they arrive.
 
-    Inputs are waited for beside the answers: one may depend on an answer to an earlier one. However it ends, what is
-    under way then is taken back.
+    The generator awaits inputs and responses concurrently: an input may depend on an earlier response. However the
+    generator ends, it cancels the requests in progress.
     """
     permits = asyncio.Semaphore(in_flight)
     started: StartedRequests = asyncio.Queue()
@@ -328,7 +328,7 @@ async def map_ordered(infer: InferCall, inputs: InputSeries, in_flight: int) -> 
 async def _start_requests(
     infer: InferCall, inputs: InputSeries, permits: asyncio.Semaphore, started: StartedRequests
 ) -> None:
-    """Take inputs as there is room: all of them in one task, as who makes them may rely on."""
+    """Take inputs while permits are available. One task takes all of them, because their producer may rely on that."""
     try:
         await permits.acquire()
         async for each in _iterate(inputs):
@@ -348,7 +348,7 @@ async def _iterate(inputs: InputSeries) -> AsyncIterator[Inputs]:
 
 
 async def _cancel_all(tasks: List[asyncio.Future[Any]], started: StartedRequests) -> None:
-    """End what feeds, and then what it has begun; wait until all of it has ended, whatever in."""
+    """Cancel the task that takes inputs, then the requests it has started, and wait until all of them have ended."""
     while tasks:
         for each in tasks:
             each.cancel()

@@ -1,7 +1,7 @@
-"""Calls of several tasks over one connection at a time, for asyncio.
+"""Transport of the asyncio client: the calls of many tasks over one connection at a time.
 
-The loop reads, all the time. Tasks send, and wait in futures: for a call, or in `_change_waiters` for all other
-changes.
+The event loop always reads. Tasks send directly and wait in futures: one for each call, and the futures in
+`_change_waiters` for other changes of the connection.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from weightd_protocol.messages.inference import InferResponse
 
 
 class WrongLoop(WeightdError):
-    """An AsyncClient is used in another event loop than it is connected in, or in none of asyncio.
+    """An AsyncClient is used outside the event loop in which it is connected.
 
-    Make one for each loop: they are cheap.
+    Create one client for each loop: they are cheap.
     """
 
 
 class _PauseEnded(WeightdError):
-    """A pause is over."""
+    """Raised when the pause between two attempts is over."""
 
 
 class AsyncTransport:
-    """Sends requests and reads their answers.
+    """Sends requests and reads their responses.
 
     Args:
-        session: of the client.
+        session: the client's session.
     """
 
     def __init__(self, session: ClientSession) -> None:
@@ -44,15 +44,15 @@ class AsyncTransport:
         self._loop: Optional[asyncio.AbstractEventLoop] = None
         self._is_connecting = False
         self._is_writer_registered = False
-        # What is sent is kept back until all tasks that may go on have done so.
+        # Outgoing messages are held back until every task that is ready to run has run.
         self._is_corked = False
         self._change_waiters: List[asyncio.Future[bool]] = []
 
     def running_loop(self) -> asyncio.AbstractEventLoop:
-        """Return the event loop of the caller, which is that of the connection.
+        """Return the running event loop, after checking that the connection belongs to it.
 
         Raises:
-            WrongLoop: there is none of asyncio, or the client is connected in another one.
+            WrongLoop: no asyncio loop is running, or the client is connected in another loop.
         """
         try:
             running = asyncio.get_running_loop()
@@ -65,7 +65,7 @@ class AsyncTransport:
         return running
 
     def close(self) -> None:
-        """End all calls, and close the connection."""
+        """End all calls and close the connection."""
         self.running_loop()
         self._session.mark_closed()
         self._unregister_descriptors()
@@ -73,7 +73,7 @@ class AsyncTransport:
         self._notify_waiters()
 
     async def sleep_unless_closed(self, seconds: float) -> None:
-        """Wait for so long, if the client is not closed meanwhile."""
+        """Sleep for `seconds`. Raise `ClientClosed` or `WrongProcess` if the client becomes unusable meanwhile."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(_PauseEnded):
             while True:
@@ -81,7 +81,7 @@ class AsyncTransport:
                 await self._wait_for_change(deadline, _PauseEnded)
 
     async def send_and_wait(self, prepared: PreparedCall, deadline: float, answer_deadline: float) -> Any:
-        """Send until the deadline, and wait for the answer until the last moment."""
+        """Send a call by `deadline`, and return its response, which must arrive by `answer_deadline`."""
         call, frames = prepared
         try:
             if frames:
@@ -96,10 +96,10 @@ class AsyncTransport:
         return call.result()
 
     async def _send(self, frames: List[Any], deadline: float, call: PendingCall) -> None:
-        """Begin a call, over a new connection where there is none; wait until all of it has gone."""
+        """Start a call, connecting first if necessary, and wait until its message has been sent completely."""
         session = self._session
         if self._core.calls and not self._is_corked:
-            # Answers come together, and then what is asked next: it goes together, too.
+            # Responses arrive together, so the next requests are made together: send them together, too.
             self._is_corked = True
             session.connection.cork()
             self.running_loop().call_soon(self._uncork, session.connection)
@@ -110,7 +110,7 @@ class AsyncTransport:
             try:
                 target_sent = session.send(frames, call)
             except ConnectionLost as error:
-                # Hung up as soon as it was there: the daemon has said why.
+                # The daemon closed the new connection at once and has sent the reason.
                 while not session.connection.closed:
                     self._read()
                 raise session.protocol_error or error from None
@@ -126,7 +126,7 @@ class AsyncTransport:
             self._update_writer()
 
     async def ensure_writable(self, deadline: float) -> None:
-        """Have a connection that takes a message now."""
+        """Return once a message can be sent on the connection."""
         session = self._session
         while True:
             session.check_usable()
@@ -142,7 +142,7 @@ class AsyncTransport:
                 return
 
     async def _connect(self, deadline: float) -> None:
-        """Connect, or wait until another task has tried."""
+        """Connect, or wait until the connection attempt of another task has ended."""
         if self._is_connecting:
             await self._wait_for_change(deadline, self._session.connect_timeout_error)
             return
@@ -179,7 +179,7 @@ class AsyncTransport:
             steps.close()
 
     def _cancel_call(self, call: PendingCall) -> None:
-        """Nobody waits for it any more: no worker shall begin with it."""
+        """Send a cancellation for a request that no task awaits any more, so that no worker starts it."""
         if call.response_type is InferResponse and self._core.is_tracked(call):
             with contextlib.suppress(ConnectionLost):
                 self._session.send(self._core.cancel_frames(call))
@@ -191,7 +191,7 @@ class AsyncTransport:
         self._update_writer()
 
     def _read(self) -> None:
-        """Take in what has come, or the loss of the connection."""
+        """Process the received messages, or the loss of the connection."""
         session = self._session
         connection = session.connection
         try:
@@ -216,7 +216,7 @@ class AsyncTransport:
             self._update_writer()
 
     def _update_writer(self) -> None:
-        """Have the loop tell when there is room to send, as long as something is unsent."""
+        """Register a writer with the loop if and only if data is waiting to be sent."""
         connection = self._session.connection
         needs_writer = connection.is_level_triggered and connection.unsent_count > 0 and not connection.closed
         if needs_writer != self._is_writer_registered:
@@ -228,7 +228,7 @@ class AsyncTransport:
                 loop.remove_writer(connection.descriptors[0])
 
     def _unregister_descriptors(self) -> None:
-        """Before they are closed: their numbers are others' then."""
+        """Remove the descriptors from the loop before they are closed: the kernel may reuse their numbers."""
         connection = self._session.connection
         if not connection.closed:
             loop = self.running_loop()
@@ -259,7 +259,7 @@ class AsyncTransport:
             if extended is None:
                 _resolve_future(future, in_time=False)
             else:
-                # The loop runs this before it reads what has come while it was stopped.
+                # After the process was stopped, the loop runs this timer before it reads the data that has arrived.
                 timer = loop.call_later(extended - time.monotonic(), partial(_resolve_future, future, in_time=False))
 
         timer = loop.call_later(max(0.0, deadline - started_at), on_deadline)

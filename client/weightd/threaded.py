@@ -1,13 +1,14 @@
-"""Calls of several threads over one connection at a time, without a thread of its own.
+"""Transport of the blocking client: the calls of many threads over one connection, without a background thread.
 
-Each message is sent by the thread that has it, under the lock of `_changed`, and never waits there. Whose turn it is to
-read waits in the kernel, without that lock, for all: for what comes and, while something is unsent, until it can be
-sent. Only who reads closes a connection. The others wait for what it tells: for an answer each in a `Waiter`, for all
-else at `_changed`. Who cannot send is stuck there until the reader leaves, who might be the last.
+Every thread sends its own messages, under the lock of `_changed` and without blocking. One thread at a time is the
+reader. It waits in the kernel, without the lock, until data can be received or until unsent data can be sent. Only the
+reader closes a connection. The other threads wait for the reader: for a response in a `Waiter`, for other changes at
+`_changed`. A thread that cannot finish sending is blocked until the reader steps down, because it may then have to
+become the reader itself.
 
-`ReaderElection` tells which of the threads that wait for answers reads them, for all: the first one, until it has its
-own; then another. An exception from outside, as of Ctrl-C, may hit a thread before it can say that it reads no more. It
-still has the right to read then, and uses it when it is back.
+`ReaderElection` selects the reader among the threads that wait for responses. A thread reads for all until it has its
+own response, then another one takes over. An exception from outside, such as KeyboardInterrupt, may hit the reader
+before it steps down. That thread keeps the role and continues to read at its next call.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from weightd_protocol.errors import Unavailable
 
 
 class ThreadedTransport:
-    """Sends what is asked, and reads what is answered.
+    """Sends requests and reads their responses.
 
     Args:
-        session: of the client.
+        session: the client's session.
 
     Raises:
-        Unavailable: this process has no descriptors left.
+        Unavailable: no file descriptors are left in this process.
     """
 
     def __init__(self, session: ClientSession) -> None:
         self._session = session
-        # A signal's handler may close the client wherever its thread is.
+        # Reentrant, because a signal handler may close the client at any point of the same thread.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._election = ReaderElection()
@@ -50,16 +51,16 @@ class ThreadedTransport:
         self._is_connecting = False
 
     def connect(self, deadline: float) -> None:
-        """Connect, or wait until another thread has tried.
+        """Connect, or wait until the connection attempt of another thread has ended.
 
         Raises:
-            RequestError: no process listens there, or answers in time.
+            RequestError: no process listens at the address, or the daemon does not respond in time.
         """
         with self._lock:
             self._connect(deadline)
 
     def send(self, prepared: PreparedCall, deadline: float) -> PendingCall:
-        """Begin a call, over a new connection where there is none; wait until all of it has gone."""
+        """Start a call, connecting first if necessary, and wait until its message has been sent completely."""
         call, frames = prepared
         with self._lock:
             try:
@@ -69,7 +70,7 @@ class ThreadedTransport:
                 try:
                     target_sent = self._session.send(frames, call)
                 except ConnectionLost as error:
-                    # Hung up as soon as it was there: the daemon has said why.
+                    # The daemon closed the new connection at once and has sent the reason.
                     self._wait_until_sent(self._session.connection, math.inf, deadline)
                     raise self._session.protocol_error or error from None
             if target_sent or (self._election.reader and not self._session.connection.is_level_triggered):
@@ -77,7 +78,7 @@ class ThreadedTransport:
         return call
 
     def wait(self, call: PendingCall, deadline: float) -> Any:
-        """Return the call's answer; where it is our turn, read until it is there."""
+        """Return the response of a call. This thread reads for all while it is the reader."""
         started_at = monotonic()
         waiter = self._election.join(call)
         if waiter is None or self._wait_for_turn(waiter, started_at, deadline):
@@ -94,19 +95,19 @@ class ThreadedTransport:
         return call.result()
 
     def result(self, call: PendingCall, deadline: float) -> Any:
-        """As `wait`, for who was not told yet that the client is closed, or another process's."""
+        """Return the response as `wait`, after checking that the client is still usable."""
         self._session.check_usable()
         return call.result() if call.done else self.wait(call, deadline)
 
     def poll(self, call: PendingCall) -> bool:
-        """Take in what has come, and return whether the call's answer is there."""
+        """Process the received messages, and return whether the call is done."""
         self._session.check_usable()
         if not call.done:
             self.read_available()
         return call.done
 
     def read_available(self) -> None:
-        """Take in what has come, unless another thread does anyway."""
+        """Process the received messages, unless another thread is reading."""
         if self._election.try_read():
             try:
                 while not self._session.connection.closed and self._step(0.0):
@@ -116,7 +117,7 @@ class ThreadedTransport:
                     self._notify_blocked()
 
     def cancel(self, call: PendingCall) -> None:
-        """Take a call back, if it has no answer yet."""
+        """Cancel a call that has no response yet."""
         self._session.check_usable()
         if call.done:
             return
@@ -125,20 +126,20 @@ class ThreadedTransport:
             try:
                 target_sent: float = self._session.send(self._session.core.cancel_frames(call))
             except ConnectionLost:
-                target_sent = math.inf  # The loss ends the call, too.
-            # The collector of garbage may take back what a `map` has left, wherever this thread is: if that is in the
-            # middle of a read, it is to go on as before.
+                target_sent = math.inf  # The loss of the connection ends the call as well.
+            # The garbage collector may cancel the remaining requests of a `map` at any point of this thread, even
+            # within a read. In that case return at once, and let the interrupted read continue.
             if self._election.is_current_reader:
                 self._waker.set()
             else:
                 self._finish_send(target_sent, deadline)
 
     def wake_reader(self) -> None:
-        """Have who reads look again at what there is to wait for."""
+        """Make the reader check again which call it waits for."""
         self._waker.set()
 
     def sleep_unless_closed(self, seconds: float) -> None:
-        """Wait for so long, if the client is not closed meanwhile."""
+        """Sleep for `seconds`. Raise `ClientClosed` or `WrongProcess` if the client becomes unusable meanwhile."""
         deadline = monotonic() + seconds
         with self._lock:
             while monotonic() < deadline:
@@ -146,13 +147,14 @@ class ThreadedTransport:
                 self._changed.wait(deadline - monotonic())
 
     def close(self) -> None:
-        """End all calls, and have the connection closed."""
+        """End all calls. The connection is closed here or by the current reader."""
         with self._lock:
             self._session.mark_closed()
-            # Whoever leaves from now on sees to it that the connection is closed.
+            # With this count, every reader that steps down from now on calls `_notify_blocked`, which closes the
+            # connection.
             self._election.blocked_count += 1
             self._changed.notify_all()
-        # A signal's handler may call this in the middle of a read.
+        # A signal handler may call this method in the middle of a read.
         if self._election.try_read(reentrant=False):
             if self._election.step_down():
                 self._notify_blocked()
@@ -160,7 +162,7 @@ class ThreadedTransport:
             self._waker.set()
 
     def _finish_send(self, target_sent: float, deadline: float) -> None:
-        """Wait until so much has gone, and tell who reads what they could not know. The lock is ours."""
+        """Wait until `target_sent` is reached, or wake the reader if its poll would miss messages. The lock is held."""
         connection = self._session.connection
         if target_sent:
             self._wait_until_sent(connection, target_sent, deadline)
@@ -168,7 +170,7 @@ class ThreadedTransport:
             self._waker.set()
 
     def _ensure_writable(self, deadline: float) -> None:
-        """Have a connection that takes a message now. The lock is ours; meanwhile it is free."""
+        """Return once a message can be sent on the connection. The lock is held, but not while waiting."""
         session = self._session
         while True:
             if session.closed:
@@ -184,7 +186,7 @@ class ThreadedTransport:
                 return
 
     def _wait_until_sent(self, connection: DaemonConnection, target_sent: float, deadline: float) -> None:
-        """Wait until so much is sent, or the connection is closed. The lock is ours; meanwhile it is free."""
+        """Wait until `target_sent` is reached or the connection is closed. The lock is held, but not while waiting."""
         self._election.blocked_count += 1
         try:
             self._waker.set()
@@ -201,7 +203,7 @@ class ThreadedTransport:
             self._election.blocked_count -= 1
 
     def _connect(self, deadline: float) -> None:
-        """Connect, or wait until another thread has tried. The lock is ours; meanwhile it is free."""
+        """Connect, or wait for another thread's attempt to end. The lock is held, but not while waiting."""
         if self._is_connecting:
             if not self._changed.wait(deadline - monotonic()):
                 raise self._session.connect_timeout_error()
@@ -237,14 +239,14 @@ class ThreadedTransport:
             steps.close()
 
     def _wait_for_turn(self, waiter: Waiter, started_at: float, deadline: float) -> bool:
-        """Wait until the call is done, or it is our turn; return whether that is so."""
+        """Wait until the call is done or this thread becomes the reader. Return whether it is the reader."""
         try:
             while True:
                 waiter.wait(deadline - monotonic())
                 later = None if waiter.is_reader or waiter.call.done else extended_deadline(started_at, deadline)
                 if later is None:
                     break
-                # The one who reads was stopped, too.
+                # The process was stopped, and the reader with it.
                 deadline = later
         except BaseException:
             if self._election.withdraw(waiter) and self._election.step_down():
@@ -257,7 +259,7 @@ class ThreadedTransport:
         return False
 
     def _read_once(self, deadline: float) -> bool:
-        """Take a step, and read no more."""
+        """Read one step, then step down as the reader."""
         try:
             return self._step(deadline)
         finally:
@@ -265,7 +267,7 @@ class ThreadedTransport:
                 self._notify_blocked()
 
     def _step(self, deadline: float) -> bool:
-        """Wait until something has happened, and take it in; return whether it has by the deadline. It is our turn."""
+        """Wait for events and process them; return False if the deadline passed first. This thread is the reader."""
         connection = self._session.connection
         if connection.is_level_triggered or connection.is_idle():
             poller = self._poller
@@ -290,7 +292,7 @@ class ThreadedTransport:
         return True
 
     def _notify_blocked(self) -> None:
-        """Have what a user has closed closed, and those look who wait at `_changed`. We read no more."""
+        """Wake the threads at `_changed`; first close the connection if the client is closed. Not for the reader."""
         if self._session.closed and self._election.try_read():
             with self._lock:
                 self._session.connection.close()
@@ -309,15 +311,16 @@ class ThreadedTransport:
             self._changed.acquire()
 
 
-# --- who reads -------------------------------------------------------------------------------------------------------
+# --- election of the reader ------------------------------------------------------------------------------------------
 
 
 class Waiter:
-    """A thread that waits for `call`, while another one reads.
+    """A thread that waits for a call while another thread reads.
 
     Attributes:
-        is_reader: whether it is its turn to read now.
-        thread: which it is.
+        call: the call that the thread waits for.
+        is_reader: whether this thread has become the reader.
+        thread: the identifier of the thread.
     """
 
     __slots__ = ("_lock", "call", "is_reader", "thread")
@@ -335,11 +338,11 @@ class Waiter:
         return not self._lock.locked()
 
     def wait(self, seconds: float) -> None:
-        """Wait until somebody has called `wake`."""
+        """Sleep until `wake` is called, at most `seconds`."""
         self._lock.acquire(timeout=max(0.0, seconds))
 
     def wake(self) -> None:
-        """End the sleep, or have it not begin. There may be two reasons: the second changes nothing."""
+        """End the sleep, or prevent it if it has not begun. Further calls have no effect."""
         try:
             self._lock.release()
         except RuntimeError:
@@ -347,45 +350,49 @@ class Waiter:
 
 
 class ReaderElection:
-    """Gives the right to read to one thread at a time. Whoever has it calls `step_down` in the end.
+    """Grants the role of the reader to one thread at a time. The reader calls `step_down` when it stops reading.
 
-    Who is alone needs no lock for that: the right is taken in one step, with the name of who has it.
+    A thread that is alone takes the role without a lock, by one atomic operation that also stores its identifier.
 
     Args:
-        current_thread: tells which one calls; by default `threading.get_ident`.
+        current_thread: returns the identifier of the calling thread; default `threading.get_ident`.
 
     Attributes:
-        reader: the thread that has the right, under the one key that there is; empty where none has.
-        blocked_count: how many wait for something else than an answer, and have to know when somebody leaves.
+        reader: the identifier of the reader under the key None; empty while no thread reads.
+        blocked_count: number of threads that wait for something other than a response. They must be notified when a
+            reader steps down.
     """
 
     def __init__(self, current_thread: Optional[Callable[[], int]] = None) -> None:
         self.reader: Dict[None, int] = {}
         self.blocked_count = 0
-        # Looked up now, and not when this module is imported: gevent and eventlet replace it.
+        # Looked up here and not at import, because gevent and eventlet replace `threading.get_ident`.
         self._current_thread = threading.get_ident if current_thread is None else current_thread
-        # Held by those who change what follows.
+        # Protects the waiters and each change of the reader among them.
         self._lock = threading.Lock()
         self._waiters: List[Waiter] = []
 
     def try_read(self, *, reentrant: bool = True) -> bool:
-        """Return whether it is the caller who reads, from now on; not `reentrant`: and has not done so before."""
+        """Become the reader unless another thread is, and return whether the caller is the reader.
+
+        If not `reentrant`, return False if the caller was the reader before.
+        """
         thread = self._current_thread()
         return (reentrant or self.reader.get(None) != thread) and self.reader.setdefault(None, thread) == thread
 
     @property
     def is_current_reader(self) -> bool:
-        """Whether it is the caller who reads."""
+        """Whether the calling thread is the reader."""
         return self.reader.get(None) == self._current_thread()
 
     def join(self, call: PendingCall) -> Optional[Waiter]:
-        """Return the turn in which to wait for `call`, None where it is the caller who reads, from now on."""
+        """Return the waiter in which to wait for `call`, or None if the caller has become the reader."""
         thread = self._current_thread()
         if self.reader.setdefault(None, thread) == thread:
             return None
         waiter = Waiter(call, thread)
         with self._lock:
-            # In this order, as who leaves looks in the other one.
+            # Append before trying to read: a reader steps down in the opposite order, so neither misses the other.
             self._waiters.append(waiter)
             if self.reader.setdefault(None, thread) == thread:
                 self._waiters.remove(waiter)
@@ -394,17 +401,17 @@ class ReaderElection:
         return waiter
 
     def withdraw(self, waiter: Waiter) -> bool:
-        """Wait no more; return whether it is the caller who reads now."""
+        """Stop waiting, and return whether the caller is the reader."""
         with self._lock:
             if not waiter.is_reader:
                 self._waiters.remove(waiter)
             return waiter.is_reader
 
     def step_down(self) -> int:
-        """Read no more: somebody who waits does from now on. Return how many are stuck: the caller tells them."""
+        """Stop reading and pass the role on. Return the number of blocked threads, which the caller must notify."""
         if not self._waiters:
             self.reader.clear()
-        # Who has begun to wait meanwhile was refused the right, maybe.
+        # A thread that started to wait meanwhile may have been refused the role.
         if self._waiters:
             self._elect_next()
         return self.blocked_count
