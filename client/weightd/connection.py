@@ -1,7 +1,7 @@
-"""The connection of a client to a daemon, and the one over a Unix socket: one system call for a small message.
+"""Connections of a client to a daemon: the interface, and the implementation for unix sockets.
 
-A connection never waits: it says what to wait for. It is connected when it is made, and once it is lost nothing but
-another one helps.
+A connection never blocks; it offers descriptors to wait for. It is created connected. Once it is lost, only a new
+connection helps.
 """
 
 from __future__ import annotations
@@ -19,31 +19,33 @@ from weightd_protocol.framing import FrameReader, Message
 
 C = TypeVar("C")
 
-# How something is made that has to be waited for: each step gives a descriptor that will be readable when there is more
-# to do, or None where all that can be done is to try again in a while.
+# A generator that creates something in steps. It yields a descriptor that becomes readable when the next step can be
+# taken, or None if the caller can only try again after a while.
 ConnectSteps = Generator[Optional[int], None, C]
 
 
 class ConnectionLost(Unavailable):
-    """The daemon has hung up, and nothing of the message was sent."""
+    """The daemon has closed the connection, and nothing of the message was sent."""
 
 
 class DaemonConnection(abc.ABC):
-    """One connection to a daemon, until it is lost or closed.
+    """A connection to a daemon, until it is lost or closed.
 
-    One thread at a time may `receive`, `close` and ask `is_idle`; another one at the same time `send` and `flush`.
+    One thread at a time may call `receive`, `close` and `is_idle`; another thread may call `send` and `flush`
+    meanwhile.
 
     Attributes:
-        transport: what it is made of.
-        address: who is at the other end, for people.
-        descriptors: readable when something may be received, has been sent or is lost.
-        accepts_descriptors: whether a message may have some.
-        is_level_triggered: whether there is one, a socket: readable as long as something can be received, and to be
-            waited for until it is writable where something is unsent. Else `is_idle` is to be asked before each wait.
-        closed: whether it is of no use any more.
-        is_broken: whether it will be found lost, or was.
-        unsent: how much waits until the daemon reads.
-        sent: how much of what did not go at once is sent by now, in what `unsent` counts.
+        transport: the kind of connection, "unix" or "zmq".
+        address: the address of the daemon, for error texts.
+        descriptors: file descriptors that become readable when data may be received, data was sent, or the connection
+            is lost.
+        accepts_descriptors: whether messages may carry file descriptors.
+        is_level_triggered: whether there is a single descriptor, of a socket, that stays readable while data can be
+            received and is writable when unsent data can be sent. If not, call `is_idle` before each wait.
+        closed: whether `close` was called.
+        is_broken: whether the connection is, or will be found, lost.
+        unsent_count: the amount of data that waits until the daemon reads.
+        sent_count: the amount of data sent so far that was not sent at once, in the unit of `unsent_count`.
     """
 
     transport: ClassVar[str]
@@ -69,47 +71,47 @@ class DaemonConnection(abc.ABC):
 
     @abc.abstractmethod
     def cork(self) -> None:
-        """Messages may be kept back until `uncork`: more come at once."""
+        """Allow the connection to hold back messages until `uncork`, because more follow at once."""
 
     @abc.abstractmethod
     def uncork(self) -> None:
-        """Send what was kept back, as far as it goes now; that the connection is lost is told by `receive`."""
+        """Send held-back messages as far as possible now. `receive` reports a lost connection."""
 
     @abc.abstractmethod
     def get_sent_target(self) -> int:
-        """A message has not gone at once: return what `sent` will be when it has."""
+        """Return the `sent_count` at which a message will be sent that was not sent at once."""
 
     @abc.abstractmethod
     def flush(self) -> None:
-        """Send what is left, as far as it goes now."""
+        """Send unsent data as far as possible now."""
 
     @abc.abstractmethod
     def receive(self) -> List[Message]:
-        """Return messages that have come, none where there is none now.
+        """Return the messages that have arrived, an empty list if there are no messages.
 
         Raises:
-            Unavailable: the connection is lost, and all that had come before is read.
-            RemoteProtocolError: who is there breaks the protocol.
+            Unavailable: the connection is lost, and all messages that arrived before were returned.
+            RemoteProtocolError: the peer violated the protocol.
         """
 
     def is_idle(self) -> bool:
-        """Whether a descriptor will be readable before there is more to receive, or to send."""
+        """Return whether a descriptor will become readable when there is more to receive or to send."""
         return True
 
     def mark_broken(self) -> None:
-        """Have it found lost, by `receive`, once what has come is received: nothing can be sent any more."""
+        """Mark the connection as lost. `receive` reports the loss once it has returned all messages that arrived."""
         self.is_broken = True
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Hang up; what is unsent is dropped. The second time does nothing."""
+        """Close the connection and drop unsent data. Further calls have no effect."""
 
     def lost_error(self) -> Unavailable:
-        """Return the error of who finds it lost."""
+        """Return the error for a lost connection."""
         return Unavailable(self._lost_text())
 
     def not_sent_error(self) -> ConnectionLost:
-        """Return the error of who finds it lost before anything of a message is sent."""
+        """Return the error for a connection that was lost before anything of a message was sent."""
         return ConnectionLost(self._lost_text())
 
     def _lost_text(self) -> str:
@@ -117,7 +119,7 @@ class DaemonConnection(abc.ABC):
 
 
 class NotConnected(DaemonConnection):
-    """Where there is no connection yet."""
+    """Placeholder before the first connection. It behaves like a lost connection."""
 
     transport = ""
     is_level_triggered = False
@@ -127,32 +129,32 @@ class NotConnected(DaemonConnection):
         self.closed = self.is_broken = True
 
     def send(self, frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
-        """It is lost."""
+        """Raise `ConnectionResetError`."""
         raise ConnectionResetError
 
     def cork(self) -> None:
-        """There is nothing."""
+        """Do nothing."""
 
     def uncork(self) -> None:
-        """There is nothing."""
+        """Do nothing."""
 
     def get_sent_target(self) -> int:
-        """There is nothing."""
+        """Return 0."""
         return 0
 
     def flush(self) -> None:
-        """There is nothing."""
+        """Do nothing."""
 
     def receive(self) -> List[Message]:
-        """It is lost."""
+        """Raise the error of a lost connection."""
         raise self.lost_error()
 
     def close(self) -> None:
-        """It is closed."""
+        """Do nothing."""
 
 
 class UnixConnection(DaemonConnection):
-    """A connected socket. Made by `unix_connect_steps`."""
+    """Connection over a unix socket. `unix_connect_steps` creates it. A small message takes one system call."""
 
     transport = "unix"
     is_level_triggered = True
@@ -166,29 +168,29 @@ class UnixConnection(DaemonConnection):
         self.descriptors = (connection.fileno(),)
 
     def cork(self) -> None:
-        """As `DaemonConnection.cork`."""
+        """See `DaemonConnection.cork`."""
         self._stream.cork()
 
     def uncork(self) -> None:
-        """As `DaemonConnection.uncork`."""
+        """See `DaemonConnection.uncork`."""
         with contextlib.suppress(OSError):
             self._stream.uncork()
         self.unsent_count = self._stream.unsent
 
     def get_sent_target(self) -> int:
-        """As `DaemonConnection.get_sent_target`."""
+        """See `DaemonConnection.get_sent_target`."""
         self.unsent_count = self._stream.unsent
         return self.sent_count + self.unsent_count
 
     def flush(self) -> None:
-        """As `DaemonConnection.flush`. That it is lost is told by `receive`, after what has come."""
+        """See `DaemonConnection.flush`. `receive` reports a lost connection after all messages that have arrived."""
         with contextlib.suppress(OSError):
             self._stream.flush()
         before, self.unsent_count = self.unsent_count, self._stream.unsent
         self.sent_count += before - self.unsent_count
 
     def receive(self) -> List[Message]:
-        """As `DaemonConnection.receive`. One that was too long to be kept lacks frames, and is refused for that."""
+        """See `DaemonConnection.receive`. An oversized message lacks frames and is rejected later for that reason."""
         try:
             return self._stream.receive()
         except OSError:
@@ -199,17 +201,17 @@ class UnixConnection(DaemonConnection):
             ) from None
 
     def is_idle(self) -> bool:
-        """As `DaemonConnection.is_idle`, to whom that is asked: what has come together is to be answered together."""
+        """See `DaemonConnection.is_idle`. Messages that arrived together are returned before the next wait."""
         return not self._stream.has_more
 
     def mark_broken(self) -> None:
-        """As `DaemonConnection.mark_broken`. Who waits for it wakes up."""
+        """See `DaemonConnection.mark_broken`. A thread that polls the socket wakes up."""
         super().mark_broken()
         with contextlib.suppress(OSError):
             self._stream.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """As `DaemonConnection.close`: also for the copies that forked processes have."""
+        """See `DaemonConnection.close`. Closes the connection also for copies of the descriptor in forked processes."""
         if not self.closed:
             self.closed = True
             self.mark_broken()

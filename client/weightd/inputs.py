@@ -1,6 +1,6 @@
-"""Inputs as people write them, lists and numbers, to arrays of what a model takes: each value as it is, or not at all.
+"""Conversion of lists and numbers into arrays of the datatype that the model's signature names.
 
-An array has a datatype, and keeps it: only what has none is given that of the model.
+An array keeps its datatype. Only values without a datatype receive the model's. A value that does not fit is an error.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from weightd_protocol.schema import describe_value, label
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    # mypy finds the type of a nested list of integers and fractions to be one of objects.
+    # mypy infers a sequence of objects for a nested list that mixes integers and floats.
     Value = Union[ArrayLike, Sequence[Any]]
     Inputs = Union[Mapping[str, Value], Value]
     """Of a request: an array, list or number for each input by its name, or one alone where the model has one input."""
 
-# numpy's own numbers are values, too, as `list(array)` has them.
+# numpy scalars count as values too: `list(array)` consists of them.
 UNTYPED_TYPES = (bool, int, float, list, tuple, range, np.generic)
 """What has no datatype, or one that says nothing of what was meant."""
 
 _SEQUENCE_TYPES = (list, tuple, range)
 
-# Of which a double has each value, or the nearest.
+# Types whose values float64 represents exactly or rounds to the nearest.
 _REAL_TYPES = (int, float, np.integer, np.float16, np.float32)
 
 _Conversion = Tuple[Any, Optional[int]]
 
 
 class NeedsMetadata(Exception):
-    """Inputs have no names, or values without a datatype: what the model takes has to be known first."""
+    """Inputs have no names, or contain values without a datatype: the client needs the model's signature first."""
 
 
 def to_typed_inputs(inputs: Inputs, model: str, signatures: Sequence[TensorSignature]) -> Dict[str, Any]:
-    """Return inputs by name, with an array in the place of each list and each number.
+    """Return the inputs by name, with every list and number replaced by an array.
 
     Args:
-        inputs: as they were given.
-        model: its name, for people.
-        signatures: its inputs.
+        inputs: the inputs as the caller gave them.
+        model: the model's name, for error texts.
+        signatures: the signatures of the model's inputs.
 
     Raises:
-        InvalidArgument: they have no names and the model has not one input; there is no input of a name; a list is
-            ragged, or a value is none of the datatype.
+        InvalidArgument: the inputs have no names and the model does not have exactly one input; the model has no input
+            of a given name; a list is ragged; a value does not fit the datatype.
     """
     inputs_by_name: Mapping[str, Any] = (
         inputs if isinstance(inputs, abc.Mapping) else {_sole_input_name(inputs, model, signatures): inputs}
@@ -85,19 +85,18 @@ def _convert_input(datatypes: Mapping[str, str], name: str, value: Any, model: s
 
 
 def as_array(description: str, value: Any, datatype: str) -> Any:
-    """Return an array of `datatype` with the values of nested lists, or of a number.
+    """Return an array of `datatype` with the values of nested lists or of a number.
 
-    No integer wraps, none is made of a fraction (1.0 is 1, 1.5 is refused) or of a truth value, and no number becomes
-    infinite; one of floating point is rounded to the nearest that there is. A list of arrays has a datatype already,
-    and keeps it.
+    Integers do not wrap. An integer datatype accepts 1.0 but neither 1.5 nor booleans. A finite number never becomes
+    infinite; floating-point values are rounded to the nearest. A list of arrays keeps the datatype of the arrays.
 
     Args:
-        description: what it is, for errors.
+        description: the name of the input in error texts.
         value: an instance of `UNTYPED_TYPES`.
-        datatype: a name of the wire.
+        datatype: the name of a datatype of the protocol.
 
     Raises:
-        InvalidArgument: lists are ragged, too deep or too large, or a value is none of the datatype.
+        InvalidArgument: the lists are ragged, too deep or too large, or a value does not fit the datatype.
     """
     dtype: Any = np.dtype(NUMPY_DTYPE[datatype])
     values, shape = _flatten(description, value, dtype.itemsize)
@@ -116,7 +115,7 @@ def as_array(description: str, value: Any, datatype: str) -> Any:
 
 
 def _flatten(description: str, value: Any, item_bytes: int) -> Tuple[List[Any], Tuple[int, ...]]:
-    """Return the values of nested lists, and their shape."""
+    """Return the values of nested lists in one list, and the shape."""
     level: List[Any] = [value]
     shape: Tuple[int, ...] = ()
     size = 1
@@ -126,7 +125,7 @@ def _flatten(description: str, value: Any, item_bytes: int) -> Tuple[List[Any], 
         length = _common_length(description, shape, level)
         shape += (length,)
         size *= length
-        # Before there is memory for it: a list may have itself as an item.
+        # Check before memory is allocated: a list may contain itself.
         if size * item_bytes > limits.MAX_FRAME_BYTES:
             raise InvalidArgument(
                 f"{description}: expected at most {limits.MAX_FRAME_BYTES} bytes, got {size * item_bytes}"
@@ -136,7 +135,7 @@ def _flatten(description: str, value: Any, item_bytes: int) -> Tuple[List[Any], 
 
 
 def _common_length(description: str, shape: Tuple[int, ...], level: List[Any]) -> int:
-    """Return how long each list of a level is."""
+    """Return the common length of all lists of a level, or raise `InvalidArgument` if they differ."""
     length = len(level[0]) if _is_list(level[0]) else -1
     for index, each in enumerate(level):
         if not _is_list(each) or len(each) != length:
@@ -151,12 +150,15 @@ def _is_list(value: object) -> bool:
 
 
 def _format_index(shape: Tuple[int, ...], index: int) -> str:
-    """Return where a value is, as one would ask for it."""
+    """Return the position of a value in the nested lists as an index expression, such as `[0][2]`."""
     return "".join(f"[{each}]" for each in np.unravel_index(index, shape)) if shape else ""
 
 
 def _stack_arrays(description: str, arrays: List[Any], shape: Tuple[int, ...]) -> Any:
-    """Return lists of arrays as one. numpy would find a datatype for those of several, and objects for other shapes."""
+    """Return lists of arrays as one array. All arrays must have the same datatype and shape.
+
+    Otherwise numpy would promote the datatypes, and make an array of objects of ragged shapes.
+    """
     array_types = [_describe_array(each) for each in arrays]
     first = next(kind for kind in array_types if kind)
     for index, kind in enumerate(array_types):
@@ -169,11 +171,11 @@ def _stack_arrays(description: str, arrays: List[Any], shape: Tuple[int, ...]) -
 
 
 def _describe_array(value: Any) -> str:
-    """Return what an array is, "" for anything else."""
+    """Return datatype and shape of an array as text, or "" for any other value."""
     return f"{value.dtype} {list(value.shape)}" if issubclass(type(value), np.ndarray) else ""
 
 
-# --- values: each of these returns an array and, where one does not fit, which it is ----------------------------------
+# --- values: each function returns an array and, if a value does not fit, its index --------------------------------
 
 
 def _convert_booleans(values: List[Any], dtype: Any) -> _Conversion:
@@ -182,13 +184,13 @@ def _convert_booleans(values: List[Any], dtype: Any) -> _Conversion:
 
 
 def _convert_integers(values: List[Any], dtype: Any) -> _Conversion:
-    # JSON has one kind of number: many clients write 1 as 1.0.
+    # Many JSON clients write 1 as 1.0, because JSON has only one type of number.
     bad_index = _first_of_other_type(values, _REAL_TYPES)
     if bad_index is None and not all(issubclass(kind, (int, np.integer)) for kind in set(map(type, values))):
         bad_index = next((index for index, each in enumerate(values) if not _is_integral(each)), None)
     if bad_index is not None:
         return None, bad_index
-    # Python's own are compared exactly.
+    # Python's integers are compared exactly.
     values = [*map(int, values)]
     low, high = int(np.iinfo(dtype).min), int(np.iinfo(dtype).max)
     if values and not low <= min(values) <= max(values) <= high:
@@ -223,7 +225,7 @@ def _fits_float64(value: Any) -> bool:
 
 
 def _first_of_other_type(values: List[Any], types: Tuple[type, ...]) -> Optional[int]:
-    """Return which value is the first of another kind; a truth value is of no kind that does not name it."""
+    """Return the index of the first value of another type. Booleans match only if `types` contains bool."""
     other_types = {
         kind
         for kind in set(map(type, values))

@@ -1,4 +1,4 @@
-"""A model by its name, called as a function; and `map`: many inputs, a bounded number at a time, in order."""
+"""Callable models, and `map` with a bounded number of requests in flight."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
 
 DEFAULT_IN_FLIGHT = 32
 
-# More than that wait in the daemon's queue of a model by default, and their answers here.
+# By default a model's queue in the daemon holds no more requests than that, and the client keeps all their responses.
 MAX_IN_FLIGHT = 1024
 
 
 class PendingOutput(Pending):
-    """A request of a `Model` under way, as `Pending`."""
+    """A pending request of a `Model`."""
 
     __slots__ = ()
 
     def result(self) -> Any:
-        """Wait for the answer as `Pending.result` does; return it as the call of a `Model` does."""
+        """Wait for the response as `Pending.result`, and return it as a call of the `Model` would."""
         return _unwrap_single(self._wait())
 
 
 class Model(Uncopied):
-    """A model of the daemon, as `Client.model` returns it.
+    """A model of the daemon as a callable. `Client.model` creates it.
 
     ::
 
@@ -57,7 +57,7 @@ class Model(Uncopied):
         scores = resnet50(images)
 
     Attributes:
-        name: in the daemon's configuration.
+        name: the model's name in the daemon's configuration.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class Model(Uncopied):
     def __call__(self, **inputs: Value) -> Any: ...
 
     def __call__(self, *alone: Any, **named: Any) -> Any:
-        """Run the model on inputs that are given by name, or on what `Client.infer` takes as `inputs`.
+        """Run the model on inputs given by name, or on one argument as `inputs` of `Client.infer`.
 
         Returns:
-            The output where the answer has one, else the outputs by name: numpy arrays, read-only.
+            The output if the response has exactly one, otherwise the outputs by name: read-only numpy arrays.
 
         Raises:
             RequestError: as `Client.infer`.
@@ -98,24 +98,24 @@ class Model(Uncopied):
     def submit(self, **inputs: Value) -> PendingOutput: ...
 
     def submit(self, *alone: Any, **named: Any) -> PendingOutput:
-        """Send a request without waiting, as `Client.submit`; inputs are given as in a call."""
+        """Send a request and return at once, as `Client.submit`. Inputs are given as in a call."""
         pending = self._submit(_call_inputs(alone, named))
         return PendingOutput(pending.result, pending.done, pending.cancel)
 
     def map(self, inputs: Iterable[Inputs], *, in_flight: int = DEFAULT_IN_FLIGHT) -> Generator[Any, None, None]:
-        """Run the model on each of `inputs`, as `Client.map`; give what a call returns."""
+        """Run the model on each of `inputs`, as `Client.map`, and yield what a call would return."""
         return _unwrap_each(self._map(inputs, in_flight=in_flight))
 
     def metadata(self, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
-        """Return what the model takes and gives, as `Client.metadata`."""
+        """Return the signature of the model, as `Client.metadata`."""
         return self._metadata(timeout=timeout)
 
 
 class AsyncModel(Uncopied):
-    """A model of the daemon, as `AsyncClient.model` returns it: `Model` for asyncio.
+    """A model of the daemon as an asynchronous callable. `AsyncClient.model` creates it.
 
     Attributes:
-        name: in the daemon's configuration.
+        name: the model's name in the daemon's configuration.
     """
 
     def __init__(
@@ -137,22 +137,21 @@ class AsyncModel(Uncopied):
     async def __call__(self, **inputs: Value) -> Any: ...
 
     async def __call__(self, *alone: Any, **named: Any) -> Any:
-        """Run the model: as `Model.__call__`."""
+        """Run the model, as `Model.__call__`."""
         return _unwrap_single(await self._infer(_call_inputs(alone, named)))
 
     def map(
         self, inputs: Union[Iterable[Inputs], AsyncIterable[Inputs]], *, in_flight: int = DEFAULT_IN_FLIGHT
     ) -> AsyncGenerator[Any, None]:
-        """Run the model on each of `inputs`, as `AsyncClient.map`; give what a call returns."""
+        """Run the model on each of `inputs`, as `AsyncClient.map`, and yield what a call would return."""
         return _unwrap_each_async(self._map(inputs, in_flight=in_flight))
 
     async def metadata(self, *, timeout: Optional[float] = None) -> ModelMetadataResponse:
-        """Return what the model takes and gives, as `Client.metadata`."""
+        """Return the signature of the model, as `AsyncClient.metadata`."""
         return await self._metadata(timeout=timeout)
 
 
 def _call_inputs(positional: Tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """Return the inputs of a call."""
     if not positional:
         return named
     if len(positional) == 1 and not named:
@@ -188,10 +187,11 @@ async def _unwrap_each_async(results: AsyncGenerator[Dict[str, Any], None]) -> A
 
 
 def check_map_arguments(inputs: object, in_flight: Any, iterable_types: Tuple[type, ...]) -> None:
-    """Raise what is wrong with the arguments of `map`, which goes through inputs of these kinds.
+    """Check the arguments of `map`.
 
     Raises:
-        InvalidArgument: something is.
+        InvalidArgument: `in_flight` is out of range, or `inputs` is not one of `iterable_types`, or is a mapping or
+            string.
     """
     if not (type(in_flight) is int and 1 <= in_flight <= MAX_IN_FLIGHT):
         raise InvalidArgument(
@@ -205,9 +205,9 @@ def check_map_arguments(inputs: object, in_flight: Any, iterable_types: Tuple[ty
 def map_ordered(
     submit: Callable[[Inputs], Pending], inputs: Iterable[Inputs], in_flight: int
 ) -> Generator[Any, None, None]:
-    """Begin a request for each of `inputs`, and give their answers in this order, as soon as they are there.
+    """Submit a request for each of `inputs`, and yield the responses in input order as soon as they arrive.
 
-    However it ends, what is under way then is taken back.
+    However the generator ends, it cancels the requests in progress.
     """
     pending_requests: Deque[Pending] = deque()
     try:
@@ -224,7 +224,7 @@ def map_ordered(
 
 
 def _pop_first_result(pending_requests: Deque[Pending]) -> Any:
-    """Wait for the answer of the first, which is under way no longer then; nothing but the caller keeps it."""
+    """Wait for the first response and remove its request. Only the caller keeps the response alive."""
     answer = pending_requests[0].result()
     pending_requests.popleft()
     return answer

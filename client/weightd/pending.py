@@ -1,4 +1,4 @@
-"""Calls under way: `PendingCall` as the transport has it, `Pending` as the caller has it."""
+"""Calls in progress: `PendingCall` for the transports, `Pending` for users."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 class NotCopyable(WeightdError, TypeError):
-    """A client, a model of a client or a request under way was to be copied or pickled."""
+    """Raised on an attempt to copy or pickle a client, a model of a client or a pending request."""
 
 
 class Uncopied:
-    """Base of classes whose instances refuse `copy.copy`, `copy.deepcopy` and `pickle`."""
+    """Base of classes whose instances cannot be copied or pickled."""
 
     __slots__ = ()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse: `copy` and `pickle` both call this.
+        """Refuse `copy.copy`, `copy.deepcopy` and `pickle`, which all call this method.
 
         Raises:
             NotCopyable: always.
@@ -36,14 +36,14 @@ class Uncopied:
 
 
 class PendingCall:
-    """A question under way and, in the end, its answer.
+    """A call in progress and, in the end, its response or error.
 
     Attributes:
-        id: the request's id on the wire.
-        response_type: the type of the message that answers it.
-        done: whether it has ended, in an answer or in an error.
-        request: what an inference request asks, as its `infer` message has it; None for any other.
-        lease: what is in shared memory of it.
+        id: the id of the request in the protocol.
+        response_type: the type of the expected response message.
+        done: whether the call has ended, with a response or an error.
+        request: the `Infer` message of an inference request; None for any other call.
+        lease: the tensors of the request and their shared memory; None if it uses none or the call is done.
     """
 
     _result: Any
@@ -60,38 +60,38 @@ class PendingCall:
         self._callbacks: List[Callable[[], None]] = []
 
     def add_done_callback(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called once the call has ended: at once if it has."""
+        """Call `callback` once the call has ended, at once if it already has."""
         self._callbacks.append(callback)
         if self.done:
             self._run_callbacks()
 
     def result(self) -> Any:
-        """Return the answer of a call that is done: what it expects, or the outputs of an inference request by name.
+        """Return the response of a finished call; for an inference request, its outputs by name.
 
         Raises:
-            RequestError: the request ended in an error.
-            RemoteProtocolError: it was answered by what breaks the protocol.
+            RequestError: the request failed.
+            RemoteProtocolError: the response violated the protocol.
         """
         if self._error is not None:
             raise self._error
         return self._result
 
     def succeed(self, answer: Any) -> None:
-        """End the call in an answer."""
+        """End the call with a response."""
         self._result = answer
-        # Whoever keeps the error keeps the call: not its arrays, too.
+        # A stored exception keeps the call alive. It must not keep the arrays alive as well.
         self.lease = None
         self.done = True
         if self._callbacks:
             self._run_callbacks()
 
     def fail(self, error: WeightdError) -> None:
-        """End the call in an error."""
+        """End the call with an error."""
         self._error = error
         self.succeed(None)
 
     def _run_callbacks(self) -> None:
-        # Another thread may do the same: each hook is taken by one of them.
+        # Another thread may run this loop at the same time; `pop` gives each callback to one of them.
         while self._callbacks:
             try:
                 hook = self._callbacks.pop()
@@ -101,7 +101,7 @@ class PendingCall:
 
 
 class Pending(Uncopied):
-    """A request under way. Its answer is fetched with `result`, in any order; without a Pending, it is dropped."""
+    """A request in progress. Call `result` in any order. If the object is dropped, so is its response."""
 
     __slots__ = ("_cancel", "_poll", "_wait")
 
@@ -113,26 +113,27 @@ class Pending(Uncopied):
         self._cancel = cancel
 
     def done(self) -> bool:
-        """Whether the request has ended, in an answer or in an error; never waits."""
+        """Return whether the request has ended, with outputs or an error. Never waits."""
         return self._poll()
 
     def cancel(self) -> None:
-        """Take the request back, if it has not ended: no worker begins with it, and `result` raises `Cancelled`.
+        """Cancel the request if it has not ended: no worker starts it, and `result` raises `Cancelled`.
 
-        An answer that is on its way already may still come, and counts.
+        A response that is already on its way may still arrive and then counts.
 
         Raises:
-            DeadlineExceeded: it could not be sent within the client's timeout: the daemon reads nothing.
+            DeadlineExceeded: the message could not be sent within the client's timeout because the daemon does not
+                read.
         """
         self._cancel()
 
     def result(self) -> Dict[str, NDArray[Any]]:
-        """Wait for the answer until the deadline that `submit` was given.
+        """Wait for the response, until the deadline given to `submit`.
 
         Returns:
-            The outputs by name: numpy arrays, read-only.
+            The outputs by name: read-only numpy arrays.
 
         Raises:
-            RequestError: the request ended in an error; one subclass for each code of the wire.
+            RequestError: the request failed. There is one subclass for each error code of the protocol.
         """
         return self._wait()

@@ -1,7 +1,7 @@
-"""Waits for descriptors: `select.poll`, also in programs in which eventlet has replaced it, and a `Waker` of a wait.
+"""Polling of file descriptors with `select.poll`, also under eventlet, and a `Waker` that ends a wait.
 
 `eventlet.monkey_patch` removes `select.poll`, before or after this module is imported, and replaces `select.select` by
-a function that lets other green threads run while it waits.
+a function that runs other green threads while it waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ READ, WRITE = int(select.POLLIN), int(select.POLLOUT)
 
 
 def new_poller(descriptors: Sequence[int]) -> Any:
-    """Return an object with the methods of `select.poll` that waits until one of `descriptors` can be read."""
+    """Return a `select.poll` object, or an equivalent one, registered to read from `descriptors`."""
     poller: Any = select.poll() if hasattr(select, "poll") else SelectPoller()
     for descriptor in descriptors:
         poller.register(descriptor, READ)
@@ -27,26 +27,26 @@ def new_poller(descriptors: Sequence[int]) -> Any:
 
 
 class SelectPoller:
-    """The methods of `select.poll` that the client calls, by `select.select`."""
+    """The methods of `select.poll` that the client needs, implemented with `select.select`."""
 
     def __init__(self) -> None:
         self._events: Dict[int, int] = {}
 
     def register(self, descriptor: int, events: int) -> None:
-        """Wait for these events of a descriptor from now on: `READ`, `WRITE` or both."""
+        """Register or replace the events of a descriptor: `READ`, `WRITE` or both."""
         self._events[descriptor] = events
 
     modify = register
 
     def poll(self, milliseconds: float) -> List[Tuple[int, int]]:
-        """Wait for so long at most; return the descriptors that are ready, each with an event."""
+        """Wait at most `milliseconds`, and return the ready descriptors with one event each."""
         readable = [each for each, events in self._events.items() if events & READ]
         writable = [each for each, events in self._events.items() if events & WRITE]
         if milliseconds > 0:
             to_read, to_write, _ = select.select(readable, writable, [], milliseconds / 1000)
         else:
-            # eventlet's `select` switches to other green threads even if it does not wait, and refuses a descriptor
-            # that one of them waits for.
+            # eventlet's `select` switches to other green threads even if it does not wait, and rejects a descriptor
+            # that another green thread waits for.
             ready = zmq.zmq_poll(
                 [*((each, zmq.POLLIN) for each in readable), *((each, zmq.POLLOUT) for each in writable)], 0
             )
@@ -56,7 +56,7 @@ class SelectPoller:
 
 
 class Waker:
-    """Ends one wait for each time that it is set, or spares it."""
+    """Wakes a thread from `wait`. Each `set` ends the current wait or, if no thread waits, the next one."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -66,27 +66,28 @@ class Waker:
         self._closed = False
 
     def set(self) -> None:
-        """End the wait that there is, or the next one."""
-        # The number of a closed descriptor may be anybody's soon.
+        """End the current wait, or the next one."""
+        # The lock prevents a write to a closed descriptor, whose number may have been reused.
         with self._lock:
             if not self._closed:
                 with contextlib.suppress(BlockingIOError):
                     os.write(self._write, b"\0")
 
     def make_poller(self, descriptors: Sequence[int], *, to_write: bool = False) -> Any:
-        """Return what `wait` takes: waits until one can be read from or, if so, the first one be written to."""
+        """Return a poller for `wait`: all descriptors for reading and, if `to_write`, the first for writing."""
         poller = new_poller((*descriptors, self._read))
         if to_write:
             poller.modify(descriptors[0], READ | WRITE)
         return poller
 
     def wait(self, poller: Any, deadline: float) -> bool:
-        """Wait; return whether that had an end by the deadline."""
+        """Wait until the poller is ready; return False if the deadline passed first."""
         timeout_ms = (deadline - monotonic()) * 1000
-        # It waits for milliseconds, and not less than it is told. A negative number would be for ever.
+        # `poll` never waits for less than its timeout. A negative timeout would wait forever.
         ready: Sequence[Any] = poller.poll(timeout_ms) if timeout_ms > 0 else ()
         if not ready:
-            # Python reports nothing if the time-out ended while the process was stopped, whatever is ready.
+            # If the process was stopped until the timeout had expired, Python returns nothing even if descriptors are
+            # ready.
             ready = poller.poll(0)
         if not ready:
             return False
@@ -95,7 +96,7 @@ class Waker:
         return True
 
     def close(self) -> None:
-        """Give the descriptors back. The second time does nothing."""
+        """Close the pipe. Further calls have no effect."""
         with self._lock:
             if not self._closed:
                 self._closed = True

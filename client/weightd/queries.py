@@ -1,4 +1,4 @@
-"""Calls other than inference: the message of each, with checked arguments, and the type of its answer."""
+"""Calls other than inference: request message, checked arguments and response type of each."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ R = TypeVar("R")
 
 
 class Query(Generic[R]):
-    """A message to the daemon without its id.
+    """A request message without its id.
 
     Args:
-        message_type: of the message.
-        response_type: of the answer.
-        fields: of the message, after its id.
-        takes_tenant: whether the message ends in the tenant for whom it is sent.
+        message_type: the type of the request message.
+        response_type: the type of the response message.
+        fields: the fields of the message after its id.
+        takes_tenant: whether the last field of the message is the tenant on whose behalf it is sent.
     """
 
     __slots__ = ("fields", "message_type", "response_type", "takes_tenant")
@@ -58,7 +58,7 @@ RELOAD = Query(Reload, ReloadResponse)
 
 
 def ready(model: str) -> Query[ReadyResponse]:
-    """Return the query whether a model is ready, or with "" the server."""
+    """Return the query for the readiness of a model, or of the server if `model` is ""."""
     model = arguments.parse_text("model", model)
     if not model:
         return Query(ServerReady, ReadyResponse, takes_tenant=True)
@@ -71,18 +71,18 @@ def metadata(model: str) -> Query[ModelMetadataResponse]:
 
 
 def events(after: int, model: str) -> Query[EventsResponse]:
-    """Return the query for the events after one of them."""
+    """Return the query for the events after the event with number `after`."""
     return Query(Events, EventsResponse, after, arguments.parse_text("model", model))
 
 
 def logs(model: str, process: str, lines: int) -> Query[LogsResponse]:
-    """Return the query for the last lines that processes of a model have written."""
+    """Return the query for the last log lines of a model's processes."""
     names = arguments.parse_text("model", model), arguments.parse_text("process", process)
     return Query(Logs, LogsResponse, *names, lines)
 
 
 def update(model: str, path: str, weights: str, *, rollback: bool) -> Query[UpdateResponse]:
-    """Return the request for another model file or other weights."""
+    """Return the request to serve another model file or other weights."""
     name = arguments.parse_text("model", model)
     files = arguments.parse_text("path", path), arguments.parse_text("weights", weights)
     return Query(Update, UpdateResponse, name, *files, rollback)

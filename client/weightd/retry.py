@@ -1,4 +1,4 @@
-"""Whether what has ended in an error is asked once more, and after which pause. It never waits itself."""
+"""Retry policy: decides whether a failed call is repeated, and after which pause. This module does not sleep."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ from weightd import arguments
 from weightd_protocol.errors import InvalidArgument, RequestError, ResourceExhausted, Unavailable
 from weightd_protocol.schema import describe_value
 
-# What could not be answered for so long is news for a person, not for a program.
+# A request that still fails after this many attempts needs a person's attention.
 MAX_ATTEMPTS = 10
 MAX_PAUSE_S = 60.0
 
-# Those of which docs/protocol.md says "later": the same request may succeed then.
+# The errors that docs/protocol.md marks with "later": the same request may succeed later.
 _RETRYABLE_ERRORS = (ResourceExhausted, Unavailable)
 
-# Who would have no more than this left for the answer does not ask again.
+# There is no further attempt if it would have less time than this.
 _MIN_ATTEMPT_S = 0.001
 
 
 @dataclass(frozen=True)
 class Retry:
-    """How calls are made again that ended in `ResourceExhausted` or `Unavailable`: within their timeout, and no more.
+    """Retry policy for calls that fail with `ResourceExhausted` or `Unavailable`. Attempts share the timeout.
 
     Attributes:
-        attempts: how often at most, the first time included.
-        pause: seconds before the second attempt; twice as many before each further one. Of these between half and all
-            are waited, so that not all clients come back at once, and before them for as long as the daemon has said.
-        max_pause: what they do not grow beyond.
+        attempts: the maximum number of attempts, including the first.
+        pause: seconds before the second attempt, doubled before each further attempt. The client waits for a random
+            part of the pause, between half and all of it, so that clients do not return at the same moment. The error's
+            `retry_after` is added.
+        max_pause: the upper limit of the growing pause, in seconds.
 
     Raises:
-        InvalidArgument: one of them is out of its bounds.
+        InvalidArgument: a value is out of range.
     """
 
     attempts: int = 3
@@ -51,10 +52,10 @@ class Retry:
 
 
 def check_retry(retry: Any) -> Optional[Retry]:
-    """Return the policy that a client was given, or None.
+    """Return the retry policy of a client, or None.
 
     Raises:
-        InvalidArgument: it is something else.
+        InvalidArgument: `retry` is neither a `Retry` nor None.
     """
     if retry is not None and not isinstance(retry, Retry):
         raise InvalidArgument(f"retry: expected a Retry or None, got {describe_value(retry)}")
@@ -62,13 +63,13 @@ def check_retry(retry: Any) -> Optional[Retry]:
 
 
 class Attempts:
-    """Those of one call, which has so many seconds for all of them.
+    """Attempts of one call, which share its timeout.
 
     Args:
-        retry: how often, and when.
-        seconds: that the call may take.
-        clock: tells the time in seconds.
-        random_fraction: gives a number from 0 to 1, another one each time.
+        retry: the retry policy.
+        seconds: the timeout of the call.
+        clock: returns the time in seconds.
+        random_fraction: returns a new random number from 0 to 1 at each call.
     """
 
     def __init__(
@@ -86,11 +87,11 @@ class Attempts:
         self._failure_count = 0
 
     def remaining_s(self) -> float:
-        """Return how many seconds the next attempt may take: always some."""
+        """Return the seconds available to the next attempt, which is always more than 0."""
         return max(_MIN_ATTEMPT_S, self._deadline - self._clock())
 
     def pause_after(self, error: RequestError) -> Optional[float]:
-        """An attempt has ended in `error`; return for how long to wait before the next one, None if there is none."""
+        """Record a failed attempt. Return the seconds before the next one, or None if there must be no further one."""
         self._failure_count += 1
         if self._failure_count >= self._retry.attempts or not isinstance(error, _RETRYABLE_ERRORS):
             return None

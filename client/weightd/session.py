@@ -1,4 +1,4 @@
-"""What a client does that neither waits nor knows how its user does: by threads, or by a loop."""
+"""State of a client that does not depend on how it waits: shared by the blocking and the asyncio client."""
 
 from __future__ import annotations
 
@@ -30,46 +30,46 @@ DEFAULT_TIMEOUT_S = 30.0
 
 _TCP_SCHEME = "tcp://"
 
-# Where somebody listens who is too busy to accept, after which time one looks again.
+# Pause before the next attempt to connect to a listener whose backlog is full.
 BUSY_RETRY_INTERVAL_S = 0.002
 
-# What tells that a connection is of no use any more: raised by its `receive`, or by what `received` makes of a message.
+# Errors after which a connection is unusable: raised by `receive`, or by `on_message` for a received message.
 CONNECTION_LOST_ERRORS = (Unavailable, RemoteProtocolError)
 
 _MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
 _MAX_GRACE_S = 0.5
 
-# A wait that ends so late shows that this process did not run.
+# A wait that ends this much after its deadline shows that the process was suspended.
 _SUSPENDED_THRESHOLD_S = 0.1
 
-# For reading an answer that has come meanwhile, the rest of a long one included.
+# Extra time to read a response that arrived while the process was suspended, including the rest of a long one.
 _RESUME_GRACE_S = 0.5
 
 
 class WrongProcess(WeightdError):
-    """A client is used by a process that was forked from the one that made it. Make one there: they are cheap."""
+    """A client is used in a forked process. Create a client in each process: they are cheap."""
 
 
 class ClientClosed(WeightdError):
-    """A client is used after `close`, or was closed while it was used."""
+    """A client is used after `close`, or was closed during a call."""
 
 
-# Those of this process.
+# All sessions of this process.
 _sessions: WeakSet[ClientSession] = WeakSet()
 
 
 class ClientSession:
-    """A client's calls and the connection that they are made over: with that, all of them end.
+    """Session of a client: its calls and its connection. When the connection is lost, all calls end.
 
     Attributes:
-        address: where the daemon is looked for; of several, the one that is being tried, or was tried last.
-        timeout: seconds that a call waits unless it says otherwise.
-        default_timeout_and_grace: what `resolve_timeout` returns of them.
-        core: knows the calls.
-        connection: the one there is, or the last one: then it is closed.
-        closed: whether the user has closed it.
-        is_forked_copy: whether this process was forked from the one that made it.
-        protocol_error: why the daemon has ended the last connection, if it has said that.
+        address: the daemon's address. Before the first connection, the default address that is being tried.
+        timeout: the default timeout of a call in seconds.
+        default_timeout_and_grace: the result of `resolve_timeout` for this timeout.
+        core: protocol state: the calls and their messages.
+        connection: the current connection, or the last one, which is then closed.
+        closed: whether the user has closed the client.
+        is_forked_copy: whether this process was forked from the one that created the client.
+        protocol_error: the reason for which the daemon ended the last connection, if it has sent one.
     """
 
     def __init__(
@@ -93,21 +93,21 @@ class ClientSession:
         _sessions.add(self)
 
     def check_usable(self) -> None:
-        """Raise if it must not be used.
+        """Check that the client may be used.
 
         Raises:
-            WrongProcess, ClientClosed: that is so.
+            WrongProcess, ClientClosed: the client may not be used in this process, or is closed.
         """
         if self.closed or self.is_forked_copy:
             raise self.unusable_error()
 
     def resolve_timeout(self, timeout: Optional[float]) -> Tuple[float, float]:
-        """Return how many seconds a call may take that is given this timeout, and how much longer to wait.
+        """Return the timeout of a call in seconds, and a grace period.
 
-        In that time the daemon tells of the deadline itself, and says more than the client could.
+        In the grace period the daemon can report the expired deadline itself, with more details than the client has.
 
         Raises:
-            InvalidArgument: it is out of bounds.
+            InvalidArgument: `timeout` is out of range.
         """
         if timeout is None:
             return self.default_timeout_and_grace
@@ -115,12 +115,12 @@ class ClientSession:
         return timeout, min(0.1 * timeout, _MAX_GRACE_S)
 
     def connect_steps(self) -> ConnectSteps[DaemonConnection]:
-        """Connect to the first address where a daemon listens, in the first way that is possible.
+        """Connect to the first address at which a daemon listens, by the first transport that works.
 
-        From the first connection on, the client stays with that daemon: it never changes to another one.
+        After the first connection the client stays with that address.
 
         Raises:
-            RequestError: there is none; the text says why.
+            RequestError: no connection was possible; the text gives the reason.
         """
         failures: List[NoDaemon] = []
         for address in self._addresses:
@@ -152,20 +152,21 @@ class ClientSession:
             raise
 
     def on_connected(self, connection: DaemonConnection) -> None:
-        """From now on, this is the connection."""
+        """Make `connection` the current connection."""
         self.core.shm_tensors.on_connected(can_share=connection.accepts_descriptors)
         self.connection = connection
 
     def send(self, frames: List[Any], call: Optional[PendingCall] = None) -> int:
-        """Send a message, if it is not a `call`'s, then one that is not answered.
+        """Send a message: the frames of `call`, or a message without a response.
 
-        The latter may be sent by the collector of garbage, in the middle of another one: then it goes after that.
+        The garbage collector may send the latter while another message is being sent; it is then sent after that one.
 
         Returns:
-            0 if it has gone; else what `has_sent` takes.
+            0 if the message was sent completely, otherwise the `sent_count` of the connection at which it will be.
 
         Raises:
-            Gone: nothing of it was sent: the connection is lost or, if it is a call's, something else has to go first.
+            ConnectionLost: nothing was sent, because the connection is lost or, for a call, because other data must be
+                sent first.
         """
         core = self.core
         connection = self.connection
@@ -184,7 +185,7 @@ class ClientSession:
                     connection.send(encode(message), () if region is None else (region.descriptor,))
             all_sent = connection.send(frames)
             while self._deferred:
-                # If it is lost now, whoever reads will notice.
+                # If the connection is lost now, the next read reports it.
                 with contextlib.suppress(OSError):
                     connection.send(self._deferred.popleft())
         except OSError:
@@ -200,7 +201,7 @@ class ClientSession:
         return 0 if all_sent else connection.get_sent_target()
 
     def drop_connection(self, error: BaseException) -> None:
-        """Close the connection, for this reason; what is under way ends in it."""
+        """Close the connection because of `error`, and fail all calls in progress with that error."""
         kind = type(error) if isinstance(error, CONNECTION_LOST_ERRORS) else Unavailable
         text = str(error) or f"the connection to {self.connection.address} was given up in the middle of a message"
         self.connection.close()
@@ -210,38 +211,37 @@ class ClientSession:
         self.core.fail_all(kind, text)
 
     def mark_closed(self) -> None:
-        """The user closes it: what is under way ends in `ClientClosed`. The connection is still to be closed."""
+        """Fail all calls with `ClientClosed`. The transport must still close the connection."""
         self.closed = True
         self.connection.mark_broken()
         self.core.fail_all(ClientClosed, str(self.unusable_error()))
 
-    # --- errors, the same for all -------------------------------------------------------------------------------
+    # --- errors of both clients ---------------------------------------------------------------------------------
 
     def unusable_error(self) -> WeightdError:
-        """Return the error of what cannot go on, as the client is closed, or another process's."""
+        """Return the error for using a client that is closed or belongs to another process."""
         if self.is_forked_copy:
             return WrongProcess("this client belongs to the process that made it; make one in each process")
         return ClientClosed("this client is closed")
 
     def connect_timeout_error(self) -> DeadlineExceeded:
-        """Return the error of who has waited in vain to be connected."""
+        """Return the error for a connection attempt that has timed out."""
         return DeadlineExceeded(f"no handshake with {self.address.text} in time: the daemon hangs")
 
     def send_timeout_error(self) -> DeadlineExceeded:
-        """Return the error of who has waited in vain until a message had gone."""
+        """Return the error for a message that could not be sent in time."""
         return DeadlineExceeded(f"could not send to {self.address.text} in time: the daemon does not read")
 
     def answer_timeout_error(self) -> DeadlineExceeded:
-        """Return the error of who has waited in vain for an answer."""
+        """Return the error for a response that has not arrived in time."""
         return DeadlineExceeded(f"no answer from {self.address.text} in time: the daemon does not answer")
 
 
 def extended_deadline(started_at: float, deadline: float) -> Optional[float]:
-    """Return a later deadline for a wait since `started_at` that has ended without an answer.
+    """Return a later deadline for a wait that timed out, or None if the process really waited that long.
 
-    None if it was long enough.
-
-    If this process was stopped beyond the deadline, the answer may have come in time and wait in the socket.
+    If the process was suspended beyond the deadline, the response may have arrived in time and be in the socket's
+    buffer.
     """
     now = monotonic()
     return now + _RESUME_GRACE_S if started_at < deadline < now - _SUSPENDED_THRESHOLD_S else None
