@@ -1,7 +1,7 @@
-"""What a client knows of its calls, without a socket and without a clock: bytes out, bytes in, answers by id.
+"""Protocol state of a client: creates request messages and matches responses to calls. No I/O and no clock.
 
-Several threads may use it: one at a time gives it what comes, any may begin a call or end them all. So what they share
-is changed in steps of which each is whole.
+Several threads may use it: one at a time passes received messages in, and any thread may start a call or fail all
+calls. All changes of shared state are therefore atomic steps.
 """
 
 from __future__ import annotations
@@ -42,53 +42,55 @@ from weightd_protocol.tensors import describe_request, frame_of, from_frame, to_
 if TYPE_CHECKING:
     from weightd.inputs import Inputs
 
-# Calls that were given up are forgotten when this many, or twice those under way, are known.
+# Entries of abandoned calls are removed when this many calls, or twice the number in progress, are tracked.
 _MIN_SWEEP_CALLS = 256
 
-# Models of which it is known what they take, before all are forgotten: as many as a daemon has.
+# Cached signatures; when the limit is reached, the cache is cleared. A daemon has no more models.
 _MAX_CACHED_METADATA = limits.MAX_MODELS
 
-# Of each input it is asked whether it is one: to look it up in its module would take longer than to compare.
+# Module-level alias: looking the class up in numpy for each input would take longer than the comparison.
 _ndarray = np.ndarray
 
-# Where the tensors of a message are.
+# The frames of a message that contain tensors.
 _TENSOR_FRAMES = slice(limits.MAX_HEADER_FRAMES, None)
 
 
-# A call that may be begun, and the frames that do it.
+# A call that is ready to be sent, and its frames.
 PreparedCall = Tuple[PendingCall, List[Any]]
 
 
 class ClientCore:
-    """Makes requests and matches answers to them.
+    """Creates requests and matches responses to calls.
 
-    It knows a call for as long as its maker holds it, and no longer: what was given up, for whatever reason, leaves
-    nothing behind, and its late answer is dropped.
+    It refers to calls weakly. A call that its owner has dropped leaves nothing behind, and its late response
+    is discarded.
 
     Attributes:
-        calls: those that are under way, by id, and some of those that were given up: none where nothing can come.
-        shm_tensors: where their tensors are.
+        calls: weak references to the calls in progress, by id, and to some abandoned ones; empty if no response can
+            arrive.
+        shm_tensors: the shared memory of the requests.
 
     Args:
-        tenant: for whom it is asked, if that is another than who asks; changes are always asked for by that one.
+        tenant: the tenant on whose behalf requests are sent; None for the client's own. `update` and `reload` are
+            always sent for the client itself.
     """
 
     def __init__(self, tenant: Optional[str] = None) -> None:
         self._tenant = None if tenant is None else arguments.parse_name("tenant", tenant)
-        # The process is not a secret, only a help to tell clients apart in logs.
+        # The process id is not secret. It helps to tell clients apart in logs.
         self._ids: Iterator[str] = map(f"{os.getpid()}-{{}}".format, itertools.count(1))
-        # Plain weak references: a WeakValueDictionary costs a small request more than its encoding.
+        # Plain weak references, because a WeakValueDictionary would cost a small request more than its encoding.
         self.calls: Dict[str, ReferenceType[PendingCall]] = {}
         self._sweep_at = _MIN_SWEEP_CALLS
         self._decode = Decoder(TO_CLIENT, max_bytes=limits.MAX_STATUS_BYTES).decode
         self.shm_tensors = ShmTensors(self._next_id)
-        # What models take, as the daemon at the other end of the connection has said; and those that it is asked for.
+        # Signatures of models, as received over the current connection, and the calls that request signatures.
         self._metadata_by_model: Dict[str, ModelMetadataResponse] = {}
         self._metadata_calls: WeakValueDictionary[str, PendingCall] = WeakValueDictionary()
 
     @property
     def pending_count(self) -> int:
-        """How many calls are under way."""
+        """The number of calls in progress."""
         return sum(call() is not None for call in list(self.calls.values()))
 
     def prepare_infer(
@@ -103,11 +105,11 @@ class ClientCore:
         """Return an inference request and its frames.
 
         Raises:
-            NeedsMetadata: `typed_inputs` has to make arrays of `inputs` first.
-            InvalidArgument: an argument is not what it has to be; an array has no datatype on the wire, or is too large
-                for it; names or shapes do not fit into a header.
+            NeedsMetadata: `inputs` must first be converted by `typed_inputs`.
+            InvalidArgument: an argument is invalid; an array has a datatype that the protocol does not have, or is too
+                large; names or shapes do not fit into a header.
         """
-        # A description is found again by these names: they must be equal only to what encodes alike.
+        # Descriptions are cached by these names, so names that compare equal must also be encoded alike.
         if type(model) is not str:
             model = arguments.parse_text("model", model)
         if outputs is not None:
@@ -130,7 +132,7 @@ class ClientCore:
     def _prepare_shared(
         self, description: RequestDescription, parameters: Parameters, arrays: List[Any], out: Mapping[str, Any]
     ) -> PreparedCall:
-        """Return a request some of whose tensors may be in shared memory, and its frames."""
+        """Return a request that may have tensors in shared memory, and its frames."""
         lease = self.shm_tensors.new_lease(description, arrays, out)
         if lease.shared_inputs or lease.shared_outputs:
             parameters = _shared_parameters(parameters, tuple(lease.shared_inputs), tuple(lease.shared_outputs))
@@ -140,9 +142,10 @@ class ClientCore:
         return call, [*_encode_checked(request), *map(frame_of, lease.framed_inputs)]
 
     def typed_inputs(self, model: str, inputs: Inputs) -> Optional[Dict[str, Any]]:
-        """Return arrays by name, made of `inputs` by what is known of the model.
+        """Return `inputs` as arrays by name according to the cached signature of the model.
 
-        None where it is to be asked for: that is not known, or does not fit. It may have been asked for long ago.
+        Return None if the signature must be requested: it is not cached, or the inputs do not fit it. The cached one
+        may be outdated.
         """
         model = arguments.parse_text("model", model)
         metadata = self._metadata_by_model.get(model)
@@ -155,7 +158,7 @@ class ClientCore:
             return None
 
     def prepare_metadata_call(self, model: str) -> PreparedCall:
-        """Return the question what a model takes, and its frames: none where it is under way already."""
+        """Return a request for the signature of a model, and its frames; no frames if such a request is in progress."""
         model = arguments.parse_text("model", model)
         call = self._metadata_calls.get(model)
         if call is not None and self.is_tracked(call):
@@ -165,16 +168,16 @@ class ClientCore:
         return call, frames
 
     def abort_metadata_call(self, prepared: PreparedCall, error: BaseException) -> None:
-        """Who was to ask for it could not, for this reason: nor can others wait for the answer, unless it is asked."""
+        """Fail a metadata call that could not be sent because of `error`, since other threads may be waiting for it."""
         call, frames = prepared
         if frames and not call.done and not self.is_tracked(call):
             kind = type(error) if isinstance(error, RequestError) else Unavailable
             call.fail(kind(str(error) or "the metadata request was interrupted"))
 
     def frames_without_sharing(self, call: PendingCall) -> Optional[List[Any]]:
-        """Return other frames for a request whose memory was shared over a connection that is lost; None if it is not.
+        """Return new frames for a request whose shared memory belonged to a lost connection, otherwise None.
 
-        By then nothing is known of another one: all of it is in frames.
+        The daemon does not know the memory on the new connection, so all tensors are in frames.
         """
         lease, request = call.lease, call.request
         if lease is None or request is None or not self.shm_tensors.is_stale(lease):
@@ -185,10 +188,10 @@ class ClientCore:
         return [*encode(Infer(call.id, request.description, parameters)), *map(frame_of, lease.arrays)]
 
     def track(self, call: PendingCall, frames: List[Any]) -> List[Any]:
-        """Its frames are being sent: from now on it can be answered, and end with the others.
+        """Start to track a call whose frames are about to be sent. From now on it can be answered or failed.
 
         Returns:
-            The same frames; others, where its memory was shared over a connection that is lost.
+            The frames to send. They differ from `frames` if its shared memory belonged to a lost connection.
         """
         lease = call.lease
         if lease is not None and not self.shm_tensors.activate(call.id, lease):
@@ -204,34 +207,34 @@ class ClientCore:
         return frames
 
     def is_tracked(self, call: PendingCall) -> bool:
-        """Whether it was begun, and has not ended."""
+        """Return whether the call was started and has not ended."""
         return call.id in self.calls
 
     def untrack(self, call: PendingCall) -> None:
-        """It was not begun after all."""
+        """Stop tracking a call that was not sent after all."""
         self.shm_tensors.release(call.id)
         self.calls.pop(call.id, None)
 
     def cancel_frames(self, call: PendingCall) -> List[Any]:
-        """Return the frames that take a request back; it is still answered, if not in `Cancelled` then as if not."""
+        """Return the frames that cancel a request. It still gets a response: its outputs, its error, or `Cancelled`."""
         return encode(Cancel(call.id))
 
     def prepare_query(self, query: Query[Any]) -> PreparedCall:
         """Return a call other than inference, and its frames.
 
         Raises:
-            InvalidArgument: a field is not what the wire allows.
+            InvalidArgument: the protocol does not allow the value of a field.
         """
         call = PendingCall(self._next_id(), query.response_type)
         tenant = (self._tenant,) if query.takes_tenant else ()
         return call, _encode_checked(query.message_type(call.id, *query.fields, *tenant))
 
     def on_message(self, frames: Sequence[Any]) -> None:
-        """Take in a message: it ends the call that it names. One that nobody waits for (any more) is dropped.
+        """Process a received message: it ends the call with its id. A message for an unknown call is dropped.
 
         Raises:
-            RemoteProtocolError: the daemon broke the protocol, or refuses what it could not read, and no telling
-                which call is meant: nothing on this connection can be relied on.
+            RemoteProtocolError: the daemon violated the protocol, or rejects a message that it could not read, and the
+                affected call is unknown. The connection must not be used any more.
         """
         try:
             message = self._decode(frames)
@@ -269,7 +272,7 @@ class ClientCore:
         self._fail_call(error.request_id, error)
 
     def _on_other_message(self, message: DaemonMessage) -> None:
-        """Take in what is no answer to an inference request, or an error."""
+        """Process a message that is not an `InferResponse`."""
         if isinstance(message, Error):
             if not message.id:
                 raise RemoteProtocolError(f"the daemon ends this connection: {message.error}")
@@ -293,7 +296,7 @@ class ClientCore:
             call.succeed(message)
 
     def fail_all(self, kind: Type[WeightdError], text: str) -> None:
-        """End every call that is under way in an error: the connection is lost, and with it what was said on it."""
+        """Fail all calls in progress because the connection is lost, and clear the cached signatures."""
         self._metadata_by_model.clear()
         while self.calls:
             try:
@@ -318,13 +321,13 @@ class ClientCore:
         call = self.calls.pop(request_id, _no_call)()
         if call is not None:
             if call.request is not None and isinstance(error, InvalidArgument):
-                # Maybe it takes something else by now.
+                # The model may have another signature by now.
                 self._metadata_by_model.pop(call.request.description.model_name, None)
             call.fail(error)
 
 
 def _wire_arrays(inputs: Inputs) -> Dict[str, Any]:
-    """Return inputs by name, as the wire wants them.
+    """Return the inputs by name as arrays in the format of the protocol.
 
     Raises:
         NeedsMetadata, InvalidArgument: as `ClientCore.prepare_infer`.
@@ -358,12 +361,12 @@ def _shared_parameters(
 
 
 def _no_call() -> Optional[PendingCall]:
-    """What refers to a call that is not known."""
+    """Stand-in for the weak reference of an unknown call."""
     return None
 
 
 def _outputs_error(call: PendingCall, error: InvalidArgument) -> WeightdError:
-    """Return the error of a call whose outputs are not what they say, or do not fit where they were wanted."""
+    """Return the error of a call whose outputs are invalid or do not fit the arrays in `out`."""
     return error if isinstance(error, WrongOut) else RemoteProtocolError(f"outputs: {error}", call.id)
 
 
@@ -373,7 +376,7 @@ def _unexpected_response(call: PendingCall, message: DaemonMessage) -> RemotePro
 
 
 def _check_priority(priority: Any) -> None:
-    # Before `_parameters` looks among those that it has made: True equals 1.
+    # Check before `_parameters` searches its cache, in which True equals 1.
     if not (type(priority) is int and 0 <= priority <= limits.MAX_PRIORITY):
         raise InvalidArgument(
             f"priority: expected an integer from 0 to {limits.MAX_PRIORITY}, got {describe_value(priority)}"
@@ -389,10 +392,10 @@ def _check_out(out: Any) -> None:
 
 
 def _encode_checked(message: ClientMessage) -> List[Any]:
-    """Return the frames of a message, of which the caller has given parts.
+    """Return the frames of a message with fields from the caller.
 
     Raises:
-        InvalidArgument: a part is not what the wire allows.
+        InvalidArgument: the protocol does not allow the value of a field.
     """
     try:
         return encode(message)

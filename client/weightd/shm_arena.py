@@ -1,8 +1,8 @@
-"""Memory that the daemon's workers can see, and the arrays that are cut from it.
+"""Memory shared with the daemon's workers, and the arrays that are allocated in it.
 
-A region is a memfd that is mapped here. An array that is cut from one keeps it, and its own part of it, until the last
-view of that array is gone: then that part may be given to another one. Whoever has told somebody else where an array
-lies keeps the array as long as that other may still read or write there.
+A region is a memfd that is mapped into this process. An array allocated in a region keeps the region and its block
+alive until the last view of the array is gone; then the block can be reused. Code that has sent the location of an
+array to another process must keep the array alive as long as that process may access it.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from weightd_protocol.schema import describe_value
 
 _BYTE = np.dtype(np.uint8)
 
-# A line of the cache, and what the widest instruction wants.
+# A cache line, which is also the alignment of the widest vector instructions.
 ALIGNMENT = 64
 
-# A region takes memory where it was used, so one that is large costs nothing.
+# The kernel allocates pages of a region on first use, so a large region costs nothing.
 _MIN_REGION_BYTES = 16 * 1024 * 1024
 
-# Of all regions of a client: what does not fit goes another way.
+# Limit for all regions of a client. Tensors beyond it are sent in frames.
 MAX_BYTES = 2 * 1024 * 1024 * 1024
 
-# Among so many parts that were given back one of the same size is looked for: a request and its answer have few sizes.
+# Number of recently returned blocks that are searched for the same size: requests and responses have few sizes.
 _RECENT_BLOCKS = range(4)
 
 
 class MemfdRegion:
-    """One memfd, mapped.
+    """A mapped memfd.
 
     Attributes:
-        descriptor: of it, open as long as this is.
-        nbytes: its size.
-        start_address: its address in this process.
-        returned_blocks: parts that are not needed any more, with their sizes. They are given back by whoever cuts next,
-            and not where the last view goes: that may be anywhere, in the middle of a `take` too.
+        descriptor: the file descriptor of the memfd, open as long as this object exists.
+        nbytes: the size in bytes.
+        start_address: the address in this process.
+        returned_blocks: offsets and sizes of blocks that are no longer needed. The next allocation frees them. They are
+            not freed when the last view is collected, because that can happen anywhere, even within `take`.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -62,17 +62,17 @@ class MemfdRegion:
         self._free_list = FreeList(nbytes)
         self.returned_blocks: Deque[Tuple[int, int]] = deque()
         self.start_address: int = self._bytes.__array_interface__["data"][0]
-        # Whether each page is known to have memory, which is then charged to this process.
+        # Whether each page is known to have memory, which is charged to this process.
         self._is_populated: Any = np.zeros(-(-nbytes // mmap.PAGESIZE), np.bool_)
 
     @property
     def is_unused(self) -> bool:
-        """Whether nothing of it is needed any more."""
+        """Whether no block of the region is in use."""
         self._reclaim_returned()
         return self._free_list.is_unused
 
     def take(self, nbytes: int) -> Optional[Block]:
-        """Cut so many bytes from it, or return None."""
+        """Return a block of `nbytes` bytes, or None if the region has no room."""
         returned = self.returned_blocks
         for _ in _RECENT_BLOCKS if returned else ():
             offset, size = returned.pop()
@@ -88,21 +88,21 @@ class MemfdRegion:
         return Block(self, offset, nbytes)
 
     def populate(self, offset: int, nbytes: int) -> None:
-        """Have memory for each page of so many bytes: a worker writes no output to a page that has none."""
+        """Allocate memory for each page of a range: a worker writes no output to a page that has none."""
         end = offset + nbytes
         pages = self._is_populated[offset // mmap.PAGESIZE : -(-end // mmap.PAGESIZE)]
         if not pages.all():
-            # To read a byte is enough, and disturbs nobody who writes there.
+            # Reading one byte is enough, and does not disturb a process that writes there.
             self._bytes[offset : end : mmap.PAGESIZE].max()
             self._bytes[end - 1].max()
             pages[:] = True
 
     def write(self, offset: int, array: Any) -> None:
-        """Write an array's bytes, which are in C order, from there on."""
+        """Write an array, which is in C order, at `offset`."""
         self._bytes[offset : offset + array.nbytes] = array.reshape(-1).view(_BYTE)
 
     def offset_of(self, address: int, nbytes: int) -> Optional[int]:
-        """Return where these bytes of this process are in it; None where they are not."""
+        """Return the offset of an address range in the region, or None if the range is not within it."""
         offset = address - self.start_address
         return offset if offset >= 0 and offset + nbytes <= self.nbytes else None
 
@@ -113,7 +113,7 @@ class MemfdRegion:
 
 
 class Block:
-    """A part of a region, which is another's as soon as nobody refers to this."""
+    """A part of a region. It can be reused as soon as this object is collected."""
 
     __slots__ = ("__array_interface__", "nbytes", "offset", "region")
 
@@ -123,7 +123,7 @@ class Block:
         self.nbytes = nbytes
 
     def array(self, shape: Tuple[int, ...], dtype: Any) -> Any:
-        """Return an array of its bytes; that and every view of it refer to this."""
+        """Return an array on this memory. The array and all of its views keep the block alive."""
         self.__array_interface__: Dict[str, Any] = {
             "data": (self.region.start_address + self.offset, False),
             "shape": shape,
@@ -137,39 +137,39 @@ class Block:
 
 
 class ShmArena:
-    """The regions of one client. May be used by several threads.
+    """The regions of one client. Several threads may use it.
 
     Args:
-        max_bytes: of all regions together.
+        max_bytes: limit for the size of all regions together.
 
     Attributes:
-        regions: all that there are; another tuple where those are others.
+        regions: the current regions; each change creates a new tuple.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
         self._lock = threading.Lock()
         self.regions: Tuple[MemfdRegion, ...] = ()
-        # A process that is forked has the same memory, and this one cannot know how long it needs an array.
+        # A forked process has the same memory, and this process cannot know how long the child needs an array.
         with _fork_lock:
             _arenas.add(self)
 
     def empty(self, shape: Any, dtype: Any) -> Any:
-        """Return an array of any content; not of a region, where there is none that has room.
+        """Return an uninitialized array, in ordinary memory if no region has room.
 
         Raises:
-            InvalidArgument: there is no such shape or dtype, or no array of it.
+            InvalidArgument: the shape or the dtype is invalid, or there cannot be such an array.
         """
         sizes = arguments.parse_shape("shape", shape)
         try:
             numpy_dtype: Any = np.dtype(dtype)
         except Exception as error:
-            # numpy also asks the object itself, whose code may raise anything.
+            # numpy also calls code of the object itself, which may raise anything.
             raise InvalidArgument(f"dtype: expected one of numpy, got {describe_value(dtype)}: {error}") from error
         nbytes: int = numpy_dtype.itemsize
         for dim in sizes:
             nbytes *= dim
-        # Only bytes that mean the same to everybody: an object is an address.
+        # Only values that have the same meaning in every process may be shared: an object is an address.
         block = self.take(nbytes) if nbytes and numpy_dtype.kind in "biuf" else None
         try:
             return np.empty(sizes, numpy_dtype) if block is None else block.array(sizes, numpy_dtype)
@@ -179,13 +179,13 @@ class ShmArena:
             ) from None
 
     def take(self, nbytes: int) -> Optional[Block]:
-        """Cut so many bytes from a region, a new one if need be.
+        """Return a block of a region, creating a region if necessary.
 
         Args:
-            nbytes: at least 1.
+            nbytes: the size, at least 1.
 
         Returns:
-            The bytes; None where there is no room.
+            The block, or None if there is no room.
         """
         with self._lock:
             for region in self.regions:
@@ -197,7 +197,7 @@ class ShmArena:
             return None if new_region is None else new_region.take(nbytes)
 
     def find(self, array: Any) -> Optional[Tuple[MemfdRegion, int]]:
-        """Return where the bytes of an array, in C order, lie in a region; None where they do not."""
+        """Return the region and the offset of an array in C order, or None if it is in no region."""
         if self.regions:
             address = array.__array_interface__["data"][0]
             for region in self.regions:
@@ -207,28 +207,28 @@ class ShmArena:
         return None
 
     def retire(self, regions: Tuple[MemfdRegion, ...]) -> None:
-        """Cut nothing more from these: nobody can tell when others will be done with parts of them."""
+        """Stop allocating in these regions, because it is unknown how long other processes use their blocks."""
         with self._lock:
             self._retire(regions)
 
     def before_fork(self) -> None:
-        """Retire all regions, and let no other thread cut from any until `after_fork`."""
+        """Retire all regions, and block allocations of all threads until `after_fork`."""
         self._lock.acquire()
         self._retire(self.regions)
 
     def after_fork(self, *, in_child: bool) -> None:
-        """Go on: what is free is the parent's, and nothing is cut for both."""
+        """Allow allocations again. The child starts without regions, so that no region serves both processes."""
         if in_child:
             self.regions = ()
         self._lock.release()
 
     def _retire(self, regions: Tuple[MemfdRegion, ...]) -> None:
-        # Somebody may still write to a part of them that nobody here has.
+        # Another process may still write to a block that is no longer in use here.
         retired = [region for region in regions if not region.is_unused]
         self.regions = tuple(region for region in self.regions if region not in retired)
 
     def _drop_unused(self) -> None:
-        """Before there is another one: those of which nothing is needed were too small."""
+        """Drop unused regions before a new one is created: they were too small."""
         self.regions = tuple(region for region in self.regions if not region.is_unused)
 
     def _add_region(self, nbytes: int) -> Optional[MemfdRegion]:
@@ -245,26 +245,26 @@ class ShmArena:
 
 
 class FreeList:
-    """Parts are cut where they fit first, so that memory that was used before is used again; free neighbours are one.
+    """First-fit allocator for the offsets of a region. It reuses low offsets first and merges adjacent free ranges.
 
     Args:
-        nbytes: there are.
+        nbytes: the size of the region.
     """
 
     def __init__(self, nbytes: int) -> None:
-        # Free stretches, in their order.
+        # Free ranges, sorted.
         self._free_starts: List[int] = [0]
         self._free_ends: List[int] = [nbytes]
-        # End by begin.
+        # End offset by start offset.
         self._allocated: Dict[int, int] = {}
 
     @property
     def is_unused(self) -> bool:
-        """Whether nothing is taken."""
+        """Whether nothing is allocated."""
         return not self._allocated
 
     def take(self, nbytes: int) -> Optional[int]:
-        """Take so many bytes: return where they begin, aligned; None where they fit nowhere."""
+        """Return the aligned start offset of a new allocation, or None if no free range is large enough."""
         nbytes = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
         for index, begin in enumerate(self._free_starts):
             end = begin + nbytes
@@ -278,7 +278,7 @@ class FreeList:
         return None
 
     def release(self, begin: int) -> None:
-        """Give back what `take` returned."""
+        """Free the allocation that starts at `begin`."""
         end = self._allocated.pop(begin)
         index = bisect_left(self._free_starts, begin)
         if index and self._free_ends[index - 1] == begin:
@@ -296,7 +296,7 @@ class FreeList:
 
 _arenas: weakref.WeakSet[ShmArena] = weakref.WeakSet()
 
-# Held by a thread that forks, and whoever changes that set.
+# Held while the process forks and while `_arenas` changes.
 _fork_lock = threading.Lock()
 _locked_arenas: List[ShmArena] = []
 

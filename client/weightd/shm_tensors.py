@@ -1,7 +1,7 @@
-"""Which tensors of a client's requests are in memory that the daemon's workers see, and until when. Without a socket.
+"""Shared-memory tensors of a client's requests: allocation, registration with the daemon, and release. No I/O.
 
-Nobody waits for that: a tensor is in such memory if its region is known to the daemon by then, and else in a frame, as
-it is where memory cannot be shared at all.
+A request never waits for shared memory. A tensor uses it if the daemon has already registered the region; otherwise the
+tensor is sent in a frame.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from weightd_protocol.messages.inference import InferResponse, RequestDescriptio
 from weightd_protocol.messages.regions import Register, Unregister
 from weightd_protocol.tensors import from_frame, from_memory
 
-# A smaller tensor costs less in a frame.
+# For smaller tensors a frame is cheaper.
 MIN_SHARED_BYTES = 64 * 1024
 
-# Shapes whose outputs are remembered; those that came first go first.
+# Number of request descriptions whose output sizes are remembered; the oldest is dropped first.
 _MAX_REMEMBERED = 256
 
 _EMPTY: Dict[Any, Any] = {}
@@ -29,16 +29,16 @@ RegionMessage = Union[Register, Unregister]
 
 
 class WrongOut(InvalidArgument):
-    """An array that was given for an output is not what the output is."""
+    """An array in `out` does not match the output."""
 
 
-# Of an input: position, region and offset, as a request names them; of room for an output its bytes, too.
+# Location of an input in a request: position, region and offset; for an output buffer, followed by its size.
 SharedInput = Tuple[int, str, int]
 SharedOutput = Tuple[int, str, int, int]
 
 
 class UserBuffer:
-    """Room in an array that the caller has, as a `Block` is: the whole of it, which is in a region."""
+    """Output buffer in an array of the caller that lies in a region. It has the interface of `Block`."""
 
     __slots__ = ("_array", "nbytes", "offset", "region")
 
@@ -49,22 +49,22 @@ class UserBuffer:
         self.nbytes: int = array.nbytes
 
     def array(self, shape: Tuple[int, ...], dtype: Any) -> Any:
-        """Return its first bytes as an array."""
+        """Return an array on the first bytes of the buffer."""
         return np.ndarray(shape, dtype, self._array)
 
 
 class Lease(NamedTuple):
-    """The tensors of one request, which keep their memory as long as it is under way.
+    """The tensors of one request. It keeps their memory alive while the request is in progress.
 
     Attributes:
-        epoch: of the connection that it is for.
-        arrays: the inputs, as the caller has them.
-        out: arrays for outputs, by name.
-        framed_inputs: inputs that are nowhere else.
-        shared_inputs: those that are.
-        copies: where these were copied to.
-        output_buffers: for outputs, by their position.
-        shared_outputs: the same, as the request names them.
+        epoch: the epoch of the connection for which the lease was made.
+        arrays: the inputs as the caller gave them.
+        out: the caller's arrays for outputs, by output name.
+        framed_inputs: the inputs that are sent in frames.
+        shared_inputs: the locations of the other inputs in shared memory.
+        copies: the blocks into which inputs were copied.
+        output_buffers: the buffers for outputs, by the position of the output.
+        shared_outputs: the locations of these buffers as the request names them.
     """
 
     epoch: int
@@ -78,20 +78,21 @@ class Lease(NamedTuple):
 
 
 class ShmTensors:
-    """The shared memory of one client.
+    """Shared memory of one client.
 
-    May be used by several threads: one at a time tells it what the daemon has said, or what is to be said.
+    Several threads may use it. One at a time processes messages of the daemon, and one at a time calls
+    `take_region_messages`.
 
     Args:
-        next_id: gives the ids of messages.
+        next_id: returns the id of the next message.
 
     Attributes:
-        arena: where the memory is from.
-        announced_regions: the regions of which there is nothing to say; None where that may change at any time.
-        leases: of requests that have not ended, or whose memory a worker may still write to, by id.
-        large_outputs: of requests that are answered with large outputs, by the identity of their description: with
-            itself, so that it stays its own, the description of the answer, and position, name and bytes of each large
-            output.
+        arena: the memory.
+        announced_regions: the regions of the arena when all of them were announced to the daemon; None if
+            `take_region_messages` must be called before each request.
+        leases: leases of the requests that have not ended or whose memory a worker may still write to, by request id.
+        large_outputs: for requests with large outputs, by the id() of their description: the description itself, which
+            keeps the id() valid, the description of the response, and position, name and size of each large output.
     """
 
     def __init__(self, next_id: Callable[[], str]) -> None:
@@ -103,9 +104,9 @@ class ShmTensors:
         ] = {}
         self._next_id = next_id
         self._lock = threading.Lock()
-        # Another one with each connection.
+        # Changes with each connection.
         self._epoch = 0
-        # Whether regions may be registered on the present connection, and their names there.
+        # Whether regions can be registered on the current connection, and the ids that the daemon assigned to them.
         self._can_share = False
         self._region_ids: Dict[MemfdRegion, str] = {}
         self._registering: Dict[str, MemfdRegion] = {}
@@ -114,12 +115,12 @@ class ShmTensors:
     # --- the connection -----------------------------------------------------------------------------------------
 
     def on_connected(self, *, can_share: bool) -> None:
-        """There is another connection: on that nothing is registered yet."""
+        """Reset the state for a new connection, on which no region is registered yet."""
         self.on_disconnected()
         self._can_share = can_share
 
     def on_disconnected(self) -> None:
-        """The connection is lost: nobody will tell when workers are done with what was under way."""
+        """Drop all leases and retire their regions: no message will report when workers stop writing to them."""
         self._can_share = False
         self._epoch += 1
         with self._lock:
@@ -132,9 +133,9 @@ class ShmTensors:
         )
 
     def take_region_messages(self) -> Sequence[Tuple[RegionMessage, Optional[MemfdRegion]]]:
-        """Return what is to be said before the next request, each with the region whose descriptor goes with it.
+        """Return the messages to send before the next request, each with the region whose descriptor accompanies it.
 
-        Nothing, where the arena's regions are those that are `announced_regions`.
+        The result is empty if `announced_regions` equals the arena's regions.
         """
         regions = self.arena.regions
         if not self._can_share or regions is self.announced_regions:
@@ -154,19 +155,19 @@ class ShmTensors:
                     self._registering[register.id] = region
                     messages.append((register, region))
             self._refused_regions.intersection_update(regions)
-            # The name of one that was let go is still known: a request may be about to name it.
+            # An unregistered region had to be in use here: a request may be about to name it. Check again next time.
             self.announced_regions = None if len(unused) < len(retired) else regions
         return messages
 
     def on_registered(self, request_id: str, region_id: str) -> None:
-        """The daemon knows a region."""
+        """Store the id that the daemon has assigned to a region."""
         with self._lock:
             region = self._registering.pop(request_id, None)
             if region is not None:
                 self._region_ids[region] = region_id
 
     def on_refused(self, request_id: str) -> bool:
-        """A message has ended in an error; return whether it was about a region. That one is not offered again."""
+        """Return whether a failed message was the registration of a region. That region is not offered again."""
         with self._lock:
             region = self._registering.pop(request_id, None)
             if region is not None:
@@ -176,7 +177,7 @@ class ShmTensors:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def new_lease(self, description: RequestDescription, arrays: Sequence[Any], out: Mapping[str, Any]) -> Lease:
-        """Return where the tensors of a request are to be, of which `arrays` are the inputs."""
+        """Allocate shared memory for the tensors of a request with the inputs `arrays`, and return the lease."""
         lease = Lease(self._epoch, arrays, out, [], [], [], {}, [])
         if not self._can_share:
             lease.framed_inputs.extend(arrays)
@@ -196,11 +197,11 @@ class ShmTensors:
         return lease
 
     def is_stale(self, lease: Lease) -> bool:
-        """Whether it was made for a connection that is lost."""
+        """Return whether the lease was made for a connection that is lost."""
         return lease.epoch != self._epoch
 
     def activate(self, request_id: str, lease: Lease) -> bool:
-        """The request is being sent: what it names is nobody else's until it has ended. False if the lease is void."""
+        """Keep the lease of a request that is being sent until it ends. Return False if the lease is stale."""
         if lease.epoch != self._epoch:
             return False
         if lease.shared_inputs or lease.output_buffers:
@@ -208,17 +209,17 @@ class ShmTensors:
         return True
 
     def release(self, request_id: str, *, running: bool = False) -> None:
-        """The request has ended, or nobody writes for it any more; `running`: only the former."""
+        """Release the memory of a request that has ended, unless a worker is still `running` it."""
         if not running:
             self.leases.pop(request_id, None)
 
     def read_outputs(
         self, request: RequestDescription, lease: Optional[Lease], response: InferResponse, frames: Sequence[Any]
     ) -> Dict[str, Any]:
-        """Return the outputs of a request by name, whose `frames` are those that have one.
+        """Return the outputs of a request by name. `frames` belong to the outputs that are not in shared memory.
 
         Raises:
-            InvalidArgument: one is not what it says, or not what `out` was made for.
+            InvalidArgument: an output does not match its description, or the caller's array in `out`.
         """
         description = response.description
         if description.largest >= MIN_SHARED_BYTES:
@@ -245,8 +246,8 @@ class ShmTensors:
     # --- within -------------------------------------------------------------------------------------------------
 
     def _share_input(self, lease: Lease, index: int, array: Any, nbytes: int) -> bool:
-        """Have an input in shared memory: where it is, or in a copy. Return False where there is none for it."""
-        # What has memory of its own is not cut from an arena.
+        """Place an input in shared memory, in its own region or as a copy. Return False if that is not possible."""
+        # An array that owns its memory is not in an arena.
         found = None if array.base is None else self.arena.find(array)
         if found is not None:
             region, offset = found
@@ -265,10 +266,7 @@ class ShmTensors:
         return True
 
     def _output_buffer(self, nbytes: int, user_array: Any) -> Optional[Union[Block, UserBuffer]]:
-        """Room for an output, where the caller wants it if that is possible.
-
-        In an array that is `user_array`, or None.
-        """
+        """Return a buffer for an output: in `user_array` if that lies in a region, otherwise a new block."""
         found = None if user_array is None or not user_array.flags.c_contiguous else self.arena.find(user_array)
         buffer = self.arena.take(nbytes) if found is None else UserBuffer(user_array, *found)
         if buffer is not None and buffer.nbytes:
@@ -288,7 +286,7 @@ class ShmTensors:
 
 
 def _fill_output(name: str, user_array: Any, array: Any) -> Any:
-    """Return the array that the caller has given for an output, with its values."""
+    """Return the caller's array for an output, filled with the values."""
     if user_array.dtype != array.dtype or user_array.shape != array.shape:
         expected = f"expected an array of {array.dtype} and shape {list(array.shape)}"
         raise WrongOut(f"out: {name}: {expected}, got {user_array.dtype} and {list(user_array.shape)}")

@@ -1,7 +1,7 @@
-"""A connection over ZeroMQ, from the handshake to its loss.
+"""Connection over ZeroMQ, from the handshake to its loss.
 
-libzmq hides a lost connection: it would connect again for ever and send what is queued to whoever comes next, while
-answers that will never come are waited for. Here a socket monitor makes both ends of a connection's life events.
+libzmq hides a lost connection: it would reconnect forever and send queued messages to the next peer, while the caller
+waits for responses that will never arrive. Here a socket monitor reports the start and the end of the connection.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument, Unauthenticated, Unavailable
 from weightd_protocol.framing import Message
 
-# A host that vanishes does not close its TCP connections; a unix socket's peer cannot vanish unseen.
+# A host that disappears does not close its TCP connections. The peer of a unix socket cannot disappear unnoticed.
 _TCP_HEARTBEAT_INTERVAL_MS = 5_000
 _TCP_HEARTBEAT_TIMEOUT_MS = 15_000
 
-# Plain integers: `&` of pyzmq's own flags takes a microsecond.
+# Plain integers, because `&` on pyzmq's flags takes a microsecond.
 _EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
 
 _CONNECT_RETRIED = zmq.EVENT_CONNECT_RETRIED
@@ -44,7 +44,7 @@ _UNAUTHENTICATED_TEXT = (
 
 
 class _Contexts:
-    """One context for all connections of this process: it is two threads."""
+    """The ZeroMQ context that all connections of this process share, because a context has two threads."""
 
     def __init__(self) -> None:
         self.reset()
@@ -68,19 +68,20 @@ class _Contexts:
 
 
 _contexts = _Contexts()
-# The threads of the one there is do not live on in a forked process.
+# The threads of the parent's context do not exist in a forked process.
 os.register_at_fork(after_in_child=_contexts.reset)
 
 
 class ZeroMqConnection(DaemonConnection):
-    """A DEALER socket. Made by `connect_steps`; before, it is not connected."""
+    """Connection over a DEALER socket. `connect_steps` creates it, and the object is not connected before that."""
 
     transport = "zmq"
     is_level_triggered = False
 
     def __init__(self, address: str, curve: Optional[CurveKeys] = None) -> None:
         super().__init__(address)
-        # A socket is for one thread at a time; a signal's handler may come to it in the middle of what its thread does.
+        # A ZeroMQ socket must be used by one thread at a time. Reentrant, because a signal handler may interrupt its
+        # thread.
         self._lock = threading.RLock()
         self._send_queue: Deque[List[Any]] = deque()
         context = _contexts.take()
@@ -91,8 +92,8 @@ class ZeroMqConnection(DaemonConnection):
             raise
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_FRAME_BYTES)
-        # Answers wait here until they are asked for; a bound would make the daemon drop them. They are at most as
-        # many as the requests that their owner has under way.
+        # Responses wait here until they are read. With a limit the daemon would drop them. There are at most as many as
+        # the client has requests in progress.
         self._socket.setsockopt(zmq.RCVHWM, 0)
         if address.startswith("tcp://"):
             self._socket.setsockopt(zmq.HEARTBEAT_IVL, _TCP_HEARTBEAT_INTERVAL_MS)
@@ -104,11 +105,11 @@ class ZeroMqConnection(DaemonConnection):
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
         self._uses_curve = curve is not None
         self._monitor = self._socket.get_monitor_socket(_MONITORED_EVENTS)
-        # To poll the monitor as a ZeroMQ socket would cost a few microseconds in every call. Its file descriptor is
-        # readable from the moment that libzmq has something to say on it, until `_has_ended` has looked.
+        # Polling the monitor as a ZeroMQ socket would cost a few microseconds in every call. Its file descriptor is
+        # readable from the moment an event occurs until `_has_monitor_event` is called.
         monitor_descriptor = self._monitor.FD
         self._monitor_poller = new_poller((monitor_descriptor,))
-        # Of frames that are not copied pyzmq keeps account in a thread, which as a green thread would stop all others.
+        # pyzmq tracks frames that are not copied in a thread. As a green thread it would block all others.
         self._copy_below_bytes = math.inf if isinstance(self._monitor_poller, SelectPoller) else zmq_io.ZERO_COPY_BYTES
         self.descriptors = (self._socket.FD, monitor_descriptor)
 
@@ -116,8 +117,8 @@ class ZeroMqConnection(DaemonConnection):
         """Connect, and wait for the end of the handshake.
 
         Raises:
-            InvalidArgument, PermissionDenied, Unavailable: as `address.check`.
-            Unauthenticated: the daemon knows no such key, or the two do not speak CURVE with one another.
+            InvalidArgument, PermissionDenied, Unavailable: as `address.check_reachable`.
+            Unauthenticated: the daemon does not know the key, or only one side uses CURVE.
         """
         try:
             self._socket.connect(self.address)
@@ -139,11 +140,14 @@ class ZeroMqConnection(DaemonConnection):
                 raise Unavailable(f"who listens at {self.address} hung up: it is stopping, overloaded, or no weightd")
             if self.address.startswith("tcp://"):
                 raise Unavailable(f"no daemon at {self.address}: no answer")
-            # libzmq tries again by itself: that is right where only the socket's backlog is full.
+            # libzmq retries by itself, which is right if only the backlog of the socket is full.
             addresses.check_reachable(self.address)
 
     def send(self, frames: List[Any], descriptors: Sequence[int] = ()) -> bool:
-        """As `DaemonConnection.send`. libzmq takes what is sent for a daemon that has ended, so that is looked for."""
+        """See `DaemonConnection.send`.
+
+        libzmq accepts messages for a daemon that has exited, so this method checks the monitor first.
+        """
         with self._lock:
             if not self.is_broken and self._monitor_poller.poll(0) and self._has_monitor_event():
                 self.mark_broken()
@@ -156,17 +160,17 @@ class ZeroMqConnection(DaemonConnection):
             return True
 
     def cork(self) -> None:
-        """As `DaemonConnection.cork`. The library puts messages together by itself."""
+        """See `DaemonConnection.cork`. Does nothing: libzmq combines messages itself."""
 
     def uncork(self) -> None:
-        """As `DaemonConnection.uncork`. Nothing was."""
+        """See `DaemonConnection.uncork`. Does nothing."""
 
     def get_sent_target(self) -> int:
-        """As `DaemonConnection.get_sent_target`."""
+        """See `DaemonConnection.get_sent_target`."""
         return self.sent_count + self.unsent_count
 
     def flush(self) -> None:
-        """As `DaemonConnection.flush`."""
+        """See `DaemonConnection.flush`."""
         with self._lock:
             while self._send_queue and not self.closed and self._try_send(self._send_queue[0]):
                 self._send_queue.popleft()
@@ -174,13 +178,13 @@ class ZeroMqConnection(DaemonConnection):
                 self.sent_count += 1
 
     def receive(self) -> List[Message]:
-        """As `DaemonConnection.receive`: all that have come."""
+        """See `DaemonConnection.receive`. Returns all messages that have arrived."""
         with self._lock:
             if self.closed:
                 raise self.lost_error()
             messages = self._receive_available()
             if not messages and (self.is_broken or (self._monitor_poller.poll(0) and self._has_monitor_event())):
-                # The monitor does not tell twice, and there may be what came while we looked.
+                # The monitor reports the loss only once, and messages may have arrived during the check.
                 self.mark_broken()
                 messages = self._receive_available()
                 if not messages:
@@ -188,13 +192,13 @@ class ZeroMqConnection(DaemonConnection):
             return messages
 
     def is_idle(self) -> bool:
-        """As `DaemonConnection.is_idle`. To ask is what has the descriptor tell of the next message."""
+        """See `DaemonConnection.is_idle`. The check itself makes the descriptor signal the next message."""
         with self._lock:
             wanted_events = _POLLIN | _POLLOUT if self._send_queue else _POLLIN
             return self.closed or not (self.is_broken or cast(int, self._socket.getsockopt(_EVENTS)) & wanted_events)
 
     def close(self) -> None:
-        """As `DaemonConnection.close`."""
+        """See `DaemonConnection.close`."""
         with self._lock:
             if not self.closed:
                 self.closed = self.is_broken = True
@@ -216,19 +220,19 @@ class ZeroMqConnection(DaemonConnection):
             while True:
                 frames = [frame.bytes for frame in zmq_io.receive(self._socket, zmq_io.NOBLOCK)]
                 messages.append(Message(frames, (*map(len, frames),)))
-                # To ask is cheaper than the exception of a read that finds nothing.
+                # Checking is cheaper than the exception of a read that finds nothing.
                 if not cast(int, self._socket.getsockopt(_EVENTS)) & _POLLIN:
                     return messages
         except zmq.Again:
             return messages
 
     def _has_monitor_event(self) -> bool:
-        # After the handshake, whatever the monitor has to say is bad. True means: do not look again, close it.
+        # After the handshake every monitor event means a problem. If True is returned, close the connection.
         return bool(cast(int, self._monitor.getsockopt(_EVENTS)) & _POLLIN)
 
 
 def connect_steps(address: str, curve: Optional[CurveKeys] = None) -> ConnectSteps[DaemonConnection]:
-    """Connect to the ZeroMQ socket at `address`, with these keys.
+    """Connect to the ZeroMQ socket at `address`, with these CURVE keys.
 
     Raises:
         RequestError: as `ZeroMqConnection.handshake_steps`.
