@@ -1,8 +1,8 @@
-"""The processes that hold and run a model: the holder, and the workers that attach to its weights.
+"""Holder and worker processes: the holder builds a model and exports its weights, workers attach and run requests.
 
-Runs on CPython 3.7 and later with numpy, pyzmq and msgpack beside the engine, because vendors' wheels pin the
-interpreter. Started by the daemon as ``python -m weightd_worker``.
+The package runs on CPython 3.7 and later, because vendors' wheels pin the interpreter. Besides the engine it needs
+numpy, pyzmq and msgpack. The daemon starts it as ``python -m weightd_worker``.
 
-From top to bottom, and nothing imports upwards: `__main__`, `main_loop`, `sessions`, `predictor`, `batch_guard`,
-`selftest`, `engines`, `pagesharing`, `connection`.
+Layers from top to bottom, where no module imports from a layer above: `__main__`, `main_loop`, `sessions`,
+`predictor`, `batch_guard`, `selftest`, `engines`, `pagesharing`, `connection`.
 """

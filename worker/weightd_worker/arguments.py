@@ -1,4 +1,4 @@
-"""The arguments of a child."""
+"""Command-line arguments of a child."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ PROGRAM = ("-m", "weightd_worker")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the arguments.
+    """Parse the arguments of a child.
 
     Raises:
-        SystemExit: they are not such; the words are on stderr.
+        SystemExit: the arguments are invalid. The parser has printed the error to stderr.
     """
     return parser().parse_args(argv)
 
 
 @functools.lru_cache(maxsize=None)
 def parser() -> argparse.ArgumentParser:
-    """Return what parses them: made once, in a process from which others are forked before it forks any."""
+    """Return the parser. It is cached, so that a fork server builds it once and forked processes share its memory."""
     parser = argparse.ArgumentParser(
         prog="python -m weightd_worker", description="A process of weightd. It is started by the daemon, not by hand."
     )
@@ -66,13 +66,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read_arguments() -> List[str]:
-    """Return the arguments that this process reads from stdin, a JSON list, and those of its command line.
+    """Return the arguments on stdin, a JSON list of strings, followed by those of the command line.
 
-    Every user of the host may read a command line, and the arguments name models. Afterwards stdin is empty. With
-    `--help` alone stdin is not read.
+    The arguments name models, and every user of the host can read a command line. Stdin is /dev/null afterwards. If
+    `--help` is the only argument, stdin is not read.
 
     Raises:
-        SystemExit: stdin has no such list.
+        SystemExit: stdin does not contain a JSON list of strings.
     """
     if sys.argv[1:] == ["--help"]:
         return sys.argv[1:]
@@ -91,10 +91,10 @@ def read_arguments() -> List[str]:
 
 
 def parse_options(text: str) -> Dict[str, Any]:
-    """Return the JSON object; what its keys may be is the engine's business.
+    """Parse a JSON object of engine options. The engine checks the keys.
 
     Raises:
-        BuildError: it is none.
+        BuildError: the text is not a JSON object, or gives a key twice.
     """
 
     def reject_duplicate_keys(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:

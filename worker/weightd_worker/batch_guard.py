@@ -1,8 +1,8 @@
-"""Decides which requests may share a predict, and checks that each has the answer that it would have alone.
+"""Decides which requests may share a predict, and checks that each gets the answer that it would get alone.
 
-Requests that were run together are run alone, too: each form of them that comes for the first time, and few again. What
-a holder tests has the self-test's dimensions, and rows that it has made up. What comes may have others: of these as
-many rows are run alone as the holder has, for where rows differ, few may.
+The holder tests batching with the dimensions of the self-test and generated rows, but requests may have other
+dimensions. So a worker compares batches with the same requests run alone: the first batch of each shape, further ones
+until as many rows are compared as in the holder's test (a difference may show in few of them), and a sample later.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from weightd_protocol.messages.worker_common import SelfTestCase
 from weightd_worker.batching import BatchLayout
 from weightd_worker.engines.engine import Arrays, Engine
 
-# Principals whose requests are run one by one. Where there are more, those of all are.
+# Most principals whose requests run alone. With more of them, the requests of all principals run alone.
 _MAX_UNBATCHABLE_PRINCIPALS = limits.MAX_TENANTS
 
-# Requests with special values of a principal, after which its requests are not sent together with others any more: each
-# costs those that come with it the time of another predict.
+# A principal that has sent this number of requests with special values is not batched any more: each of them costs the
+# other requests of its batch the time of another predict.
 _MAX_SPECIAL_REQUESTS = 64
 
 _log = logging.getLogger("weightd.worker")
 
 
-# One batch of so many is looked at again, when nothing else is to be done. It is kept for that, if it is not too large.
+# One tested batch of this number is kept, unless it is too large, and compared again when the worker is idle.
 _RECHECK_INTERVAL = 1000
 _MAX_SAMPLE_BYTES = 16 * 1024 * 1024
 
-# Forms that are known at a time, or one for each number of rows: each costs predicts. Others are not run together.
+# Most batch shapes that are tested, or `max_rows` if that is more: each costs predicts. Other shapes are not batched.
 _MAX_TESTED_SPECS = 64
 
 
 class BatchGuard:
-    """Decides which requests that come together are run together, by what is known of the answers to such requests.
+    """Batching decisions of one model, based on comparisons of batched answers with answers alone.
 
     Args:
-        engine: has built the model when `configure` is called.
+        engine: the engine, which has built the model when `configure` is called.
         reply: sends a message with its tensors to the daemon.
 
     Attributes:
-        allowed_batch_sizes: the only numbers of rows that the model takes, the least first; none: any.
+        allowed_batch_sizes: the only numbers of rows that the model takes, in ascending order; empty: any number.
     """
 
     def __init__(self, engine: Engine, reply: Callable[..., None]) -> None:
@@ -60,9 +60,9 @@ class BatchGuard:
         self._is_batching = True
         self._shadow_checks: Optional[ShadowChecks] = None
         self._special_kinds: Sequence[SpecialFloats] = ()
-        # How many requests with special values have come of each principal.
+        # The number of requests with special values of each principal.
         self._special_counts: collections.Counter[int] = collections.Counter()
-        # Why requests of these principals are not run together with others.
+        # Principals whose requests run alone, and the reason for each.
         self._unbatchable_principals: Dict[int, str] = {}
 
     def configure(
@@ -75,16 +75,15 @@ class BatchGuard:
         compared_rows: int = 0,
         special_kinds: Sequence[str] = (),
     ) -> None:
-        """The model is built and attached.
+        """Set the batching rules, once the model is built and attached.
 
         Args:
-            max_rows: of one predict at most.
-            allowed_batch_sizes: the only numbers of rows that the model takes; none: any.
-            is_exact: whether the answers to requests that are run together have to be those of each alone, bit for bit.
-            case: shapes of inputs; with these, but for the rows, the holder has compared rows.
-            compared_rows: each number of rows up to this one.
-            special_kinds: kinds of floats: requests that have such values are run alone, if answers have to be the
-                same.
+            max_rows: the most rows of one predict.
+            allowed_batch_sizes: the only numbers of rows that the model takes; empty: any number.
+            is_exact: whether batched answers must equal those of each request alone, bit for bit.
+            case: the shapes of the inputs with which the holder has compared rows, whatever their number of rows.
+            compared_rows: the holder has compared every number of rows up to this one.
+            special_kinds: kinds of special floats. With `is_exact`, requests with such values run alone.
         """
         self._special_kinds = [SpecialFloats(each) for each in special_kinds] if is_exact else []
         self.allowed_batch_sizes = sorted(allowed_batch_sizes)
@@ -94,14 +93,14 @@ class BatchGuard:
 
     @property
     def is_check_due(self) -> bool:
-        """Whether requests that were run together are to be run again alone, when nothing else is to be done."""
+        """Whether a kept batch has to be compared again when the worker is idle."""
         return self._shadow_checks is not None and self._shadow_checks.is_due
 
     def run_due_check(self) -> None:
-        """Run them, and nothing together any more if their answers differ.
+        """Compare the kept batch again, and restrict batching if its answers differ.
 
         Raises:
-            ModelCorrupted: the model is.
+            ModelCorrupted: a predict has corrupted the model.
         """
         if self._shadow_checks is not None:
             try:
@@ -110,17 +109,17 @@ class BatchGuard:
                 self.on_rows_differ(error)
 
     def can_batch(self, merged: BatchLayout) -> bool:
-        """Return whether requests of this form may be run together."""
+        """Return whether requests with this layout may share a predict."""
         return self._is_batching and (self._shadow_checks is None or self._shadow_checks.can_batch(merged))
 
     def indices_to_run_alone(
         self, merged: BatchLayout, inputs: Arrays, principal_ids: Tuple[int, ...]
     ) -> Sequence[int]:
-        """Return the positions of requests that are run alone, because of whose they are or because of their values."""
+        """Return the positions of the requests that have to run alone, because of their principal or their values."""
         if not (self._unbatchable_principals or self._special_kinds):
             return ()
         found = {index for index, each in enumerate(principal_ids) if each in self._unbatchable_principals}
-        # The daemon does not know of these principals yet, or is another one than that which does.
+        # The daemon has batched them, so it does not know of these principals yet, or is a later one that never did.
         for principal in sorted({principal_ids[index] for index in found}):
             self._reply((BatchMismatch(self._unbatchable_principals[principal], (principal,)), ()))
         if self._special_kinds:
@@ -132,19 +131,19 @@ class BatchGuard:
         return sorted(found)
 
     def check(self, merged: BatchLayout, inputs: Arrays, outputs: Arrays, principal_ids: Tuple[int, ...]) -> None:
-        """As that of `ShadowChecks`; nothing is checked where answers need not be the same."""
+        """Compare a batch with its requests run alone, see `ShadowChecks.check`; do nothing unless `is_exact`."""
         if self._shadow_checks is not None:
             self._shadow_checks.check(merged, inputs, outputs, principal_ids)
 
     def stop_batching(self, reason: str) -> None:
-        """Run nothing together any more, for the reason that `reason` gives."""
+        """Run every request alone from now on, and report the reason to the daemon."""
         if self._is_batching:
             _log.warning("batching is off: %s", reason)
             self._is_batching = False
             self._reply((BatchMismatch(clip(reason)), ()))
 
     def on_rows_differ(self, error: Exception) -> None:
-        """Run requests of the principals whose rows differ alone from now on; all, where these are not known."""
+        """Run the requests of the differing principals alone from now on; all requests, if these are not known."""
         note = clip(str(error))
         principal_ids = error.principal_ids if isinstance(error, RowsDiffer) else ()
         new = [each for each in principal_ids if each not in self._unbatchable_principals]
@@ -152,7 +151,7 @@ class BatchGuard:
             self.stop_batching(note)
             return
         if not new:
-            return  # that was run before it was known
+            return  # this batch ran before the principals were known
         _log.warning("requests of %d principal_ids are not batched any more: %s", len(new), note)
         self._unbatchable_principals = {**self._unbatchable_principals, **dict.fromkeys(new, note)}
         self._reply((BatchMismatch(note, tuple(new)), ()))
@@ -173,8 +172,8 @@ class RowsDiffer(NotBatchable):
     """Rows that were run together differ from the same rows run alone.
 
     Attributes:
-        principal_ids: whose rows differ, whatever they are run with; none where that is not known, or where rows change
-            the answers to those of others.
+        principal_ids: the principals whose rows differ whatever they run with; empty if they are not known, or if rows
+            of one principal change the answers to those of another.
     """
 
     def __init__(self, text: str, principal_ids: Sequence[int]) -> None:
@@ -190,14 +189,14 @@ class _BatchSample(NamedTuple):
 
 
 class ShadowChecks:
-    """What is known of the answers to requests that are run together.
+    """Compares batched answers with the answers to the same requests run alone, and keeps what has been compared.
 
     Args:
-        engine: has built the model.
-        max_rows: of one predict at most.
-        allowed_batch_sizes: the only numbers of rows that it takes, the least first; none: any.
-        case: shapes of inputs; with these, but for the rows, the holder has compared rows.
-        compared_rows: each number of rows up to this one.
+        engine: an engine that has built the model.
+        max_rows: the most rows of one predict.
+        allowed_batch_sizes: the only numbers of rows that the model takes, in ascending order; empty: any number.
+        case: the shapes of the inputs with which the holder has compared rows, whatever their number of rows.
+        compared_rows: the holder has compared every number of rows up to this one.
     """
 
     def __init__(
@@ -212,7 +211,7 @@ class ShadowChecks:
         self._allowed_batch_sizes = allowed_batch_sizes
         self._max_tested_specs = max(_MAX_TESTED_SPECS, max_rows)
         self._tested_specs: Set[Any] = set()
-        # By the other dimensions: how many rows.
+        # The number of compared rows, by the other dimensions of the inputs.
         self._compared_rows: Dict[Any, int] = {}
         self._holder_dims = frozenset((name, tuple(shape[1:])) for name, shape in case.items()) if case else None
         self._holder_compared_rows = compared_rows
@@ -223,11 +222,11 @@ class ShadowChecks:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is something to be looked at again."""
+        """Whether a batch is kept for another comparison."""
         return self._pending is not None
 
     def can_batch(self, merged: BatchLayout) -> bool:
-        """Return whether requests of this form may be run together."""
+        """Return whether requests with this layout may share a predict."""
         if (
             not merged.is_tested
             and merged.total_rows <= self._holder_compared_rows
@@ -239,17 +238,17 @@ class ShadowChecks:
         )
 
     def check(self, merged: BatchLayout, inputs: Arrays, outputs: Arrays, principal_ids: Tuple[int, ...] = ()) -> None:
-        """Find out whether each has the same answer alone, unless that is known of the form.
+        """Compare a batch with its requests run alone, unless its layout is already tested.
 
         Args:
-            merged: of the requests.
-            inputs: of all of them, which are not to be changed after that.
-            outputs: as `MergedRequest.learn_slices` has seen them.
-            principal_ids: whose each request is, if that is known.
+            merged: the layout of the batch.
+            inputs: the merged inputs; the caller must not change them afterwards.
+            outputs: the outputs, as passed to `BatchLayout.learn_slices`.
+            principal_ids: the principal of each request, if known.
 
         Raises:
-            RowsDiffer: one has another.
-            RequestError: one cannot be run alone.
+            RowsDiffer: a request gets another answer alone.
+            RequestError: a request cannot be run alone.
         """
         if merged.is_tested:
             self._until_recheck -= 1
@@ -265,7 +264,7 @@ class ShadowChecks:
         merged.is_tested = compared_rows >= MAX_TEST_ROWS
 
     def recheck(self) -> None:
-        """Look again at what is due, if anything is.
+        """Compare the kept batch again, if there is one.
 
         Raises:
             RowsDiffer: as `check`.
@@ -300,11 +299,10 @@ class ShadowChecks:
             raise RowsDiffer(found, self._differing_principals(sample, batched, alone))
 
     def _differing_principals(self, sample: _BatchSample, batched: Arrays, alone: Arrays) -> Sequence[int]:
-        """Return whose rows differ.
+        """Return the principals whose rows differ, whatever they run with.
 
-        The rows of each such principal are run again without those of others: in the places of these are its own rows.
-        If they do not differ then, it was the rows of others that have changed the answers to them; so those may change
-        the answers to anybody's, and none is to blame alone.
+        Each principal's rows run again in a batch where its own rows replace those of all others. If they do not differ
+        then, the rows of others have changed the answers; these may change those of any principal, so none is returned.
         """
         layouts = [{name: (array.dtype, array.shape) for name, array in each.items()} for each in (batched, alone)]
         if not sample.principal_ids or layouts[0] != layouts[1]:

@@ -1,6 +1,6 @@
-"""Several requests in one predict: their rows one behind another, and each one's share of the answer.
+"""Layout of a batch: merges the rows of several requests into one set of inputs, and divides the outputs among them.
 
-A row is what has one index in the first dimension of a tensor. Nothing is copied but the inputs, once.
+A row is one index of a tensor's first dimension. Inputs are copied once; outputs are not copied.
 """
 
 from __future__ import annotations
@@ -15,22 +15,23 @@ from weightd_protocol.messages.inference import RequestDescription, ResponseDesc
 from weightd_protocol.tensors import describe_response, from_frame
 from weightd_worker.engines.engine import Arrays
 
-# Principals whose requests are run one by one. Where there are more, those of all are.
+# Most principals whose requests run alone. With more of them, the requests of all principals run alone.
 _MAX_UNBATCHABLE_PRINCIPALS = limits.MAX_TENANTS
 
-# Requests with special values of a principal, after which its requests are not sent together with others any more: each
-# costs those that come with it the time of another predict.
+# A principal that has sent this number of requests with special values is not batched any more: each of them costs the
+# other requests of its batch the time of another predict.
 _MAX_SPECIAL_REQUESTS = 64
 
 _log = logging.getLogger("weightd.worker")
 
 
 class OutputSlice(NamedTuple):
-    """What one request has of an answer.
+    """The part of a batch's outputs that belongs to one request.
 
     Attributes:
-        description: of its outputs.
-        byte_ranges: for each of them the position of the answer's output, and the bytes of that.
+        description: the description of the request's outputs.
+        byte_ranges: for each of its outputs, the position in the batch's outputs, and the first and last (exclusive)
+            byte there.
     """
 
     description: ResponseDescription
@@ -38,23 +39,23 @@ class OutputSlice(NamedTuple):
 
 
 class BatchLayout:
-    """What is known of requests with these descriptions before their tensors: it holds for all that come so.
+    """How requests with certain descriptions form a batch; valid for any tensors with these descriptions.
 
     Args:
         descriptions: of the requests, in their order.
-        min_rows: that the model is run on, if they have less.
-        allowed_batch_sizes: the only numbers of rows that it takes, the least first; none: any.
+        min_rows: the least rows to run the model on; missing rows are added.
+        allowed_batch_sizes: the only numbers of rows that the model takes, in ascending order; empty: any number.
 
     Attributes:
         row_counts: the rows of each request.
-        total_rows: all of them, and those that are there to make up the number.
-        specs: of the inputs of all together.
-        output_layout: of the answer to which `slices` belongs, as who calls names it; () before one was seen.
-        slices: of each request.
-        is_tested: whether it is known that each has the same answer alone.
+        total_rows: the rows of the batch, including added rows.
+        specs: the specs of the merged inputs.
+        output_layout: a key, chosen by the caller, of the output layout that `slices` fits; () before the first.
+        slices: the slice of each request.
+        is_tested: whether each request is known to get the answer that it would get alone.
 
     Raises:
-        InvalidArgument: the requests differ in more than their rows, or have none.
+        InvalidArgument: the requests differ in more than their rows, or an input has no rows.
     """
 
     __slots__ = (
@@ -77,20 +78,20 @@ class BatchLayout:
         self.total_rows = next((size for size in allowed_batch_sizes if size >= used), used)
         first = self.descriptions[0].inputs
         self.specs = tuple([TensorSpec(each.name, each.datatype, (self.total_rows, *each.shape[1:])) for each in first])
-        # Of each input, its position in each request.
+        # For each input, its position in each request.
         self._item_positions = [[_position_of(each, spec) for each in self.descriptions] for spec in first]
         self.output_layout: Tuple[Any, ...] = ()
         self.slices: List[OutputSlice] = []
         self.is_tested = False
 
     def merge_inputs(self, item_frames: Sequence[Sequence[Any]]) -> Arrays:
-        """Return the inputs of all together: copies, for what a client can reach may change.
+        """Return the inputs of the batch. They are copies, because a client may change memory that it can reach.
 
         Args:
-            item_frames: the bytes of each request's inputs.
+            item_frames: the bytes of each input, for each request. Added rows repeat the last row.
 
         Raises:
-            InvalidArgument: as `from_frame`.
+            InvalidArgument: from `from_frame`.
         """
         inputs: Arrays = {}
         surplus = self.total_rows - sum(self.row_counts)
@@ -102,7 +103,7 @@ class BatchLayout:
         return inputs
 
     def items_with_rows(self, rows: Any) -> List[int]:
-        """Return the positions of the requests that have one of these rows, which are an array of bool."""
+        """Return the positions of the requests that have a row marked in `rows`, a bool array with one item a row."""
         found: List[int] = []
         end = 0
         for index, count in enumerate(self.row_counts):
@@ -112,13 +113,13 @@ class BatchLayout:
         return found
 
     def learn_slices(self, arrays: Arrays) -> None:
-        """Find out the shares of an answer.
+        """Compute the slice of each request for outputs of these shapes and datatypes.
 
         Args:
-            arrays: as `to_wire` returns them.
+            arrays: the outputs of the batch, as `to_wire` returns them.
 
         Raises:
-            NotBatchable: an output has not as many rows as the inputs.
+            NotBatchable: an output does not have as many rows as the inputs.
         """
         check_rows(arrays, self.total_rows)
         positions = {name: position for position, name in enumerate(arrays)}

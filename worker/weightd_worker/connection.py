@@ -1,8 +1,8 @@
-"""The connection to the daemon, which may end and come back: a daemon that restarts leaves its children running.
+"""Connections from a child to the daemon, which reconnect when the daemon restarts.
 
-A child that was spawned has two ways to the daemon, a ZeroMQ socket and a channel, which is a stream
-(`WorkerConnection`). A child that was forked has the channel alone (`ChannelConnection`): a ZeroMQ context has threads,
-which a process that is to be forked must not have, and takes memory, which each process has for itself.
+A spawned child uses a ZeroMQ socket and a channel, which is a stream socket (`WorkerConnection`). A forked child, and a
+template, use the channel alone (`ChannelConnection`): a ZeroMQ context has threads, which a process must not have when
+it is forked, and takes private memory in each process.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from weightd_protocol.framing import LARGE_BYTES, FrameReader
 
 Frames = Sequence[Any]
 
-# How soon after its start the next daemon hears of its children. In between they ask the kernel this often.
+# Time between two attempts to connect to the next daemon, so also how soon after its start it hears of its children.
 RECONNECT_INTERVAL_S = 0.02
 _RECONNECT_INTERVAL_MS = int(1000 * RECONNECT_INTERVAL_S)
 
-# Plain integers: the library's own constants cost a microsecond each time.
+# Plain integers, because the constants of pyzmq cost a microsecond at each use.
 _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 _frames_of = operator.attrgetter("frames")
 
 
 class WorkerConnection:
-    """Two ways to one daemon: a ZeroMQ socket for the life of this process, and a channel for requests and answers.
+    """Connection of a spawned child: a ZeroMQ socket for its life cycle, and a channel for requests and results.
 
-    The channel is connected anew whenever the socket is, so that nothing of an earlier daemon's reaches the next one. A
-    daemon that has none asks over the socket, and is answered there.
+    The channel is reconnected whenever the socket is, so that no result for an earlier daemon reaches the next one. A
+    daemon without a channel socket sends requests over the ZeroMQ socket, and receives the results there.
 
     Args:
-        socket: a DEALER, not connected yet.
-        address: to connect it to; the channel's socket is next to it.
+        socket: a DEALER socket, not yet connected.
+        address: the address to connect the socket to. The channel's socket is next to it.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
@@ -50,8 +50,8 @@ class WorkerConnection:
         self._monitor: zmq.Socket[bytes] = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._connection_count = 0
         self._channel: Optional[Stream] = None
-        # Of the two sockets of the library the descriptors only tell that there is something to look at, and not again
-        # before it was looked at; asking for the events is looking. It takes longer than to read from the channel.
+        # The descriptors of the two ZeroMQ sockets are edge-triggered: they become readable once, and again only after
+        # the events have been queried. A query takes longer than a read from the channel.
         self._has_zmq_event = True
         self._zmq_fds = [int(each.getsockopt(zmq.FD)) for each in (socket, self._monitor)]
         self._epoll = select.epoll()
@@ -61,10 +61,11 @@ class WorkerConnection:
         socket.connect(address)
 
     def receive(self, timeout_s: float = -1) -> Optional[List[Frames]]:
-        """Return the messages that have come, those of the channel first; None when another daemon is there.
+        """Return the messages received, those of the channel first; None after a reconnect to another daemon.
 
         Args:
-            timeout_s: seconds to wait for one of the two, -1 for any time; if nothing comes, no message is returned.
+            timeout_s: seconds to wait for messages or a reconnect, -1 without limit. After a timeout, and when the
+                watched descriptor is readable, the list may be empty. With 0 a reconnect is not reported.
         """
         messages: List[Frames] = []
         is_woken = False
@@ -89,25 +90,25 @@ class WorkerConnection:
         return messages
 
     def watch(self, descriptor: int) -> None:
-        """Have `receive` return when this one can be read, too, as if the time was over."""
+        """Have `receive` return, as after a timeout, when this descriptor is readable."""
         self._watched_fd = descriptor
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def send(self, frames: Frames) -> bool:
-        """Send a message: if no daemon is there, the next one gets it, so this is always True."""
-        # What comes meanwhile is told to who sends.
+        """Send a message, and return True: without a daemon, the socket keeps the message for the next one."""
+        # Sending may consume an event of the edge-triggered descriptor, so `receive` has to query the events.
         self._has_zmq_event = True
         zmq_io.send(self._socket, frames)
         return True
 
     def take_descriptor(self) -> int:
-        """Return what came with the last message that has one; whoever takes it owns it."""
+        """Return the oldest descriptor that was received on the channel. The caller owns it."""
         if self._channel is None or not self._channel.descriptors:
             raise RemoteProtocolError("descriptors: expected one, got none")
         return self._channel.descriptors.popleft()
 
     def reply(self, *messages: Frames) -> None:
-        """Send answers, together: to who has asked, or to nobody if that one is gone. Waits until they are read."""
+        """Send results together and wait until the kernel has them. They are dropped if the daemon has exited."""
         if self._channel is not None:
             send(self._channel, *messages)
         else:
@@ -116,11 +117,11 @@ class WorkerConnection:
 
     def _read_channel(self, messages: List[Frames]) -> None:
         channel = self._channel
-        assert channel is not None  # noqa: S101 - it is in the epoll
+        assert channel is not None  # noqa: S101 - its descriptor is in the epoll
         try:
             read(channel, messages)
         except ConnectionError:
-            # The daemon has gone, or has done with this process: the next one, or a last order, comes another way.
+            # The daemon has exited or closed the channel. A last order, or a reconnect, arrives over the socket.
             self._epoll.unregister(channel.fileno())
 
     def _read_socket(self, messages: List[Frames]) -> None:
@@ -128,7 +129,7 @@ class WorkerConnection:
             messages.append(list(map(zmq_io.frame_content, zmq_io.receive(self._socket))))
 
     def _has_reconnected(self) -> bool:
-        """Look at the monitor; return whether another daemon has followed the one before. Else all was looked at."""
+        """Process monitor events; return True after a connection that is not the first. Else the queue is empty."""
         while int(self._monitor.getsockopt(_EVENTS)) & _POLLIN:
             zmq_io.receive_event(self._monitor)
             self._connection_count += 1
@@ -140,7 +141,7 @@ class WorkerConnection:
 
     def _connect_channel(self) -> None:
         if self._channel is not None:
-            # It leaves the epoll as it is closed.
+            # Closing the descriptor removes it from the epoll.
             self._channel.close()
             self._channel = None
         self._channel = connect(self._path, takes_descriptors=True)
@@ -149,12 +150,12 @@ class WorkerConnection:
 
 
 class ChannelConnection:
-    """What a `WorkerConnection` is, over a channel alone.
+    """Connection of a forked child or a template: has the methods of `WorkerConnection`, with a channel alone.
 
-    To the daemon that is there, and then to the one that follows it.
+    It connects when it is made, and reconnects when another daemon takes over.
 
     Args:
-        address: of the daemon; the channel's socket is next to it.
+        address: the daemon's address. The channel's socket is next to it.
     """
 
     def __init__(self, address: str) -> None:
@@ -167,14 +168,14 @@ class ChannelConnection:
             self._retry_connect()
 
     def receive(self, timeout_s: float = -1) -> Optional[List[Frames]]:
-        """As that of a `WorkerConnection`.
+        """Return the messages received, an empty list after a timeout, or None after a reconnect to another daemon.
 
-        Return what has come, nothing in time, or None when another daemon is there.
+        The arguments are those of `WorkerConnection.receive`.
         """
         messages: List[Frames] = []
         while self._channel is not None:
             try:
-                # Where there is much to do there is always something: who waits first, asks the kernel twice.
+                # Under load there is always something to read, so polling first would cost a second system call.
                 read(self._channel, messages)
             except ConnectionError:
                 self._poll.unregister(self._channel)
@@ -188,18 +189,18 @@ class ChannelConnection:
         return self._wait_reconnect(timeout_s)
 
     def watch(self, descriptor: int) -> None:
-        """As that of a `WorkerConnection`; while it waits for another daemon it does not look."""
+        """Have `receive` return when this descriptor is readable, except while it waits for another daemon."""
         self._watched_fd = descriptor
         self._poll.register(descriptor, select.POLLIN)
 
     def send(self, *messages: Frames) -> bool:
-        """Send messages, together; return False if they are lost, for there is no daemon."""
+        """Send messages together. Return False, and drop them, if no daemon is connected."""
         return self._channel is not None and send(self._channel, *messages)
 
     reply = send
 
     def take_descriptor(self) -> int:
-        """As that of a `WorkerConnection`."""
+        """Return the oldest descriptor that was received. The caller owns it."""
         if self._channel is None or not self._channel.descriptors:
             raise RemoteProtocolError("descriptors: expected one, got none")
         return self._channel.descriptors.popleft()
@@ -230,12 +231,12 @@ Connection = Union[WorkerConnection, ChannelConnection]
 
 
 def connect(path: str, *, takes_descriptors: bool = False) -> Optional[Stream]:
-    """Return a channel to the daemon that listens there, None if there is none."""
+    """Return a channel to the daemon that listens at the path, or None if no daemon does."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(path)
     except OSError:
-        # The daemon has none, or has gone already.
+        # The daemon has no channel socket, or has already exited.
         connection.close()
         return None
     enlarge_send_buffer(connection)
@@ -243,7 +244,7 @@ def connect(path: str, *, takes_descriptors: bool = False) -> Optional[Stream]:
 
 
 def send(channel: Stream, *messages: Frames) -> bool:
-    """Send messages, together; wait until the kernel has all of them. Return False if the daemon has gone."""
+    """Send messages together and wait until the kernel has all of them. Return False if the daemon has exited."""
     try:
         if not _try_send(channel, messages):
             writable = select.poll()
@@ -265,10 +266,10 @@ def _try_send(channel: Stream, messages: Sequence[Frames]) -> bool:
 
 
 def read(channel: Stream, messages: List[Frames]) -> None:
-    """Add what has come; a large frame is read up to its end, and no further.
+    """Append the messages that the channel has received. A large frame is read to its end, and nothing after it.
 
     Raises:
-        ConnectionError: the daemon has gone.
+        ConnectionError: the daemon has exited or closed the channel.
     """
     received = channel.receive()
     messages += map(_frames_of, received)
@@ -278,7 +279,7 @@ def read(channel: Stream, messages: List[Frames]) -> None:
 
 
 def wait_readable(channel: Stream, timeout_s: float = -1) -> bool:
-    """Wait so many seconds, -1 for any time, for something to read; return whether there is."""
+    """Wait until the channel is readable, at most `timeout_s` seconds, -1 without limit. Return whether it is."""
     readable = select.poll()
     readable.register(channel, select.POLLIN)
     return bool(readable.poll(None if timeout_s < 0 else 1000 * timeout_s))

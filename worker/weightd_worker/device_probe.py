@@ -1,8 +1,8 @@
-"""What a card says of itself: ``python -m weightd_worker.device_probe --device ascend:0``.
+"""Probe of a card's memory and kind: ``python -m weightd_worker.device_probe --device ascend:0``.
 
-Answers on stdout, a pipe, with a line of JSON: total_bytes and free_bytes of the card's memory, its kind (soc), and how
-many cards this process sees (devices); or {"error": ...}, with exit status 69. A process of its own, for it takes a
-place on the card as long as it lives, and its own context is part of what is not free.
+The probe prints one line of JSON to stdout, a pipe: total_bytes and free_bytes of the card's memory, its kind (soc),
+and the number of cards that the process sees (devices); or {"error": ...}, with exit status 69. It runs in a separate
+process because it keeps the card open until it exits. Its own context counts as used memory.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from weightd_worker import exit_codes
 from weightd_worker.engines.engine import BuildError, BuildSettings
 from weightd_worker.engines.mindspore_lite.acl import Acl, AclError
 
-# The import of CANN alone takes many seconds on a busy host.
+# Seconds. The import of CANN alone takes many of them on a busy host.
 TIMEOUT_S = 120
 
 
 def main() -> int:
-    """Print the line; return the exit status."""
+    """Print the line, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m weightd_worker.device_probe", description="What a card says of itself."
     )
@@ -34,14 +34,14 @@ def main() -> int:
     parser.add_argument("--parent", type=int, default=0, help="pid of the process without which this one ends")
     options = parser.parse_args()
     device: str = options.device
-    # Ctrl-C is the daemon's to act on, if there is one.
+    # If the daemon has started the probe, it handles Ctrl-C.
     process_start.reset_signals(*([signal.SIGINT] if options.parent else []))
     if options.parent:
         die_with_parent(options.parent)
-    # A driver that hangs: the kernel ends this process, whatever it is in.
+    # If the driver hangs, the kernel ends this process by SIGALRM.
     signal.alarm(TIMEOUT_S)
     with os.fdopen(os.dup(1), "w", encoding="ascii") as out:
-        # A library may greet on stdout; that belongs to the log.
+        # A library may print to stdout. Its text belongs in the log, so stdout becomes stderr.
         os.dup2(2, 1)
         try:
             report = probe(device)
@@ -54,16 +54,16 @@ def main() -> int:
 
 
 def probe(device: str) -> Dict[str, Any]:
-    """Return what the card says.
+    """Return the memory, the kind and the number of cards.
 
     Raises:
-        BuildError: this is no card.
-        AclError: it cannot be asked.
+        BuildError: the device is not a card, or there is no card of that number.
+        AclError: the card cannot be queried.
     """
     card = BuildSettings(1, device).card
     if card is None:
         raise BuildError("device: expected ascend:N, got 'cpu'")
-    # Before libascendcl: it brings the libraries of CANN with it, where the environment does not.
+    # This import comes before libascendcl, because it loads the libraries of CANN if the environment does not.
     import mindspore_lite  # noqa: F401, PLC0415  # pyright: ignore[reportUnusedImport]
 
     acl = Acl()
@@ -86,5 +86,5 @@ if __name__ == "__main__":
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Native libraries have been seen to crash in their exit handlers; the kernel cleans up better.
+    # The exit handlers of native libraries have been seen to crash, and the kernel frees everything.
     os._exit(status)

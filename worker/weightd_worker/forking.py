@@ -1,12 +1,14 @@
-"""Forks processes that share all that was loaded before: each is reported before it does anything, then starts as new.
+"""Forks processes that share what this process has loaded. Each one starts work only after the daemon knows of it.
 
-The parent of a new process is the parent of this one, the daemon: it learns of the end of the new process, and ends it
-with itself, while this one may be gone. What `os.fork` does before and after is done, too. Of the C library's part
-there are handlers that libraries have it call, which are about their threads, and the number that it keeps of its
-thread, which the kernel puts right: a process with one thread needs no more.
+The parent of a forked process is the parent of this one (``CLONE_PARENT``): the daemon or its shim. So the parent is
+notified when the process exits, and the process dies with the parent, even if this process has exited before.
 
-An import may do anything to the process that it is done in. A forked process keeps what it has imported, and of all
-else that it would inherit nothing (`ProcessState`).
+`clone` runs the interpreter's fork hooks, as `os.fork` does. It does not run the handlers that libraries register with
+the C library for their threads, and leaves the C library's copy of the thread id to the kernel. A process with one
+thread needs no more.
+
+An import may change anything in its process. A forked process keeps the imported modules, and resets the rest of its
+state (`ProcessState`).
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ from weightd_worker.pagesharing.libc import libc, unsupported_reason
 
 
 class InheritedModel(NamedTuple):
-    """What a process has of the one that it was forked from: an engine that has built the model.
+    """The built model that a worker inherits from the template that it was forked from.
 
     Attributes:
-        engine: the engine.
-        sha256: names the content that it has built.
-        shared_bytes: how many of its memory are shared so.
+        engine: an engine that has built the model.
+        sha256: the digest of the model's files.
+        shared_bytes: the size in bytes of the memory that is shared by the fork.
     """
 
     engine: Engine
@@ -62,8 +64,8 @@ class Forker:
     """Forks this process.
 
     Args:
-        process_state: of this process.
-        make_child_main: what the new ones do.
+        process_state: the state of this process.
+        make_child_main: makes the main function of a forked process.
     """
 
     def __init__(self, process_state: ProcessState, make_child_main: MakeChildMain) -> None:
@@ -71,16 +73,17 @@ class Forker:
         self._make_child_main = make_child_main
 
     def cannot_fork_reason(self) -> str:
-        """Return why this process cannot be forked now, "" if it can."""
+        """Return why this process cannot be forked now, or "" if it can."""
         return cannot_fork_reason()
 
     def freeze_memory(self) -> None:
-        """Make what is in memory fit to be shared: to be called when all is there that others are to have.
+        """Prepare this process's memory for sharing, once everything to be shared is loaded.
 
-        A collection of garbage writes to each object that it looks at, and free memory would be shared until used.
+        Without this, the garbage collector would write to each object that it examines and so unshare its page, and
+        forked processes would share free memory only until they use it.
 
         Raises:
-            OSError: as `ProcessState.restore`.
+            OSError: from `ProcessState.restore`.
         """
         self._process_state.restore()
         gc.collect()
@@ -90,7 +93,7 @@ class Forker:
         gc.freeze()
 
     def fork(self, order: Fork, report: ReportForked, inherited_model: Optional[InheritedModel] = None) -> None:
-        """Make the process, and tell of it, or why there is none. In that process this does not return."""
+        """Fork a process and report its pid, or report why that failed. In the new process this never returns."""
         reason = self.cannot_fork_reason()
         if not reason:
             try:
@@ -109,7 +112,7 @@ class Forker:
             pid = clone()
             if not pid:
                 self._run_child(order, child_main, read_fd, write_fd)
-            # It waits for a byte. Without it, because this process ends or nobody hears of it, it leaves.
+            # The child waits for a byte, and exits if this process ends or cannot report it to the daemon.
             if report(Forked(order.name, pid)):
                 with contextlib.suppress(BrokenPipeError):
                     os.write(write_fd, b"\0")
@@ -121,7 +124,8 @@ class Forker:
         def delayed_main() -> int:
             os.close(write_fd)
             if not os.read(read_fd, 1):
-                # Its end is not its own doing: where the daemon was told of it, another one is made.
+                # SIGKILL tells a daemon that has received the report that the child did not fail by itself, so that
+                # it starts another one.
                 os.kill(os.getpid(), signal.SIGKILL)
             self._process_state.initialize_child(order.log)
             return child_main()
@@ -130,7 +134,7 @@ class Forker:
 
 
 def _flush_output() -> None:
-    """What is buffered would be written by each process that has the buffer."""
+    """Flush all output buffers: otherwise each process would write the buffered data."""
     sys.stdout.flush()
     sys.stderr.flush()
     ctypes.CDLL(None).fflush(None)
@@ -139,23 +143,23 @@ def _flush_output() -> None:
 _FIRST_OTHER_FD = 3
 _UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
 
-# 32-bit words of the state that numpy draws from.
+# Number of 32-bit words that seed numpy's generator.
 _SEED_WORDS = 8
 
 
 class ProcessState:
-    """Signals, directory, OOM score and the like, as they are when this is made.
+    """Signal handlers, signal mask, umask, directory and OOM score of this process when the object is made.
 
-    A process that is forked does as little as can be: each page that it changes it has for itself.
+    A forked process changes as little as possible, because each page that it writes to becomes private.
 
     Attributes:
-        oom_score: the daemon's.
+        oom_score: the OOM score of the daemon.
     """
 
     def __init__(self) -> None:
         self.oom_score = process_attributes.current_score()
         handlers = {number: signal.getsignal(number) for number in range(1, signal.NSIG)}
-        # None: it is not Python's, or no signal.
+        # None: the handler was not installed by Python, or the number is not that of a signal.
         self._handlers = {number: each for number, each in handlers.items() if each is not None}
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._umask = os.umask(0o77)
@@ -163,15 +167,15 @@ class ProcessState:
         self._directory = _current_directory()
 
     def restore(self) -> None:
-        """Have this process be so again, whatever imports have done to it: and so is each that is forked from now on.
+        """Reset this process, and so each process forked later, to this state, whatever imports have changed.
 
         Raises:
-            OSError: the directory is gone.
+            OSError: the directory no longer exists.
         """
         os.umask(self._umask)
         if self._directory is not None and self._directory != _current_directory():
             os.chdir(self._directory)
-        # Its handlers are not Python's: it takes them away itself.
+        # faulthandler installs native handlers, which only it can remove.
         faulthandler.disable()
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         for number, handler in self._handlers.items():
@@ -181,28 +185,28 @@ class ProcessState:
         tempfile.tempdir = None
 
     def initialize_child(self, log: str) -> None:
-        """Begin in this process, which was just forked, as a new one does that writes to this log.
+        """Set up a process that was just forked, and direct its output to `log`.
 
         Raises:
-            OSError: there is no such log.
+            OSError: the log cannot be opened.
         """
         os.setsid()
         _redirect_output(log)
-        # `random` does so itself, and so do the names of temporary files.
+        # The modules random and tempfile reseed themselves after a fork.
         np.random.seed(np.frombuffer(os.urandom(4 * _SEED_WORDS), np.uint32))
-        # As of one that is spawned: they go with its log.
+        # Temporary files lie beside the log and are removed with it, as in a spawned process.
         os.environ["TMPDIR"] = os.path.dirname(log)  # noqa: PTH120 - a path object takes memory
 
 
 def _redirect_output(log: str) -> None:
-    """Have nothing open but the log, and nothing for stdin."""
+    """Open /dev/null as stdin and the log as stdout and stderr, and close every other descriptor."""
     null = os.open(os.devnull, os.O_RDWR)
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for source, target in ((null, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
         if number >= _FIRST_OTHER_FD:
-            # The directory that was listed is closed already.
+            # The descriptor by which the directory was listed is already closed.
             with contextlib.suppress(OSError):
                 os.close(number)
 
@@ -228,16 +232,16 @@ for _function in (_pythonapi.PyOS_BeforeFork, _pythonapi.PyOS_AfterFork_Parent, 
 
 
 def cannot_fork_reason(tasks: str = _TASKS) -> str:
-    """Return why this process cannot be forked now, "" if it can: of several threads one only would live on.
+    """Return why this process cannot be forked now, or "" if it can: a fork keeps only one of several threads.
 
     Args:
-        tasks: where the kernel shows them.
+        tasks: the directory in which the kernel lists the threads.
     """
     if sys.platform != "linux" or sys.maxsize <= 2**32 or platform.machine() not in _SYS_CLONE:
         return f"cannot fork: expected {' or '.join(_SYS_CLONE)} under Linux, got {platform.machine()}"
     if not _tid_address():
         return "cannot fork: the kernel does not tell where the C library has the number of its thread"
-    # Of path objects, and all that they touch, each process that is forked would have a copy.
+    # A path object would touch memory, of which each forked process would then have a copy.
     other_threads = [each for each in os.listdir(tasks) if each != str(os.getpid())]  # noqa: PTH208
     if not other_threads:
         return ""
@@ -246,16 +250,18 @@ def cannot_fork_reason(tasks: str = _TASKS) -> str:
 
 
 def clone() -> int:
-    """Return the pid of the new process, and 0 in that process. To be called where there is no `cannot_fork_reason`.
+    """Fork this process: return the pid of the new process, and 0 in that process.
+
+    The caller has checked that `cannot_fork_reason` returns "".
 
     Raises:
-        OSError: there is none.
+        OSError: the kernel has not made a process.
     """
     address = _tid_address()
     libc = ctypes.PyDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     arguments = (_SYS_CLONE[platform.machine()], _FLAGS, 0, 0, address, address)
-    # The two machines do not have the last two in the same order; of the other one nothing is read.
+    # The order of the last two arguments differs by architecture. The kernel ignores the one that is not child_tid.
     words = [ctypes.c_long(each) for each in arguments]
     _pythonapi.PyOS_BeforeFork()
     pid = int(libc.syscall(*words))
@@ -270,7 +276,7 @@ def clone() -> int:
 
 
 def _tid_address() -> int:
-    """Where the C library has the number of the thread: the kernel was told when the thread began."""
+    """Return the address where the C library stores its thread id (set_tid_address(2)), or 0 if it is not known."""
     address = ctypes.c_void_p()
     failed = ctypes.CDLL(None).prctl(_PR_GET_TID_ADDRESS, ctypes.byref(address), 0, 0, 0)
     return 0 if failed else address.value or 0
@@ -280,5 +286,5 @@ def _thread_name(task: Path) -> str:
     try:
         return (task / "comm").read_text("utf-8", "replace").strip()
     except OSError:
-        # It has ended meanwhile: the next look will find it gone.
+        # The thread has exited in the meantime; the next check will not find it.
         return "?"

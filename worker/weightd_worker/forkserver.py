@@ -1,7 +1,7 @@
-"""The process that children are forked from: ``python -m weightd_worker.forkserver``, started by the daemon.
+"""Fork server of one interpreter and engine: the daemon runs ``python -m weightd_worker.forkserver``.
 
-It has imported all that they need, and has one thread and no ZeroMQ context. It obeys over its channel, and ends with
-it.
+Holders and workers are forked from it. It has imported all that they need, and has one thread and no ZeroMQ context. It
+takes orders over its channel, and exits when the channel closes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from weightd_common import process_start
 from weightd_common.process_start import die_with_named_parent
 
 if __name__ == "__main__":
-    # Ctrl-C is the daemon's to act on.
+    # The daemon handles Ctrl-C, and stops its children in order.
     process_start.reset_signals(signal.SIGINT)
     die_with_named_parent(sys.argv)
 
-# What a self-test needs, and numpy may not import before.
+# The self-test needs this module, which numpy may import only when it is first used.
 import numpy.random  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 from weightd_common import endpoints
@@ -38,18 +38,18 @@ from weightd_worker.forking import Forker
 
 _log = logging.getLogger("weightd.worker")
 
-# As a holder: what has been forked lives on without it, but the next ones cost more.
+# The OOM score of a holder: the forked processes survive the fork server, but the next ones cost more without it.
 _ROLE = "holder"
 
 
 def main() -> int:
-    """Fork until the daemon has gone; return the exit status."""
+    """Fork children on request until the daemon exits, and return the exit status."""
     arguments = _parser().parse_args(child_arguments.read_arguments())
     process_state = main_loop.prepare_process()
     main_loop.attach_to_parent(_ROLE, arguments.parent, process_state)
     forker = main_loop.make_forker(arguments.parent, process_state)
     try:
-        # It is not needed, but what it imports is.
+        # The engine itself is not needed, only the modules that it imports.
         ENGINES[arguments.engine](BuildSettings(1, "cpu"))
     except Exception as error:  # noqa: BLE001 - an import runs foreign code: it can fail in any way
         _log.error("%s: %s", sys.executable, error, exc_info=not isinstance(error, WeightdError))

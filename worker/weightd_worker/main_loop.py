@@ -1,4 +1,4 @@
-"""The life of a child by its arguments, whether it was spawned or forked."""
+"""Main function of a child, spawned or forked: sets up the process, makes the engine and runs a session."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from weightd_worker.sessions.rank import RankInputs, RankSession, run_broker
 
 _log = logging.getLogger("weightd.worker")
 
-# The last message says why the process leaves: give libzmq this long to hand it over, and no longer.
+# How long libzmq may take to deliver the last message, which gives the reason for the exit.
 _LINGER_MS = 2000
 
 
 def prepare_process() -> ProcessState:
-    """Make this process, which was just started, ready to be a child, or the one that children are forked of."""
-    # As the daemon does: the interpreter may be a script that has raised the limit.
+    """Set up a process that was just started: a child, or a fork server."""
+    # The daemon has disabled core dumps, but the interpreter may be a script that has raised the limit.
     disable_core_dumps()
-    # A crash, and the SIGABRT of a daemon that has waited too long, leave the stacks of all threads in the log.
+    # A crash, or the SIGABRT that the daemon sends to a hung process, writes the stacks of all threads to the log.
     faulthandler.enable()
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s", level=logging.INFO)
     pagesharing.prepare()
@@ -56,10 +56,10 @@ def prepare_process() -> ProcessState:
 
 
 def attach_to_parent(role: str, parent_pid: int, process_state: ProcessState) -> None:
-    """Make this process one of the daemon's children, whether it was started or forked.
+    """Tie this process to its parent's lifetime and set its OOM score.
 
     Raises:
-        SystemExit: the parent has ended.
+        SystemExit: the parent has exited.
     """
     die_with_parent(parent_pid)
     raise_score(role, daemon_score=process_state.oom_score)
@@ -71,13 +71,13 @@ def run(
     origin: str = "spawned",
     inherited_model: Optional[InheritedModel] = None,
 ) -> int:
-    """Live until the daemon stops it; return the exit status.
+    """Run a session until the daemon stops it, and return the exit status.
 
     Args:
-        arguments: see `arguments.parse`.
-        process_state: of this process, or of that which it was forked from.
-        origin: how it came to be.
-        inherited_model: what it has been given.
+        arguments: the parsed arguments, see `arguments.parse`.
+        process_state: the state of this process, or of the process that it was forked from.
+        origin: how the process was made: "spawned", "forked" or "template".
+        inherited_model: the built model, if the process was forked from a template.
     """
     attach_to_parent(arguments.role, arguments.parent, process_state)
     if arguments.cores:
@@ -98,10 +98,10 @@ def run(
 
 
 def _set_cpu_affinity(cores: str) -> None:
-    """Have this thread on these cores alone, and so each that it will start: before there is another one.
+    """Pin this thread to the cores. Threads that it starts later inherit the affinity.
 
     Raises:
-        SystemExit: there are no such cores, or none of them can be had any more.
+        SystemExit: the list is invalid, or none of the cores is available.
     """
     try:
         os.sched_setaffinity(0, parse_cpulist(cores))
@@ -117,14 +117,14 @@ def make_child_main(
     argv: Sequence[str],
     inherited_model: Optional[InheritedModel],
 ) -> Callable[[], int]:
-    """Return the life of a process that is forked; `argv` are its arguments, but for its parent.
+    """Return the main function of a forked process, whose arguments are `argv` and `--parent`.
 
     Raises:
-        SystemExit: they are not such.
+        SystemExit: the arguments are invalid.
     """
     argv = [*argv, "--parent", str(parent_pid)]
     arguments = child_arguments.parse(argv)
-    # Every user of the host may read it: it names no model.
+    # Every user of the host can read the title, so it names no model.
     command = [title.first_word, *child_arguments.PROGRAM, "--role", arguments.role, "--parent", str(parent_pid)]
 
     def child_main() -> int:
@@ -136,7 +136,7 @@ def make_child_main(
 
 
 def make_forker(parent_pid: int, process_state: ProcessState) -> Forker:
-    """Return what makes processes of this one, as children of its parent."""
+    """Return a forker of this process, whose forked processes are children of its parent."""
     return Forker(process_state, functools.partial(make_child_main, parent_pid, process_state, ProcessTitle()))
 
 
@@ -182,7 +182,7 @@ def _run_session(
 
 
 def _run_rank_or_broker(connection: Connection, arguments: argparse.Namespace) -> int:
-    """Be one of the processes of a unit."""
+    """Run one process of a rank group."""
     try:
         rendezvous = RendezvousInfo.from_json(arguments.rendezvous)
         engine_type = RANK_ENGINES[arguments.engine]
@@ -211,7 +211,7 @@ def _run_rank_or_broker(connection: Connection, arguments: argparse.Namespace) -
 
 
 def _run_model_group(connection: Connection, arguments: argparse.Namespace) -> int:
-    """Be the process of several models."""
+    """Run the process of a model group."""
     try:
         members = GroupMembers.from_json(arguments.models)
         group = ModelGroup(
@@ -229,7 +229,7 @@ def _run_model_group(connection: Connection, arguments: argparse.Namespace) -> i
 
 
 def _enter_work_dir(arguments: argparse.Namespace) -> None:
-    """Have a directory to work in, where libraries write files that may have the same names in each process."""
+    """Change to a private working directory: libraries write files, whose names may be the same in each process."""
     directory = Path(arguments.store).with_name(f"{arguments.name}.files")
     directory.mkdir(mode=0o700, exist_ok=True)
     os.chdir(str(directory))
@@ -260,5 +260,5 @@ def _make_engine(arguments: argparse.Namespace) -> Engine:
 
 def _report_failure(connection: Connection, error: Exception, status: int, prefix: str = "") -> int:
     connection.send(encode(ProcessFailed(clip(f"{prefix}{error}"), is_transient=is_transient(error))))
-    connection.receive()  # whatever it is: the daemon has read the cause
+    connection.receive()  # any message shows that the daemon has read the cause
     return status

@@ -1,7 +1,7 @@
-"""The cause of a native failure, from what the engine's library wrote to stderr.
+"""Finds the cause of a native failure in the error messages that the engine's library wrote to stderr.
 
-The daemon gives each child a log file as its stderr, so the child can read back what the library has just written
-there, without redirecting anything.
+The daemon gives each child a log file as its stderr. So the child can read what the library has just written, without
+redirecting anything.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ _STDERR = 2
 _MAX_READ_BYTES = 64 * 1024
 _MAX_LINES = 4
 
-# The log is cut when it has grown over this, so that a library which logs on every predict cannot fill the disk.
+# The log is emptied when it is larger, so that a library that logs in every predict cannot fill the disk.
 _MAX_LOG_BYTES = 4 * 1024 * 1024
 
 
 class NativeLog:
-    """Finds error lines in the log that stderr goes to. Where stderr is not a file, there is no cause to find.
+    """Finds error lines in the log that stderr writes to. If stderr is not a file, it finds none.
 
     Args:
-        error_line: matches a line that tells an error, with its text in the group ``text``.
+        error_line: matches a line that reports an error, with the message in the group ``text``.
     """
 
     def __init__(self, error_line: Pattern[str]) -> None:
         self._error_line = error_line
 
     def translate_errors(self, error: Type[Exception]) -> _ErrorTranslator:
-        """Turn a RuntimeError of the block into an `error` whose text has the cause that the log tells."""
+        """Return a context manager that turns a RuntimeError into `error`, with the causes from the log in its text."""
         return _ErrorTranslator(self, error)
 
     @staticmethod
     def size() -> int:
-        """Return how many bytes the log has, -1 where there is none."""
+        """Return the size of the log in bytes, -1 if stderr is not a file."""
         return _size()
 
     def errors_since(self, start: int) -> List[str]:
-        """Return the first errors that the log tells beyond its first `start` bytes, without repetitions."""
+        """Return the first error messages after the first `start` bytes of the log, without repetitions."""
         size = self.size()
         if size < 0:
             return []
-        # Reading through /proc opens the file anew: stderr itself is open for writing only.
+        # Opening the file anew through /proc makes it readable: stderr itself is open for writing only.
         try:
             with Path(f"/proc/self/fd/{_STDERR}").open("rb") as log:
                 log.seek(max(start, size - _MAX_READ_BYTES))
@@ -51,12 +51,12 @@ class NativeLog:
         except OSError:
             return []
         found = [match.group("text").strip() for match in map(self._error_line.match, lines) if match]
-        # The first line is the root, the others are its callers.
+        # The first line is the root cause, the later ones are from its callers.
         return list(dict.fromkeys(found))[:_MAX_LINES]
 
 
 class _ErrorTranslator:
-    """What `NativeLog.translate_errors` returns: around each predict a generator would cost more than all else here."""
+    """The context manager of `NativeLog.translate_errors`. A generator would cost each predict more time."""
 
     __slots__ = ("_error", "_log", "_start")
 
@@ -78,7 +78,7 @@ class _ErrorTranslator:
 
 
 def _size() -> int:
-    """The size of the file behind stderr, or -1 if it is not a file."""
+    """Return the size of the file behind stderr, or -1 if it is not a file."""
     try:
         status = os.fstat(_STDERR)
     except OSError:
@@ -87,6 +87,6 @@ def _size() -> int:
 
 
 def truncate_if_too_large() -> None:
-    """Empty the log if it has grown too large."""
+    """Empty the log if it is too large."""
     if _size() > _MAX_LOG_BYTES:
         os.ftruncate(_STDERR, 0)

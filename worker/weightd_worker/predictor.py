@@ -1,4 +1,4 @@
-"""A worker's requests: each is run, and answered with what comes of it."""
+"""Runs the inference requests of a worker and sends their results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weightd_worker.selftest.selftest import AnswerVerifier
 
 _log = logging.getLogger("weightd.worker")
 
-# Jobs of which it is remembered how they are put together, and the most parts of such a one.
+# Bounds of the cache of batch layouts: its entries, and the batch items of an entry.
 _MAX_MERGED_REQUESTS = 64
 _MAX_MERGED_ITEMS = 64
 
@@ -37,11 +37,11 @@ _layout_of = operator.attrgetter("shape", "dtype", "flags.c_contiguous")
 
 
 class RequestRunner(abc.ABC):
-    """Runs the requests of a process, and answers each.
+    """Interface of a runner: runs the requests of a process and replies to each.
 
     Attributes:
-        regions: the memory of clients that is mapped here.
-        step: of the last request that has come, where the daemon counts them; else 0.
+        regions: the clients' shared memory that is mapped in this process.
+        step: the step of the last request in a rank group or a model group; else 0.
     """
 
     def __init__(self, regions: RegionTable) -> None:
@@ -50,16 +50,16 @@ class RequestRunner(abc.ABC):
 
     @abc.abstractmethod
     def predict(self, order: Predict, frames: Sequence[Any]) -> int:
-        """Run one request; return the status with which the process is to end, or OK."""
+        """Run one request; return the status with which the process has to exit, or OK."""
 
     @abc.abstractmethod
     def predict_batch(self, items: Sequence[PredictItem], rows: int = 0, principal_ids: Tuple[int, ...] = ()) -> int:
-        """Run several requests in one predict; return as `predict` does.
+        """Run several requests in one predict; return a status as `predict` does.
 
         Args:
             items: the requests, in their order.
-            rows: to run it on, if they have less; 0: as many as they have.
-            principal_ids: whose each of them is, if it is tested that each has the answer that it has alone.
+            rows: run the model on at least this number of rows; 0: on the rows that the items have.
+            principal_ids: the principal of each item; empty unless batched answers are compared with answers alone.
         """
 
 
@@ -68,12 +68,12 @@ class Predictor(RequestRunner):
 
     Args:
         engine: the engine.
-        reply: sends messages to who has asked, which go together.
-        regions: the memory of clients that is mapped here.
+        reply: sends replies to the daemon, those of one call together.
+        regions: the clients' shared memory that is mapped in this process.
 
     Attributes:
-        verifier: what is known of right answers; None before that is known.
-        batch_guard: decides which requests are run together.
+        verifier: checks answers against the self-test; None before the self-test has run.
+        batch_guard: decides which requests may share a predict.
     """
 
     def __init__(self, engine: Engine, reply: Callable[..., None], regions: Optional[RegionTable] = None) -> None:
@@ -82,13 +82,13 @@ class Predictor(RequestRunner):
         self.batch_guard = BatchGuard(engine, reply)
         self._engine = engine
         self._reply = reply
-        # The last answer that was sent as the engine gave it, and what it was an answer to.
+        # The layout and the description of the last answer that was sent exactly as the engine returned it.
         self._last_layout: Tuple[Any, ...] = ()
         self._last_description: Any = None
         self._merged_requests: Dict[Tuple[int, ...], BatchLayout] = {}
 
     def predict(self, order: Predict, frames: Sequence[bytes]) -> int:
-        """Run the model on what has come, and answer."""
+        """Run one request, send its result or error, and return the exit status or OK."""
         try:
             request_description, regions, placed = order.description, order.regions, None
             inputs = self._input_arrays(order, frames)
@@ -110,10 +110,10 @@ class Predictor(RequestRunner):
     def _verify_outputs(
         self, request_description: RequestDescription, inputs: Arrays, outputs: Arrays
     ) -> Tuple[Arrays, ResponseDescription]:
-        """What is sent of the engine's answer, and its description.
+        """Check the outputs of a predict; return the outputs to send and their description.
 
-        All that it takes to find out is known of the request's description, and the names and forms of the outputs.
-        Most requests are like the one before: what need not be changed is remembered.
+        Both depend only on the request's description and on the names and layouts of the outputs. Most requests are
+        like the one before, so the last description of an unchanged answer is kept.
         """
         form = (request_description, *outputs, *map(_layout_of, outputs.values()))
         if self.verifier is not None:
@@ -129,9 +129,10 @@ class Predictor(RequestRunner):
         return arrays, description
 
     def predict_batch(self, items: Sequence[PredictItem], rows: int = 0, principal_ids: Tuple[int, ...] = ()) -> int:
-        """Run the model once on the rows of several requests, and answer each.
+        """Run the model once on the rows of several requests, and reply to each.
 
-        What cannot be run or divided so is run one by one: then only that fails whose fault it is.
+        Where the model rejects the merged inputs, or the answer cannot be divided, each request runs alone, so that
+        only a faulty one fails.
         """
         try:
             merged = self._merged_request(items, rows)
@@ -148,13 +149,13 @@ class Predictor(RequestRunner):
             return self._on_not_batchable(items, error)
         except RequestError as error:
             return self._on_request_error(items, error)
-        except Exception as error:  # noqa: BLE001 - as for one
+        except Exception as error:  # noqa: BLE001 - the requests must be answered, whatever a library raises
             return self._fail_unexpected(items[0][0], error)
 
     def _predict_apart(
         self, alone_indices: Sequence[int], items: Sequence[PredictItem], principal_ids: Tuple[int, ...]
     ) -> int:
-        """Run some of the requests one by one, and the others together."""
+        """Run the requests at `alone_indices` one by one, after the others have run together."""
         batched_indices = [index for index in range(len(items)) if index not in alone_indices]
         batched_principal_ids = tuple([principal_ids[index] for index in batched_indices]) if principal_ids else ()
         status = (
@@ -171,14 +172,14 @@ class Predictor(RequestRunner):
         form = (*outputs, *map(_layout_of, outputs.values()))
         if form != merged.output_layout:
             outputs = self._learn_outputs(merged, inputs, outputs, form)
-        # Another thread may learn others while this one runs the model again.
+        # Another thread may replace the slices while this one runs the model again.
         slices = merged.slices
         if len(items) > 1:
             self.batch_guard.check(merged, inputs, outputs, principal_ids)
         return outputs, slices
 
     def _reply_slices(self, items: Sequence[PredictItem], slices: Sequence[OutputSlice], outputs: Arrays) -> int:
-        """Give each request what it has of the answer."""
+        """Send each request its slice of the outputs."""
         all_bytes = [*map(frame_of, outputs.values())]
         results: List[Reply] = []
         for (order, _), (description, byte_ranges) in zip(items, slices):
@@ -217,7 +218,7 @@ class Predictor(RequestRunner):
         return exit_codes.OK
 
     def _merged_request(self, items: Sequence[PredictItem], rows: int) -> BatchLayout:
-        # The same description is the same object, for as long as something has it.
+        # The decoder returns the same object for the same description while anything refers to it.
         key = (rows, *[id(order.description) for order, _ in items])
         merged = self._merged_requests.get(key)
         if merged is None:
@@ -229,7 +230,7 @@ class Predictor(RequestRunner):
         return merged
 
     def _learn_outputs(self, merged: BatchLayout, inputs: Arrays, outputs: Arrays, form: Tuple[Any, ...]) -> Arrays:
-        """What is divided of the engine's answer; how it is, is remembered."""
+        """Compute the slices of an answer whose layout is new, and return the outputs to divide."""
         if self.verifier is not None:
             outputs = self.verifier.verify(inputs, outputs)
         arrays = _to_wire_arrays(outputs)
@@ -238,7 +239,7 @@ class Predictor(RequestRunner):
         return arrays
 
     def _input_bytes(self, order: Predict, frames: Sequence[Any]) -> Sequence[Any]:
-        """Return the bytes of the inputs of a request; those in regions are copied."""
+        """Return the bytes of each input of a request, with copies of those in regions."""
         if order.regions is None:
             return frames
         sizes, left = order.description.sizes, iter(frames)
@@ -257,7 +258,7 @@ class Predictor(RequestRunner):
         )
 
     def _mapped_inputs(self, order: Predict, regions: MappedRegions, frames: Sequence[bytes]) -> Arrays:
-        """The inputs of a request of which some are in regions."""
+        """Return the inputs of a request of which some are in regions."""
         specs, sizes = order.description.inputs, order.description.sizes
         inputs: Arrays = {}
         for location in regions.inputs:
@@ -271,7 +272,7 @@ class Predictor(RequestRunner):
     def _write_to_regions(
         self, regions: MappedRegions, frames: List[Any]
     ) -> Tuple[Optional[Tuple[int, ...]], List[Any]]:
-        """Write outputs where there is room for them; return their positions, and the frames of the others."""
+        """Write outputs to the client's regions where they fit; return their positions, and the other frames."""
         placed: List[int] = []
         for location in regions.outputs:
             index = location.tensor_index
@@ -286,7 +287,7 @@ class Predictor(RequestRunner):
         return tuple(placed), [frame for index, frame in enumerate(frames) if index not in placed]
 
     def _is_model_intact(self, error: RequestError) -> bool:
-        """Return whether the model answers as before after a refused predict, as far as can be seen."""
+        """Return whether, as far as can be checked, the model still answers correctly after a rejected predict."""
         if isinstance(error, ModelCorrupted):
             return False
         return isinstance(error, NotRun) or self.verifier is None or not self.verifier.is_corrupted()
@@ -297,14 +298,14 @@ class Predictor(RequestRunner):
 
     def _fail(self, order: Predict, error: RequestError, *, is_leaving: bool) -> int:
         if isinstance(error, MaybeCorrupted):
-            # The one who is to blame is told of. This one is run again, where the daemon has it next.
+            # Another request corrupted the model, and is reported. The daemon runs this one in another process.
             return exit_codes.MODEL_CORRUPTED
         self._reply((PredictFailed(order.request, error.code, clip(str(error)), is_leaving), ()))
         return exit_codes.MODEL_CORRUPTED if is_leaving else exit_codes.OK
 
 
 def _to_arrays(specs: Sequence[TensorSpec], frames: Sequence[bytes]) -> Arrays:
-    """The received tensors as an engine wants them: the frames are native and in C order already."""
+    """Return the received tensors as aligned arrays. The frames are already in native byte order and C order."""
     inputs: Arrays = {}
     for spec, frame in zip(specs, frames):
         array = from_frame(spec, frame)
@@ -313,7 +314,11 @@ def _to_arrays(specs: Sequence[TensorSpec], frames: Sequence[bytes]) -> Arrays:
 
 
 def _to_wire_arrays(outputs: Arrays) -> Arrays:
-    """What the wire cannot carry is this request's error: it chose the sizes. A frame too long costs the connection."""
+    """Convert outputs for the wire.
+
+    An output that the protocol cannot carry is an error of the request, which chose the sizes. An oversized frame would
+    cost the connection.
+    """
     arrays: Arrays = {}
     for name, array in outputs.items():
         try:

@@ -1,13 +1,13 @@
-"""The memory of this process: what the C library keeps, what libraries have mapped, and whether a holder is worth it.
+"""Memory of this process: retained free memory, unused library pages, and whether sharing is worth a holder.
 
-Memory that a predict has freed is kept for the next one: its pages cost more than most engines take to fill them. Of
-itself the C library does so, too; not where it was told to give large blocks mappings of their own, which is how
-weights can be shared. It counts only what is free at the end of its heap, and holes may be many times that. And what
-an engine's own allocator keeps, it does not count at all. So what is kept has a bound here, by what the kernel says,
-and it is given back when nothing is asked.
+Memory that a predict has freed is retained for the next one, because fresh pages cost more time than most engines need
+to fill them. The C library retains freed memory by default, but not where large blocks get mappings of their own, which
+is how weights become shareable. Its limit counts only the free memory at the end of the heap, although holes may be
+many times larger, and does not count what an engine's allocator retains. So this module limits the retained memory by
+the kernel's numbers, and releases it when the process is idle.
 
-Pages of libraries that only the start or a build needs are dropped: they do not count for the process, and stay in the
-page cache, from where they come again when they are used.
+The module also drops library pages that only the start or a build needs: they no longer count as memory of the process,
+and stay in the page cache, from where they return on the next use.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Callable, Iterable, Iterator, Mapping, Tuple
 
 from weightd_worker.pagesharing.libc import PAGE, libc, unsupported_reason
 
-# Larger blocks are mapped, and cost their pages each time. Before 2.35 glibc takes no larger number.
+# Larger blocks are mapped, and get fresh pages each time. glibc before 2.35 accepts no larger threshold.
 _MMAP_THRESHOLD_BYTES = 32 * 1024 * 1024
 
-# Beyond what the process had when it began to keep.
+# Limit of retained memory, beyond what the process had when it began to retain any.
 MAX_RETAINED_BYTES = 64 * 1024 * 1024
 
-# A large model's next predict may take all of it anew, which costs as much again as that predict.
+# The next predict of a large model may have to allocate all of it again, which takes as long as that predict itself.
 _RELEASE_INTERVAL_S = 60.0
 
 
 class MallocTuner:
-    """The freed memory of this process, of which nothing is kept before `retain_freed_memory`.
+    """Controls how much freed memory this process retains: none before `retain_freed_memory` is called.
 
     Args:
-        release_engine_memory: has the engine give back what it keeps by itself.
+        release_engine_memory: makes the engine release the memory that its allocator retains.
     """
 
     def __init__(self, release_engine_memory: Callable[[], None]) -> None:
@@ -42,7 +42,7 @@ class MallocTuner:
         self._next_release_at = 0.0
 
     def retain_freed_memory(self) -> None:
-        """Keep what is freed from now on: all that is shared is shared."""
+        """Retain freed memory from now on. To be called when all memory that is to be shared is shared."""
         if not unsupported_reason():
             libc().set_mmap_threshold(_MMAP_THRESHOLD_BYTES)
             libc().set_trim_threshold(MAX_RETAINED_BYTES)
@@ -50,7 +50,7 @@ class MallocTuner:
             self._baseline_bytes = private_bytes()
 
     def limit_retained(self) -> None:
-        """Give back what is kept if that is too much, as far as this can be told: what is left then is needed."""
+        """Release retained memory if it exceeds the limit. What remains then counts as needed, and raises the limit."""
         if (
             self._is_retaining
             and private_bytes() > self._baseline_bytes + MAX_RETAINED_BYTES
@@ -61,19 +61,19 @@ class MallocTuner:
             self._next_release_at = time.monotonic() + _RELEASE_INTERVAL_S
 
     def release_retained(self) -> None:
-        """Give back what is kept."""
+        """Release the retained memory of the engine and the C library, if any is retained."""
         if self._is_retaining:
             self._release_engine_memory()
             self.trim()
 
     def trim(self) -> None:
-        """Give back what the C library has, whether it is to keep anything or not."""
+        """Release the free memory of the C library, even before `retain_freed_memory`."""
         if not unsupported_reason():
             libc().trim_heap()
 
 
 def private_bytes() -> int:
-    """Return how much memory of this process is in no file."""
+    """Return how many bytes of this process's resident memory belong to no file."""
     with open("/proc/self/statm", "rb") as file:  # noqa: PTH123 - a path object costs as much as the reading
         resident, shared = file.read().split()[1:3]
     return (int(resident) - int(shared)) * PAGE
@@ -81,15 +81,15 @@ def private_bytes() -> int:
 
 _SMAPS = "/proc/self/smaps"
 
-# A mapping without a file has no path.
+# Index of the path in a line of smaps. A mapping without a file has no path.
 _PATH_FIELD = 5
 
 
 def drop_unchanged_pages() -> None:
-    """Let go of each page of a library that this process has not changed and cannot: its code and its constants."""
+    """Drop the pages of libraries that this process cannot change and has not changed: their code and constants."""
     if unsupported_reason():
         return
-    # Not to count less is no failure.
+    # A failure only means that the pages still count as memory of the process.
     with contextlib.suppress(OSError):
         with open(_SMAPS, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - a path object costs memory
             mappings = list(unchanged_mappings(file))
@@ -98,12 +98,12 @@ def drop_unchanged_pages() -> None:
 
 
 def unchanged_mappings(lines: Iterable[str]) -> Iterator[Tuple[int, int]]:
-    """Yield begin and end of each mapping of a library that cannot be written to, and has no page of its own.
+    """Yield begin and end of each library mapping that is not writable and has no private page.
 
-    What a loader has put right before it was protected is such a page: without it the library would be of no use.
+    A loader writes private pages, for relocations, before it protects them; dropping these would break the library.
 
     Args:
-        lines: of /proc/PID/smaps.
+        lines: the lines of /proc/PID/smaps.
     """
     address_range, is_candidate = "", False
     for line in lines:
@@ -125,14 +125,15 @@ _LARGE_MODEL_FACTOR = 8
 
 
 def is_holder_worthwhile(nbytes: int, process_count: int, holder_cost_bytes: int) -> bool:
-    """Return whether others have less of their own by what a process costs that holds so many bytes for them.
+    """Return whether a holder saves enough memory to be worth its own.
 
-    Where it costs little beside them it is also worth what it spares the next one that is needed, and the pages that an
-    engine has twice or leaves empty: with MindSpore Lite half of them, even for one worker.
+    It does if the sharing processes together save at least what the holder costs. A holder that is small beside the
+    model is worth it in any case: the next process that is started starts from it, and an engine has some pages
+    twice or leaves them empty, which sharing saves, too (with MindSpore Lite half of them, even for one worker).
 
     Args:
-        nbytes: that were built.
-        process_count: how many processes would share them; 0 if that is not asked.
+        nbytes: the size of the built model, in bytes.
+        process_count: how many processes would share it; 0: a holder is used in any case.
         holder_cost_bytes: what the holder costs, in bytes.
     """
     return (

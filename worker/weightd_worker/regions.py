@@ -1,15 +1,15 @@
-"""Tensors in shared memory of a client: copied in before anything looks at them, and written out.
+"""Shared memory of clients: copies input tensors out of it before use, and writes output tensors to it.
 
-The client may write to that memory, and punch holes in it, at any moment. So nothing that was checked is read there
-again: an index that changes after it was found to be in range would be read somewhere else in this process.
+The client may write to that memory, and punch holes in it, at any moment. So no value is read there twice: an index
+that changes after its check would make the engine read elsewhere in this process.
 
-No access here allocates a page of that memory. The kernel allocates a page of a memfd when a process touches a hole in
-it, and charges the page to the control group of that process for as long as the page exists. A client that keeps the
-descriptor could so make weightd pay for memory without end. A check for holes before each access is not enough: the
-client can punch a hole after the check. So mappings are registered with userfaultfd(2), and the kernel stops a thread
-that touches a missing page. Another thread then replaces the mapping from there on by anonymous memory, which is freed
-with the mapping, and lets the first one go on. A mapping of which anything was replaced is never used again: the
-region's inputs are then read by system calls, which allocate nothing, and nothing is written to it.
+No access here allocates a page of that memory. When a process touches a hole in a memfd, the kernel allocates a page
+and charges it to the control group of that process for as long as the page exists, so a client that keeps the
+descriptor could use up weightd's memory. A check for holes before each access is not enough, because the client can
+punch a hole after the check. So mappings are registered with userfaultfd(2), and the kernel stops a thread that touches
+a missing page. Another thread then replaces the mapping from that page on with anonymous memory, which is freed with
+the mapping, and wakes the stopped thread. A mapping with a replaced part is never used again: inputs of that region are
+then read by system calls, which allocate nothing, and no outputs are written to it.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from weightd_protocol.errors import Internal
 
 _log = logging.getLogger("weightd.worker")
 
-# What the widest instruction of an engine wants.
+# Alignment in bytes that the widest instructions of an engine require.
 _ALIGNMENT = 64
 _NOT_READABLE = "a region of shared memory cannot be read by this worker"
 
 
 class RegionTable:
-    """The regions that this worker has, by the numbers that the daemon has for them.
+    """The regions that clients have registered, by the numbers that the daemon has given them.
 
-    The daemon has checked that each keeps its size, and that what a request names lies within.
+    The daemon has checked that a region cannot change its size, and that the tensors of each request lie within.
     """
 
     def __init__(self) -> None:
         self._regions: Dict[int, _Region] = {}
 
     def map(self, number: int, descriptor: int) -> None:
-        """Add a region, which has the descriptor from now on; what fails shows when a request names the region."""
+        """Add a region and take ownership of its descriptor. If it cannot be read, requests that name it fail."""
         self._regions[number] = _Region(descriptor)
 
     def unmap(self, number: int) -> None:
-        """Forget a region."""
+        """Remove a region."""
         self._regions.pop(number, None)
 
     def clear(self) -> None:
-        """Forget all: another daemon has other numbers."""
+        """Remove all regions, because another daemon uses other numbers."""
         self._regions.clear()
 
     def read(self, number: int, offset: int, nbytes: int) -> Any:
-        """Return a copy of so many bytes, aligned.
+        """Return an aligned copy of `nbytes` bytes, as an array of uint8.
 
         Raises:
             Internal: this worker does not have the region, or cannot read it.
@@ -75,10 +75,10 @@ class RegionTable:
         return copy
 
     def write(self, frame: Any, number: int, offset: int, max_bytes: int) -> bool:
-        """Write bytes, which are what `frame_of` returned, to a region; return False where that cannot be.
+        """Write bytes, as returned by `frame_of`, to a region. Return False if they were not written.
 
-        It cannot be where there is not enough room, where the client has sealed the region or has not written to each
-        page of the room before, and on a system without userfaultfd.
+        They are not if there is not enough space, if the client has sealed the region or has not written to each page
+        of the space before, and on a system without userfaultfd.
 
         Raises:
             Internal: this worker does not have the region.
@@ -96,7 +96,7 @@ class RegionTable:
 
 
 class _Region:
-    """One region. Its descriptor is closed when nothing refers to this."""
+    """One region, which closes its descriptor when it is garbage-collected."""
 
     __slots__ = ("_descriptor", "_mapping")
 
@@ -105,7 +105,7 @@ class _Region:
         self._mapping = _map_protected(descriptor)
 
     def read(self, offset: int, into: Any) -> None:
-        """Fill an array of bytes.
+        """Fill the array `into` with bytes of the region, from `offset` on.
 
         Raises:
             OSError: the region cannot be read.
@@ -119,7 +119,7 @@ class _Region:
             done += count
 
     def write(self, offset: int, source: Any) -> bool:
-        """Write an array of bytes; return False where that cannot be."""
+        """Write an array of bytes; return False if the region cannot be written."""
         window = self._mapping
         return window is not None and window.write(offset, source)
 
@@ -132,7 +132,7 @@ def _map_protected(descriptor: int) -> Optional[ProtectedMapping]:
     try:
         return None if user_faults is None else user_faults.map(descriptor, os.fstat(descriptor).st_size)
     except OSError:
-        # The client has forbidden to write there, in whichever way.
+        # The client has forbidden writes, by a seal or by the mode of the descriptor.
         return None
 
 
@@ -141,12 +141,12 @@ def _user_faults() -> Optional[UserFaults]:
     try:
         return UserFaults()
     except (OSError, RuntimeError) as error:
-        # RuntimeError: no thread can be started.
+        # A RuntimeError means that no thread can be started.
         _log.warning("large tensors are slower: no userfaultfd for shared memory of clients: %s", error)
         return None
 
 
-# Of linux/userfaultfd.h; the same on all machines.
+# Constants of linux/userfaultfd.h, the same on all architectures.
 _UFFD_USER_MODE_ONLY = 1
 _UFFD_API = 0xAA
 _UFFD_FEATURE_MISSING_SHMEM = 1 << 5
@@ -158,11 +158,11 @@ _API = struct.Struct("=QQQ")
 _REGISTER = struct.Struct("=QQQQ")
 _RANGE = struct.Struct("=QQ")
 
-# struct uffd_msg of a page fault: of its 32 bytes the address is at 16.
+# struct uffd_msg of a page fault: 32 bytes, with the address at offset 16.
 _MESSAGE = struct.Struct("=16xQ8x")
 _SYS_USERFAULTFD = {"x86_64": 323, "aarch64": 282}
 
-# Of a mapping so much is replaced at a time: the memory is this process's until the mapping is removed.
+# How much of a mapping is replaced at a time: the process keeps that memory until the mapping is removed.
 _REPLACE_CHUNK_BYTES = 16 << 20
 _MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -170,10 +170,10 @@ _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 class UserFaults:
-    """Maps memory, and handles the page faults of these mappings in a thread of its own, for the life of the process.
+    """Maps shared memory, and handles page faults of the mappings in one thread for the life of the process.
 
     Raises:
-        OSError: this system has no userfaultfd, or this process must not use it.
+        OSError: the system has no userfaultfd, or this process may not use it.
     """
 
     def __init__(self) -> None:
@@ -181,7 +181,7 @@ class UserFaults:
         libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
         libc.mmap.restype = ctypes.c_void_p
         libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-        # Called without the GIL, which the other thread needs.
+        # ctypes releases the GIL during the call. The fault handler thread needs it while a copy is stopped.
         libc.memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         libc.memcpy.restype = ctypes.c_void_p
         self._mappings: MutableMapping[int, ProtectedMapping] = weakref.WeakValueDictionary()
@@ -194,7 +194,7 @@ class UserFaults:
             raise
 
     def map(self, descriptor: int, nbytes: int) -> ProtectedMapping:
-        """Map shared memory.
+        """Map shared memory of `nbytes` bytes.
 
         Raises:
             OSError: the memory is sealed against writing, or cannot be mapped.
@@ -239,7 +239,7 @@ class UserFaults:
         descriptor = -1
         for flags in (_UFFD_USER_MODE_ONLY, 0):
             descriptor = self._libc.syscall(ctypes.c_long(number), ctypes.c_int(os.O_CLOEXEC | flags))
-            # Linux before 5.11 does not know the flag, and needs none.
+            # Linux before 5.11 does not know the flag, and allows the call without it.
             if descriptor >= 0 or ctypes.get_errno() != errno.EINVAL:
                 break
         if descriptor < 0:
@@ -248,11 +248,11 @@ class UserFaults:
 
 
 class ProtectedMapping:
-    """A mapping of shared memory, see `UserFaults.map`. It is unmapped when nothing refers to this.
+    """A mapping of shared memory, made by `UserFaults.map`. It is unmapped when it is garbage-collected.
 
     Attributes:
         nbytes: its size.
-        is_intact: False once a page was missing: then it must not be used any more.
+        is_intact: False after a page was missing; the mapping must not be used any more then.
     """
 
     __slots__ = ("__weakref__", "_address", "_faults", "is_intact", "nbytes")
@@ -264,13 +264,13 @@ class ProtectedMapping:
         self.is_intact = True
 
     def read(self, offset: int, into: Any) -> bool:
-        """Fill an array of bytes; return False where a page was missing."""
+        """Fill an array with bytes of the mapping, from `offset` on; return False if a page was missing."""
         if self.is_intact:
             self._faults.copy(_address_of(into), self._address + offset, into.nbytes)
         return self.is_intact
 
     def write(self, offset: int, source: Any) -> bool:
-        """Write an array of bytes; return False where a page was missing: then any part may be written."""
+        """Write an array of bytes; return False if a page was missing. Any part may have been written then."""
         if self.is_intact:
             self._faults.copy(self._address + offset, _address_of(source), source.nbytes)
         return self.is_intact

@@ -1,8 +1,8 @@
-"""What this interpreter and its cards are: ``python -m weightd_worker.report``, started by `weightd doctor`.
+"""Report on this interpreter and its cards: `weightd doctor` starts ``python -m weightd_worker.report``.
 
-Vendors' libraries crash and hang, and say on a dying machine nothing at all. So each step is announced before it is
-taken, one JSON object in a line: ``{"begin": "devices"}``, then ``{"step": "devices", "count": 8}`` or ``{"step":
-"devices", "error": "..."}``. The process that reads it knows where this one has stopped.
+Vendors' libraries crash and hang, and a dying process reports nothing. So each step is announced before it runs. The
+output has one JSON object a line: ``{"begin": "devices"}``, then ``{"step": "devices", "count": 8}`` or ``{"step":
+"devices", "error": "..."}``. The reader so knows in which step the process has stopped.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ Values = Dict[str, Any]
 
 
 def read_python(_: int) -> Values:
-    """Tell the interpreter, and this process's pid as the kernel numbers it here."""
+    """Return the path and version of the interpreter, and the pid of this process in its pid namespace."""
     return {"executable": sys.executable, "version": platform.python_version(), "pid": str(os.getpid())}
 
 
 def read_weightd(_: int) -> Values:
-    """Tell weightd's version, and that everything is there which a worker imports."""
+    """Import everything that a worker imports, and return weightd's version."""
     importlib.import_module("weightd_worker.sessions.model")
     return {"version": VERSION}
 
 
 def read_library(_: int) -> Values:
-    """Tell the version of MindSpore Lite."""
+    """Return the version of MindSpore Lite."""
     import mindspore_lite  # noqa: PLC0415 - as above
 
     return {"version": str(mindspore_lite.__version__)}
 
 
 def read_current_pid(_: int) -> Values:
-    """Tell this process's number in the driver, "" where the library cannot."""
+    """Return the driver's number for this process, "" if the library is too old to report it."""
     import mindspore_lite  # noqa: PLC0415 - as above
 
     model: Any = mindspore_lite.Model()
@@ -54,23 +54,23 @@ def read_current_pid(_: int) -> Values:
 
 
 def load_libascendcl(_: int) -> Values:
-    """Tell whether the runtime can be loaded and begins to work."""
+    """Load and initialize libascendcl; return nothing."""
     _acl().initialize()
     return {}
 
 
 def read_soc(_: int) -> Values:
-    """Tell the name of the chip; that of a virtual instance may say so."""
+    """Return the name of the chip, which may show that it is a virtual instance."""
     return {"name": _acl().soc_name()}
 
 
 def count_devices(_: int) -> Values:
-    """Tell how many devices this process sees."""
+    """Return the number of devices that this process sees."""
     return {"count": _acl().device_count()}
 
 
 def read_memory(device: int) -> Values:
-    """Take a place on the device and tell its memory."""
+    """Open the device, which takes some of its memory, and return its free and total memory in bytes."""
     acl = _acl()
     acl.set_device(device)
     found = acl.memory()
@@ -90,18 +90,18 @@ STEPS: Dict[str, Callable[[int], Values]] = {
 
 
 def _acl() -> Acl:
-    # Not at the top: where numpy is missing, this process is to say so.
+    # Imported late, so that the steps before still report if numpy is missing.
     from weightd_worker.engines.mindspore_lite.acl import Acl  # noqa: PLC0415
 
     return Acl()
 
 
 def main() -> None:
-    """Take every step, whatever becomes of the one before."""
+    """Run every step, whether or not the one before has failed."""
     arguments = _parser().parse_args()
     die_with_parent(arguments.parent)
     with os.fdopen(os.dup(1), "w", encoding="ascii") as out:
-        # A library may greet on stdout; that belongs to the log.
+        # A library may print to stdout. Its text belongs in the log, so stdout becomes stderr.
         os.dup2(2, 1)
         for name, step in STEPS.items():
             _write_line(out, {"begin": name})
@@ -130,5 +130,5 @@ def _parser() -> argparse.ArgumentParser:
 if __name__ == "__main__":
     process_start.reset_signals()
     main()
-    # Native libraries have been seen to crash in their exit handlers.
+    # The exit handlers of native libraries have been seen to crash.
     os._exit(0)
