@@ -1,1 +1,1 @@
-"""The life of a process of weightd: HELLO, then one order after another, until the daemon stops it."""
+"""Sessions of child processes: a session says HELLO and executes orders until the daemon stops it."""

@@ -1,6 +1,6 @@
-"""What all children do: HELLO, then one order after another, until told to stop.
+"""Base class of all sessions: sends HELLO, then executes one order after another until the daemon sends Stop.
 
-One thread: while the engine works, messages wait in their sockets.
+A session has one thread. While the engine computes, messages wait in the sockets.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from weightd_worker.predictor import Reply, RequestRunner
 _PYTHON = platform.python_version()
 _log = logging.getLogger("weightd.worker")
 
-# How often what a predict leaves behind is looked at while they come.
+# Seconds between two checks of the log and the memory that predicts leave behind, while predicts arrive.
 HOUSEKEEPING_INTERVAL_S = 1.0
 Entry = Tuple[ChildOrder, Sequence[Any]]
 """An order, and what belongs to it: the tensors of a predict, or those of a batch, each with its own."""
 
 
 class Session(abc.ABC):
-    """Obeys over one connection.
+    """Executes the daemon's orders over one connection.
 
     Args:
-        connection: to the daemon.
+        connection: the connection to the daemon.
         runner: runs requests.
     """
 
@@ -67,7 +67,7 @@ class Session(abc.ABC):
         self._inbox = Inbox()
 
     def run(self, sha256: str) -> int:
-        """Say HELLO and obey until told to stop; return the exit status.
+        """Send HELLO and execute orders until the daemon sends Stop; return the exit status.
 
         Args:
             sha256: digest of the model.
@@ -83,25 +83,25 @@ class Session(abc.ABC):
                 return exit_codes.OK
             else:
                 self._status = self._execute_order(order)
-            # They may be large, and the next wait long.
+            # The tensors may be large, and the next order may be long in coming.
             del order, tensors
             if time.monotonic() >= self._next_housekeeping_at:
                 self._do_housekeeping()
-        # The daemon has the bad news and will say Stop: leaving before it does could lose them.
+        # The daemon replies to a failure with Stop. Exiting before it arrives could lose the failure message.
         while not isinstance(self._next_order()[0], Stop):
             pass
         return self._status
 
     @abc.abstractmethod
     def _make_hello(self, sha256: str) -> Hello:
-        """Return what this process is."""
+        """Return the HELLO message of this process."""
 
     @abc.abstractmethod
     def _handle_order(self, order: ChildOrder) -> None:
-        """Obey one that is no request. Whatever is raised is told, and ends the process."""
+        """Execute an order other than a request. An exception is reported to the daemon and ends the process."""
 
     def _next_order(self) -> Entry:
-        """Wait for an order. What has come meanwhile is read first: a CancelPredict overtakes what it is about."""
+        """Return the next order. Received messages are read first, so that a CancelPredict overtakes its Predict."""
         while True:
             messages = self._connection.receive(0 if self._inbox else self._idle_timeout_s)
             if messages:
@@ -116,7 +116,7 @@ class Session(abc.ABC):
                 self._runner.regions.clear()
                 self._send(Reconnected(self._runner.step))
             else:
-                # This daemon may not have heard the bad news: that the process ends tells it.
+                # This daemon may not have received the failure. The exit of the process shows it.
                 return Stop(), ()
 
     def _on_messages(self, messages: Sequence[Sequence[Any]]) -> None:
@@ -127,7 +127,7 @@ class Session(abc.ABC):
             elif isinstance(order, CancelPredict):
                 self._on_cancel_predict(order)
             elif isinstance(order, MapRegion):
-                # No predict before it can mean another one: its number is new, or that of a region that is given again.
+                # Earlier predicts cannot mean another region: the number is new, or the same region is mapped again.
                 self._inbox.cancel_unmap(order.region)
                 self._runner.regions.map(order.region, self._connection.take_descriptor())
             else:
@@ -141,12 +141,12 @@ class Session(abc.ABC):
             self._reply((PredictCancelled(order.request), ()))
 
     def _do_housekeeping(self) -> None:
-        """Bound what libraries leave behind with each predict."""
+        """Limit what libraries leave behind with each predict."""
         nativelog.truncate_if_too_large()
         self._next_housekeeping_at = time.monotonic() + HOUSEKEEPING_INTERVAL_S
 
     def _on_idle(self) -> None:  # noqa: B027 - most sessions have nothing to do
-        """Nothing has come for as long as `_idle_timeout_s` says."""
+        """Handle a timeout of `_idle_timeout_s` without messages."""
 
     def _execute_order(self, order: ChildOrder) -> int:
         if isinstance(order, UnmapRegion):
@@ -159,7 +159,7 @@ class Session(abc.ABC):
             return self._report_failure(
                 str(error), exit_codes.CANNOT_BUILD, is_out_of_memory=is_out_of_memory, is_transient=transient
             )
-        except Exception as error:  # noqa: BLE001 - the daemon is told, whatever a library raises
+        except Exception as error:  # noqa: BLE001 - a failure is reported to the daemon, whatever a library raises
             _log.exception("%s", type(order).__name__)
             cause = f"{type(error).__name__}: {error}"
             return self._report_failure(
@@ -184,11 +184,11 @@ class Session(abc.ABC):
 
 
 class Inbox:
-    """In the order in which they came, in which they are obeyed. What has not come as a whole is not here yet."""
+    """Queue of received orders, in order of arrival. A batch enters the queue when all of its items have arrived."""
 
     def __init__(self) -> None:
         self._entries: Deque[Entry] = collections.deque()
-        # Predicts of a batch, of which so many are still to come; and what has come behind the first of them.
+        # The batch whose items are still arriving, its items so far, how many are missing, and orders behind the first.
         self._open_batch: Optional[BeginBatch] = None
         self._items: List[Any] = []
         self._missing_count = 0
@@ -198,10 +198,10 @@ class Inbox:
         return len(self._entries)
 
     def put(self, order: ChildOrder, tensors: Sequence[Any] = ()) -> None:
-        """One has come.
+        """Add an order that has arrived.
 
         Raises:
-            RemoteProtocolError: predicts of a batch are still to come.
+            RemoteProtocolError: the order begins a batch within a batch, or its number of principals is wrong.
         """
         if self._open_batch is not None:
             self._put_in_open_batch(self._open_batch, order, tensors)
@@ -215,26 +215,26 @@ class Inbox:
             self._entries.append((order, tensors))
 
     def put_back(self, order: ChildOrder) -> None:
-        """One was taken that is still to be obeyed, before all others."""
+        """Put an order back in front of all others."""
         self._entries.appendleft((order, ()))
 
     def take(self) -> Entry:
-        """Return the first, and forget it."""
+        """Remove and return the first entry."""
         return self._entries.popleft()
 
     @property
     def first(self) -> ChildOrder:
-        """The order that is to be obeyed next."""
+        """The order that is executed next."""
         return self._entries[0][0]
 
     def drop_incomplete_batch(self) -> None:
-        """Forget predicts of which some will never come."""
+        """Drop the items of a batch whose other items will never arrive."""
         if self._open_batch is not None:
             self._items = []
             self._close_batch(self._open_batch)
 
     def cancel(self, request: int) -> bool:
-        """A predict is taken back; return whether it was still here."""
+        """Remove a cancelled predict; return whether it was still in the queue."""
         for index, entry in enumerate(self._entries):
             order, tensors = entry
             if isinstance(order, Predict):
@@ -256,7 +256,7 @@ class Inbox:
         return True
 
     def cancel_unmap(self, region: int) -> None:
-        """A region is not to be taken away any more, if it was: no predict in between names it."""
+        """Remove the order to unmap a region, if there is one, because the region was mapped again."""
         for entries in (self._entries, self._deferred):
             for entry in entries:
                 if isinstance(entry[0], UnmapRegion) and entry[0].region == region:
@@ -272,7 +272,7 @@ class Inbox:
         elif isinstance(order, BeginBatch):
             raise RemoteProtocolError(f"type: expected predict, {self._missing_count} more, got begin_batch")
         else:
-            # A region that is taken away may be one that those before name; other orders come another way.
+            # The items before may name a region that this order unmaps. Other orders do not come over this channel.
             self._deferred.append((order, tensors))
 
     def _close_batch(self, batch: BeginBatch) -> None:
@@ -283,7 +283,7 @@ class Inbox:
 
 
 def _cancel_item(order: BeginBatch, items: Any, request: int) -> Optional[BeginBatch]:
-    """Take a predict out of its batch; return the order without it, None if it is not there."""
+    """Remove a predict from its batch; return the batch order without it, or None if it is not in the batch."""
     for index, part in enumerate(items):
         if part[0].request == request:
             items.remove(part)
@@ -294,15 +294,16 @@ def _cancel_item(order: BeginBatch, items: Any, request: int) -> Optional[BeginB
 
 
 def all_versions(engine_versions: Mapping[str, str]) -> Dict[str, str]:
-    """Return the versions of all that computes here; `engine_versions` are those of its libraries."""
+    """Return the versions of weightd, Python and numpy, and those of the engine's libraries."""
     return {"weightd": VERSION, "python": _PYTHON, "numpy": np.__version__, **engine_versions}
 
 
 def check_signature(signature: ModelSignature) -> None:
-    """Requests and answers give tensors by name: no two may have the same. And the wire has to carry it.
+    """Check that tensor names are unique among the inputs and among the outputs, and that the signature can be sent.
 
     Raises:
-        BuildError: it cannot be.
+        BuildError: a name is given twice.
+        LocalProtocolError: the protocol cannot carry the signature.
     """
     for what, tensors in zip(ModelSignature._fields, signature):
         names = [each.name for each in tensors]

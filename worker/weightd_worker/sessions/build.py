@@ -1,7 +1,7 @@
-"""How a process builds its model, and what it finds out of the built model before it counts as ready.
+"""Builds the model of a process, and examines the built model before the process counts as ready.
 
 A holder finds the self-test, the shape that each worker computes first, and whether requests may share a predict. A
-worker does what the holder did before it shared its weights, and runs the self-test.
+worker repeats what the holder did before it shared its weights, and runs the self-test.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ SHAPE_DEPENDENT = (
     "convert it for fixed shapes to avoid that"
 )
 
-# Cases of a self-test that was searched for: one, and the same with larger free dimensions.
+# A self-test that was found by search has at most two cases: one, and the same with larger free dimensions.
 _SEARCHED_CASE_COUNT = 2
 
 
 class ModelInputs(NamedTuple):
-    """What a process has been given to load.
+    """The files from which a process loads its model, and its tolerance.
 
     Attributes:
-        model: the model's snapshot.
-        store: where the holder may write its page store.
-        weights_update: weights that replace those of the model, "" for none.
-        sample: what the self-test asks, "" where it is made up.
-        tolerance: how far the self-test's answers may be apart (`selftest.difference`).
+        model: path of the model's snapshot.
+        store: path where the holder may write its page store.
+        weights_update: path of weights that replace those of the model, "" for none.
+        sample: path of the self-test's inputs, "" if they are generated.
+        tolerance: the largest allowed difference of the self-test's answers (`selftest.difference`).
     """
 
     model: str
@@ -53,16 +53,16 @@ class ModelInputs(NamedTuple):
 
     @property
     def answers_path(self) -> str:
-        """Where the holder leaves the self-test's answers for workers whose own may differ a little."""
+        """The path where the holder stores its answers for workers, whose own may differ within the tolerance."""
         return f"{self.store}.answers"
 
 
 class BuiltModel(NamedTuple):
-    """What a holder has found out of the model that it has built.
+    """What a holder has found out about the model that it has built.
 
     Attributes:
         reference: the self-test, without its answers.
-        row_support: what is known of the rows of the model; None where that is not asked for.
+        row_support: the properties of the model's rows; None if the daemon did not ask for them.
         first_case: the shape that each worker computes first; {}: none.
     """
 
@@ -72,12 +72,12 @@ class BuiltModel(NamedTuple):
 
 
 class ModelBuilder:
-    """Builds the model of one engine, and runs it on inputs whose answers are compared.
+    """Builds the model of one engine, and runs the inputs whose answers are compared.
 
     Args:
-        engine: not built yet, unless it was made before.
-        model_inputs: what is loaded.
-        announce: tells the daemon what is run next, which may be the end of this process, and what has been in vain.
+        engine: the engine. It has not built the model, unless it is inherited from a template.
+        model_inputs: the files to load.
+        announce: tells the daemon which cases run next, which may crash this process, and which cases have failed.
     """
 
     def __init__(self, engine: Engine, model_inputs: ModelInputs, announce: search.AnnounceCases) -> None:
@@ -86,21 +86,21 @@ class ModelBuilder:
         self._inputs = model_inputs
         self._tolerance = model_inputs.tolerance
         self._announce_cases = announce
-        # On what the model does not run, as far as it is known.
+        # The cases that the model is known not to run.
         self._failed_cases: SelfTestCases = ()
 
     def build_holder(self, order: Build) -> BuiltModel:
         """Build the model and find out what its workers have to know.
 
         Raises:
-            BuildError: the engine refuses the model, or what was configured cannot be run.
+            BuildError: the engine rejects the model, or what was configured cannot be run.
         """
         engine = self._engine
         build = functools.partial(self._build, pids=order.engine_pids)
         build()
         check_signature(engine.signature)
         self.load_sample()
-        # Each known answer is that of a model that has computed no other shape.
+        # During the search, each answer has to come from a model that has computed no other shape.
         engine.should_rebuild_per_shape = engine.is_limited_by_first_shape
         reference = search.find_selftest(
             engine, order, build, self._announce, sample=self.sample, tolerance=self._tolerance
@@ -114,37 +114,40 @@ class ModelBuilder:
         if first_case and row_support is not None and not _can_batch(row_support, order.exact):
             first_case = self._largest_case(reference.cases, 1)
         if engine.was_rebuilt_larger:
-            # The holder's memory is shared as it is, so it holds no buffers but those that each worker needs.
+            # The holder's memory is shared as it is, so build anew with only the buffers that each worker needs.
             build()
             first_case = self._compute_first(first_case, build)
-        # What is in memory now is shared as if it were weights.
+        # Without the answers, which would take memory: all memory of this process is shared as if it were weights.
         return BuiltModel(reference._replace(answers=()), row_support, first_case)
 
     def build_worker(self, order: Attach) -> None:
-        """Build the model on the holder's handle, and do what the holder did before it exported."""
+        """Build the model on the holder's handle, and compute the same first shape as the holder."""
         build = functools.partial(self._build, handle=order.handle)
         build()
         self.load_sample()
         self._compute_first(order.first_shapes or {}, build)
 
     def load_sample(self) -> None:
-        """Read the inputs that were configured, if any: the model is built."""
+        """Read the configured self-test inputs, if any. The model has to be built."""
         if self._inputs.sample:
             self.sample = sample.load(self._inputs.sample, self._engine.signature)
 
     def run_selftest(self, cases: SelfTestCases) -> selftest.SelfTestRun:
-        """Run the self-test."""
+        """Run the self-test and return the run."""
         return selftest.run(self._engine, cases, self.sample)
 
     def prefer_holder_answers(self, answer: selftest.SelfTestRun) -> selftest.SelfTestRun:
-        """The holder's answers if these are within the tolerance of them: then they are what the process is held to."""
+        """Return the holder's answers if `answer` is within the tolerance of them, else `answer`.
+
+        The process is then checked against the returned run.
+        """
         if not self._tolerance or not Path(self._inputs.answers_path).exists():
             return answer
         holder_answers = sample.load_answers(self._inputs.answers_path, answer.cases)
         return holder_answers if selftest.difference(holder_answers, answer) <= self._tolerance else answer
 
     def has_row_difference(self, order: Attach) -> bool:
-        """Return whether the answer to many rows is not the holder's, where that is known."""
+        """Return whether this process answers many rows differently than the holder; False if that is not known."""
         found = order.row_support
         if found is None or not found.batch_digest:
             return False
@@ -174,14 +177,15 @@ class ModelBuilder:
     def _find_shapes(
         self, order: Build, reference: selftest.SelfTestRun, rebuild: Callable[[], None]
     ) -> Tuple[bool, SelfTestCase]:
-        """Return whether answers depend on the shapes before, and which shape each worker computes first.
+        """Return whether answers depend on the shapes computed before, and the shape that each worker computes first.
 
-        They do if an answer differs after a larger shape. Then, and where there is but one shape, the latter is {}.
+        They do if an answer differs after a larger shape. In that case, and if the model has only one shape, the first
+        shape is {}.
 
         Args:
-            order: what the daemon has said.
-            reference: each answer is that of a model that has computed no other shape.
-            rebuild: called where a new model is needed.
+            order: the daemon's build order.
+            reference: the self-test, each answer of which comes from a model that has computed no other shape.
+            rebuild: builds the model anew.
         """
         engine, self._failed_cases = self._engine, self._failed_cases or order.failed_cases
         largest_case = self._largest_case(reference.cases, order.max_rows)
@@ -213,9 +217,9 @@ class ModelBuilder:
     def _run_extra_case(
         self, cases: SelfTestCases, first_case: SelfTestCase, rebuild: Callable[[], None]
     ) -> Optional[selftest.SelfTestRun]:
-        """Run a new model on a further shape, if there is one: that tells more than the shapes of the self-test.
+        """Run a further shape, if there is one, on a new model: it shows more than the shapes of the self-test do.
 
-        It lies between the two that the search has found. Where there is but one, it is smaller than the first shape.
+        The shape lies between the two that the search has found. If it has found only one, the shape is half the first.
         """
         signature = self._engine.signature
         case = (
@@ -235,15 +239,15 @@ class ModelBuilder:
             self._announce((), self._failed_cases)
 
     def _run_resized(self, case: SelfTestCase) -> selftest.SelfTestRun:
-        """Run a shape that is not the sample's."""
+        """Run a shape other than the sample's, with the sample's values repeated."""
         engine = self._engine
         return selftest.from_answers((case,), [engine.predict(search.make_inputs(engine.signature, case, self.sample))])
 
     def _largest_case(self, cases: SelfTestCases, rows: int) -> SelfTestCase:
-        """Return the largest shape that is known to be needed, {} where there is but one shape.
+        """Return the largest shape that is known to be needed, or {} if there is only one shape.
 
         Raises:
-            BuildError: the configured `max_shape` is not one of this model.
+            BuildError: the configured `max_shape` does not fit this model.
         """
         engine = self._engine
         max_shape = engine.max_shape
@@ -254,14 +258,16 @@ class ModelBuilder:
         return case if any(case != each for each in cases) else {}
 
     def _compute_first(self, case: SelfTestCase, rebuild: Callable[[], None]) -> SelfTestCase:
-        """Compute this shape first, so that none that it covers causes another build later; return {} if that fails.
+        """Compute this shape first, so that a shape that it covers does not cause another build later.
+
+        Return the shape, or {} if the model does not run on it.
 
         Args:
-            case: the shape of each input; {}: none is computed.
-            rebuild: called where the model does not run on it.
+            case: the shape of each input; {}: compute none.
+            rebuild: builds the model anew, after a failure.
 
         Raises:
-            BuildError: it is the configured `max_shape`, and the model does not run on it.
+            BuildError: the model does not run on the configured `max_shape`.
         """
         engine = self._engine
         try:
@@ -297,24 +303,24 @@ class ModelBuilder:
 
 
 def _can_batch(row_support: RowSupport, is_exact: bool) -> bool:
-    """Return whether requests share a predict, after what was found of the model's rows."""
+    """Return whether requests may share a predict, given the properties of the model's rows."""
     return bool(row_support.inputs) and (row_support.is_equal or not is_exact)
 
 
 def load_weights(path: str) -> Arrays:
-    """Return the arrays of the file.
+    """Return the arrays of an .npz file.
 
     Raises:
-        BuildError: it is no such file; the text names it.
+        BuildError: the file is not an .npz of plain arrays, or has none; the text names the file.
     """
     try:
-        # Objects would be unpickled, and a pickle can do anything.
+        # Without allow_pickle, numpy does not unpickle objects, which could run any code.
         with np.load(path, allow_pickle=False) as file:
             arrays: Dict[str, Any] = {name: file[name] for name in file.files}
     except OSError as error:
         raise BuildError(f"{path}: {error.strerror or error}") from None
     except (ValueError, EOFError, AttributeError, KeyError, TypeError, zipfile.BadZipFile) as error:
-        # An .npy is an array, which has neither a with nor names.
+        # np.load returns a plain array for an .npy, which has neither a context manager nor `files`.
         raise BuildError(f"{path}: expected an .npz of plain arrays: {_describe_problem(path, str(error))}") from None
     if not arrays:
         raise BuildError(f"{path}: there is no array in it")
@@ -322,7 +328,7 @@ def load_weights(path: str) -> Arrays:
 
 
 def _describe_problem(path: str, message: str) -> str:
-    """What is wrong with the file, where numpy would only advise to load pickles."""
+    """Describe what is wrong with the file; numpy's own message would only advise to load pickles."""
     if not zipfile.is_zipfile(path):
         return "it is another kind of file, or damaged"
     return "it holds Python objects" if "allow_pickle" in message else message

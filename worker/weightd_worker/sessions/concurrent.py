@@ -1,10 +1,10 @@
-"""The session of a worker whose engine runs several predicts at once.
+"""Session of a worker whose engine runs several predicts at once.
 
-All is as in any session (`model`), and done by the same thread, but that predicts are run by a `PredictThreads`: they
-begin in the order in which they came, and each is answered as soon as it has ended. Any other order waits until all
-that came before it has been answered, and what comes after it waits for it. So memory is not taken away that a predict
-may use, and a worker stops when it has answered. A predict that spoils the model ends the process when the others have
-ended; that it leaves is the last that is heard of it.
+One thread executes the orders, as in any session (`model`), but a `PredictThreads` runs the predicts. They begin in
+order of arrival, and each is answered as soon as it ends. Any other order waits until all predicts before it have been
+answered, and the orders after it wait for it: so no memory is unmapped while a predict may use it, and a worker replies
+before it stops. After a predict that corrupts the model no other begins, and when the running ones have ended, the
+process reports that it exits, and sends nothing more.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _READ_BYTES = 4096
 
 
 class ConcurrentSession(WorkerSession):
-    """Serves one engine over one connection: as many predicts at once as the engine runs. The same arguments."""
+    """Serves one engine over one connection, with up to `engine.concurrency` predicts at once.
+
+    The arguments are those of `WorkerSession`.
+    """
 
     def __init__(
         self,
@@ -45,13 +48,13 @@ class ConcurrentSession(WorkerSession):
         self._threads = PredictThreads(engine.concurrency)
         predictor = Predictor(cast(Engine, UnlockedEngine(engine, self._threads)), self._threads.report)
         super().__init__(connection, engine, model_inputs, predictor=predictor, **settings)
-        # What was fatal, of which the last one is told last.
+        # Failures that end the process. They are sent when no predict runs any more.
         self._fatal_failures: List[PredictFailed] = []
         self._is_failure_undelivered = False
         connection.watch(self._threads.descriptor)
 
     def run(self, sha256: str) -> int:
-        """As that of a session."""
+        """Execute orders as `Session.run` does, and report a fatal failure before the process exits."""
         status = super().run(sha256)
         if self._threads.exit_status == exit_codes.OK:
             return status
@@ -61,7 +64,7 @@ class ConcurrentSession(WorkerSession):
         return self._status
 
     def _next_order(self) -> Entry:
-        """Have the threads run what comes; return another order in its turn, and a `Stop` where no more is run."""
+        """Submit predicts to the threads; return another order in its turn, or Stop after a fatal failure."""
         if self._status != exit_codes.OK:
             return super()._next_order()
         while True:
@@ -69,7 +72,7 @@ class ConcurrentSession(WorkerSession):
             if self._threads.exit_status != exit_codes.OK and self._threads.is_idle:
                 return _STOP
             self._reshare_weights()
-            # What has come meanwhile is read first, as in any session.
+            # Received messages are read first, so that a CancelPredict overtakes its Predict.
             can_go_on = self._can_run_next()
             messages = self._connection.receive(0 if can_go_on else self._idle_timeout_s)
             if messages:
@@ -90,19 +93,19 @@ class ConcurrentSession(WorkerSession):
                     return order, tensors
 
     def _on_idle(self) -> None:
-        """As in any session. What the threads have reported was read, but it may wake this thread for that only now."""
+        """Handle a timeout. When the process exits, drain the pipe, which may wake this thread after all results."""
         if self._status == exit_codes.OK:
             super()._on_idle()
         else:
             self._threads.take_results()
 
     def _reshare_weights(self) -> None:
-        """Share the weights of a model that was built again, once no predict runs. None begins before that."""
+        """Share the weights of a rebuilt model once no predict runs. No predict begins before that."""
         if self._engine.has_unshared_weights and self._threads.is_idle:
             self._engine.reshare_weights()
 
     def _can_run_next(self) -> bool:
-        """Whether it is the turn of the first in the inbox."""
+        """Return whether the first order in the inbox may be executed now."""
         if not self._inbox:
             return False
         if isinstance(self._inbox.first, (Predict, BeginBatch)) and not self._engine.has_unshared_weights:
@@ -110,7 +113,7 @@ class ConcurrentSession(WorkerSession):
         return self._threads.is_idle
 
     def _is_idle(self) -> bool:
-        """Whether nothing was heard that is still to be answered, and nothing will be."""
+        """Return whether no predict runs and no order waits."""
         return self._threads.is_idle and not self._inbox
 
     def _send_results(self) -> None:
@@ -124,7 +127,7 @@ class ConcurrentSession(WorkerSession):
         if replies:
             self._reply(*replies)
         if self._threads.is_idle and self._fatal_failures:
-            # After the last one this process has no slot any more, and nobody hears.
+            # The daemon drops the slot of this process at `is_exiting`, so the reply that has it is the last one.
             for failed in self._fatal_failures[:-1]:
                 self._reply((dataclasses.replace(failed, is_exiting=False), ()))
             self._reply((self._fatal_failures.pop(), ()))
@@ -133,11 +136,11 @@ class ConcurrentSession(WorkerSession):
             self._do_housekeeping()
 
     def _on_reconnect(self) -> None:
-        """Another daemon is there, which has asked nothing yet, and has given no memory."""
+        """Drop the requests and regions of the daemon before, and report to the new one when no predict runs."""
         self._threads.wait_idle()
         self._fatal_failures.clear()
         if self._threads.exit_status != exit_codes.OK:
-            # Nobody has heard the bad news: that the process ends tells it.
+            # No daemon has received the failure. The exit of the process shows it.
             self._is_failure_undelivered = True
             return
         pending, self._inbox = self._inbox, Inbox()
@@ -150,16 +153,17 @@ class ConcurrentSession(WorkerSession):
 
 
 class PredictThreads:
-    """Runs as many predicts at once as it has members; what they tell is heard in the thread that has begun them.
+    """Thread pool for predicts. The thread that submits them also reads their results.
 
-    One of them at a time does anything else but compute (`UnlockedEngine`): what they share needs no care.
+    Only the engine computes in parallel: otherwise a thread holds the lock (`UnlockedEngine`), so the objects that the
+    threads share need no locks of their own.
 
     Args:
-        thread_count: how many members; each is made when it is first needed.
+        thread_count: the number of threads. Each is started when it is first needed.
 
     Attributes:
-        exit_status: with which the process is to end, as a predict has returned it; else OK.
-        descriptor: can be read when there is something to hear.
+        exit_status: the status with which the process has to exit, as a predict has returned it; else OK.
+        descriptor: readable when there are results.
     """
 
     def __init__(self, thread_count: int) -> None:
@@ -177,35 +181,35 @@ class PredictThreads:
 
     @property
     def has_free_thread(self) -> bool:
-        """Whether a predict would begin at once, and may."""
+        """Whether a submitted predict would begin at once. False after a fatal failure."""
         return self._unfinished < self._max_threads and self.exit_status == exit_codes.OK
 
     @property
     def is_idle(self) -> bool:
-        """Whether every predict has ended, and all was heard that came of it."""
+        """Whether every predict has ended and all results have been taken."""
         return not self._unfinished
 
     def submit(self, predict: Callable[[], int]) -> None:
-        """Have a member that is free run a predict, which returns what `exit_status` may become."""
+        """Run a predict in a free thread. Its return value may become `exit_status`."""
         self._unfinished += 1
         if self._unfinished > self._started_threads:
             self._started_threads += 1
-            # The end of the process waits for none of them.
+            # A daemon thread, so that the exit of the process does not wait for it.
             threading.Thread(target=self._run_thread, daemon=True).start()
         self._queue.put(predict)
 
     def report(self, *results: Reply) -> None:
-        """Say something of the predict that this member runs."""
+        """Post results of the predict that runs in this thread."""
         for each in results:
             self._post(each)
 
     def take_results(self) -> List[Reply]:
-        """Return what was told since.
+        """Return the results posted since the last call.
 
         Raises:
-            BaseException: a predict has ended in it.
+            BaseException: a predict has raised it.
         """
-        # In this order: whatever is said after it was read wakes again, or is heard now.
+        # The order matters: an event that is posted after the read wakes this thread again, or is taken below.
         with contextlib.suppress(BlockingIOError):
             os.read(self.descriptor, _READ_BYTES)
         self._is_woken = False
@@ -222,11 +226,11 @@ class PredictThreads:
         return results
 
     def wait_idle(self) -> None:
-        """Wait until it is idle; what was told is of no use any more."""
+        """Wait until no predict runs, and drop the results."""
         waiting = threading.Event()
         while not self.is_idle:
             self.take_results()
-            # Nothing is to be read meanwhile, and it does not matter how soon this ends.
+            # The results are dropped, so a short delay does not matter.
             waiting.wait(0.001)
 
     def _run_thread(self) -> None:
@@ -237,9 +241,9 @@ class PredictThreads:
             try:
                 with self.lock:
                     status = predict()
-            except BaseException as raised:  # noqa: BLE001 - raised again where it is heard
+            except BaseException as raised:  # noqa: BLE001 - take_results raises it in the session's thread
                 error = raised
-            # It has tensors, and the next wait may be long.
+            # The predict refers to tensors, and the next one may be long in coming.
             del predict
             self._post(None, status, error)
 
@@ -253,7 +257,7 @@ class PredictThreads:
 
 
 class UnlockedEngine:
-    """An engine, which these threads have compute while others go on."""
+    """Engine that releases the threads' lock while it computes."""
 
     def __init__(self, engine: Engine, threads: PredictThreads) -> None:
         self._engine = engine
@@ -263,7 +267,7 @@ class UnlockedEngine:
         return getattr(self._engine, name)
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """As that of the engine."""
+        """Run the model. In one of the threads, release the lock meanwhile."""
         if threading.get_ident() not in self._threads.thread_ids:
             return self._engine.predict(inputs)
         self._threads.lock.release()

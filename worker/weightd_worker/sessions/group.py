@@ -1,7 +1,7 @@
-"""Sessions of processes that are one with others: each joins a group, then runs the self-test with it, then requests.
+"""Sessions of processes that join a group, run the self-test with it, and then serve requests.
 
-A process that serves several models is one (`MultiModelSession`): the models share what they work with, and run one
-predict after another. A rank is another (`rank`).
+`MultiModelSession` is that of the process of a model group, whose models share memory and run one predict after
+another. The session of a rank is in `rank`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from weightd_worker.sessions.base import Session, all_versions, check_signature
 
 
 class _SelfTestInputs(NamedTuple):
-    """What a model is proved by: no case where there is none."""
+    """The self-test of one model; without cases the model has none."""
 
     cases: SelfTestCases
     sample: Optional[Arrays]
 
 
 class GroupSession(Session):
-    """The base of these sessions."""
+    """Base class of the sessions of groups."""
 
     _member_kind: ClassVar[str]
     """What this process is, for the text of an error."""
@@ -51,14 +51,14 @@ class GroupSession(Session):
         elif isinstance(order, RunSelfTest):
             self._run_selftest(order)
         elif isinstance(order, Ping):
-            # The self-test is not run: all ranks would have to run it.
+            # Do not run the self-test here: all ranks would have to run it.
             self._send(Pong())
         elif not isinstance(order, TrimStore):
             raise RemoteProtocolError(f"type: expected an order for a {self._member_kind}, got {type_name(order)}")
 
     @abc.abstractmethod
     def _join_group(self) -> None:
-        """Do all that comes before the first predict, and report the signature."""
+        """Do everything that precedes the first predict, and report the signature."""
 
     @abc.abstractmethod
     def _run_selftest(self, order: RunSelfTest) -> None:
@@ -66,12 +66,12 @@ class GroupSession(Session):
 
 
 class MultiModelSession(GroupSession):
-    """Serves the models of a group over one connection.
+    """Serves the models of a model group over one connection.
 
     Args:
-        connection: to the daemon.
-        group: not built yet.
-        members: what was told of each model.
+        connection: the connection to the daemon.
+        group: the model group, not yet built.
+        members: the launch arguments of each model.
     """
 
     _member_kind = "group"
@@ -100,7 +100,7 @@ class MultiModelSession(GroupSession):
         )
 
     def _run_selftest(self, order: RunSelfTest) -> None:
-        """Run each self-test before and after those of all others: what they share must change no answer."""
+        """Run each self-test before and after those of the other models: shared memory must not change an answer."""
         selftest_inputs = [
             _selftest_inputs_of(engine, each) for engine, each in zip(self._group.engines, self._members)
         ]
@@ -119,7 +119,7 @@ class MultiModelSession(GroupSession):
 
 
 class _ModelPredictors(RequestRunner):
-    """The predictors of the models, of which a request names one. What clients have mapped they have in common."""
+    """Runs each request on the predictor of the model that it names. The predictors share the clients' regions."""
 
     def __init__(self, predictors: Sequence[Predictor], regions: RegionTable) -> None:
         super().__init__(regions)
@@ -140,7 +140,7 @@ class _ModelPredictors(RequestRunner):
 
 
 def _selftest_inputs_of(engine: Engine, member: launch_arguments.GroupMember) -> _SelfTestInputs:
-    """What a model is asked: its sample, or what is made up where only one shape can be."""
+    """Return a model's self-test: its sample or, if all dimensions are fixed, a case with generated inputs."""
     signature = engine.signature
     if member.sample:
         arrays = sample.load(member.sample, signature)

@@ -1,6 +1,6 @@
-"""The session of a holder or a worker: one build, then requests until the daemon stops it.
+"""Session of a holder or a worker: builds or attaches once, then serves requests until the daemon stops it.
 
-That the process is alive is watched from outside, by its pidfd, and that it answers by pings.
+The daemon watches the process from outside: its pidfd shows that it is alive, and pings that it answers.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from weightd_worker.sessions.build import SHAPE_DEPENDENT, ModelBuilder, ModelIn
 _log = logging.getLogger("weightd.worker")
 _ROWS_DIFFER = "the answer of this process to many rows is not that of the one that has found out that they can be so"
 
-# When nothing is kept for the next predict.
+# Seconds without messages after which the process keeps no free memory for the next predict.
 _IDLE_TIMEOUT_S = 10.0
 
-# How long nothing has come before a worker looks again at what it has run: who comes then waits until that is done.
+# Seconds without messages after which a worker repeats a kept batch. A request that arrives meanwhile has to wait.
 _SHADOW_CHECK_DELAY_S = 0.1
 
-# What no daemon sends: nothing has come for so long.
+# An order that the session gives to itself after that time. It is told from a daemon's by its identity.
 _SHADOW_CHECK = TrimStore()
 
 
 class ProcessOrigin(NamedTuple):
-    """How a process came to be, and why so: see `Hello`; and what it was given, if it was forked from a template."""
+    """How a process was made, and why in this way (see `Hello`), and the model that it inherits from a template."""
 
     origin: str
     note: str = ""
@@ -68,11 +68,11 @@ class ProcessOrigin(NamedTuple):
 
 
 class SharingPlan(NamedTuple):
-    """Those who will share what a holder builds.
+    """How a holder shares its model.
 
     Attributes:
-        sharer_count: how many they are; 0: whether they are worth the holder is not asked.
-        forker: forks them, where the holder may be a template: then it takes no requests.
+        sharer_count: the number of processes that will share it; 0: share whatever the number.
+        forker: forks workers, if the holder may be a template, which serves no requests.
     """
 
     sharer_count: int = 0
@@ -87,12 +87,12 @@ class WorkerSession(Session):
     """Serves one engine over one connection.
 
     Args:
-        connection: to the daemon.
-        engine: not built yet, unless it was made before.
-        model_inputs: what is loaded.
-        origin: of this process.
-        sharing_plan: of a holder.
-        predictor: runs requests; None: one predict after another, in this thread.
+        connection: the connection to the daemon.
+        engine: the engine. It has not built the model, unless it is inherited from a template.
+        model_inputs: the files to load.
+        origin: how this process was made.
+        sharing_plan: how a holder shares its model.
+        predictor: runs requests; None: a predictor that runs one after another in this thread.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class WorkerSession(Session):
         self._tolerance = model_inputs.tolerance
         self._origin = origin
         self._sharing_plan = sharing_plan
-        # What those are given that are forked from this process, once it is a template.
+        # The model that forked workers inherit, once this process is a template.
         self._template_model: Optional[InheritedModel] = None
         self._sha256 = ""
         self._handle = ""
@@ -131,14 +131,14 @@ class WorkerSession(Session):
         self._idle_timeout_s = _SHADOW_CHECK_DELAY_S if self._batch_guard.is_check_due else _IDLE_TIMEOUT_S
 
     def _on_idle(self) -> None:
-        """What is to be done then comes next, if anything is."""
+        """Queue the check of a kept batch or, if none is due, release memory."""
         if self._batch_guard.is_check_due:
             self._inbox.put_back(_SHADOW_CHECK)
         else:
             self._release_idle_memory()
 
     def _release_idle_memory(self) -> None:
-        """Nothing has been asked for a while: keep nothing for what may come."""
+        """Release the memory that was kept for the next predict. Until the next order, there is no further timeout."""
         nativelog.truncate_if_too_large()
         self._malloc_tuner.release_retained()
         self._next_housekeeping_at = 0.0
@@ -165,7 +165,7 @@ class WorkerSession(Session):
             self._trim_store(order)
 
     def _build(self, order: Build) -> None:
-        """Build, find the self-test, export or be a template; and see that the answers are still the same."""
+        """Build the model, find the self-test, share the weights, and check that the answers are still the same."""
         engine, builder = self._engine, self._builder
         bytes_before = private_bytes()
         reference, row_support, first_case = builder.build_holder(order)
@@ -202,9 +202,10 @@ class WorkerSession(Session):
         )
 
     def _share_weights(self, reference: selftest.SelfTestRun, bytes_before: int) -> SharedWeights:
-        """Share what was built: by a fork where that can be, and where it has a self-test, else as the engine does.
+        """Share the built model by forks if possible, else as the engine does.
 
-        What is forked from a model that draws at random would all draw the same.
+        A model without a repeatable self-test, or that draws random numbers, is not shared by forks: all forked
+        processes would draw the same numbers.
         """
         forker = self._sharing_plan.forker if reference.digest and not self._engine.is_stochastic else None
         reason = forker.cannot_fork_reason() if forker is not None else ""
@@ -234,7 +235,7 @@ class WorkerSession(Session):
         return self._connection.send(encode(forked))
 
     def _allow(self, order: AllowAttach) -> None:
-        """That this cannot be is no failure of this process: those that are attached stay so."""
+        """Let more processes attach. A failure is only reported: the attached processes are not affected."""
         reason = ""
         try:
             self._engine.sharing.allow(order.engine_pids)
@@ -243,9 +244,9 @@ class WorkerSession(Session):
         self._send(AttachAllowed(reason))
 
     def _attach(self, order: Attach) -> None:
-        """Build, do what the holder did before it exported, attach; and give the answers that this process gives.
+        """Build the model as the holder did before it exported, attach to the weights, and report the digest.
 
-        What was forked from a template has all that: it only answers.
+        A worker that was forked from a template has the built model, and only runs the self-test.
         """
         engine, builder, inherited_model = self._engine, self._builder, self._origin.inherited_model
         engine.should_rebuild_per_shape = order.rebuilds_per_shape
@@ -266,11 +267,11 @@ class WorkerSession(Session):
             engine, reference if is_repeatable else reference._replace(digest=""), builder.sample, self._tolerance
         )
         self._configure_batching(order)
-        # What was forked from a template has the holder's answers to many rows with it.
+        # A worker that was forked from a template has the holder's memory, so its answers to many rows are the same.
         has_row_difference = inherited_model is None and builder.has_row_difference(order)
         digest = reference.digest
-        # What the self-test took is the system's again before this process counts as ready. It is what a predict takes
-        # all the same: the heap counts it as needed.
+        # The self-test's memory is released before this process counts as ready. The baseline of the retained memory is
+        # taken first, and so includes it, because a predict takes as much.
         self._malloc_tuner.retain_freed_memory()
         del answer_before, answer, reference
         self._malloc_tuner.release_retained()
@@ -281,7 +282,7 @@ class WorkerSession(Session):
 
     def _configure_batching(self, order: Attach) -> None:
         found = order.row_support
-        # What the holder has compared is known here, too, if it is known that this is the same.
+        # The holder's comparisons hold for this process only if its answers are known to be the same.
         is_known = found is not None and (found.batch_digest or self._origin.inherited_model is not None)
         self._batch_guard.configure(
             order.max_rows,
@@ -293,7 +294,7 @@ class WorkerSession(Session):
         )
 
     def _announce_selftest(self, cases: SelfTestCases, failed_cases: SelfTestCases) -> None:
-        """Tell what is run next, and wait until it is known: that may be the end of this process."""
+        """Announce the cases that run next, which may crash this process, and wait for the daemon's reply."""
         self._send(AnnounceSelfTest(cases, failed_cases))
         if cases:
             order, _ = self._next_order()

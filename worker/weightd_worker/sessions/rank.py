@@ -1,7 +1,7 @@
-"""The processes of a rank group, which run each request in lock-step: its ranks, and the broker by which they meet.
+"""Processes of a rank group, which run each request in lock-step: the ranks, and the broker through which they connect.
 
-A group's answer is right if all ranks ran the same requests in the same order, and no one notices where they did not:
-so a rank runs nothing of its own, and ends as soon as it sees that it is not in step.
+An answer is right only if all ranks have run the same requests in the same order, and no library detects it if they
+have not. So a rank runs nothing but the daemon's requests, and exits as soon as it finds itself out of step.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ RANK_LOST = 1
 
 
 class RankInputs(NamedTuple):
-    """What a rank has been given to load.
+    """What a rank loads.
 
     Attributes:
-        model_path: its slice.
-        file_signature: what the file of that says of the model.
-        options: of the engine.
-        selftest_path: an .npz of what is asked, and of what is right.
-        tolerance: how far an answer may be from that.
+        model_path: path of its slice.
+        file_signature: the model's signature, as the slice's file gives it.
+        options: options of the engine.
+        selftest_path: path of an .npz with the self-test's inputs and their known answers.
+        tolerance: the largest allowed difference from the known answers.
     """
 
     model_path: str
@@ -68,10 +68,10 @@ class RankSession(GroupSession):
     """Serves one rank over one connection.
 
     Args:
-        connection: to the daemon.
-        engine: has not entered yet.
-        rendezvous: what it was told of its group.
-        rank_inputs: what it is to load.
+        connection: the connection to the daemon.
+        engine: the engine, which has not joined the group yet.
+        rendezvous: the rank's place in its group.
+        rank_inputs: what it loads.
     """
 
     _member_kind = "rank"
@@ -92,7 +92,7 @@ class RankSession(GroupSession):
         self._has_joined = False
 
     def run(self, sha256: str) -> int:
-        """As any life; who ends well takes leave."""
+        """Run the session as `Session.run` does; leave the group if it ends with status OK."""
         status = super().run(sha256)
         if status == exit_codes.OK and self._has_joined:
             self._engine.leave_group()
@@ -116,7 +116,7 @@ class RankSession(GroupSession):
         self._send(JoinedGroup(self._signature.inputs, self._signature.outputs, self._engine.memory()))
 
     def _run_selftest(self, order: RunSelfTest) -> None:
-        """Run what all ranks run now: that hangs on the order and on the self-test's file, and on no answer."""
+        """Run the self-test with the other ranks. What runs depends on the order and the file, not on an answer."""
         rendezvous, rank_inputs = self._rendezvous, self._rank_inputs
         row_share = None
         if rendezvous.has_outputs:
@@ -137,7 +137,7 @@ class RankSession(GroupSession):
             self._lockstep.shard_rows(reference.sharded_inputs, rendezvous.size)
         row_support = reference.find_row_support(batch_inputs, outputs, reason) if order.max_rows > 1 else None
         if rendezvous.cores:
-            # All threads are there by now. A core that is gone since costs time, and nothing else.
+            # All threads exist by now. If a core is no longer available, only speed is lost.
             with contextlib.suppress(OSError):
                 set_cpu_affinity(parse_cpulist(rendezvous.cores))
         self._send(SelfTestDone(digest, (reference.case,), row_support, self._engine.memory()))
@@ -150,14 +150,14 @@ class RankSession(GroupSession):
 
 
 class RowShardedEngine:
-    """An engine each of whose ranks answers with its share of the rows: there have to be as many for each.
+    """An engine whose ranks each answer with their share of the rows, so it takes only multiples of the rank count.
 
-    What has not is refused alike by all, before any has sent anything to the others.
+    All ranks reject other inputs alike, before any has sent anything to the others.
 
     Args:
-        engine: in a group.
-        inputs: that have these rows.
-        rank_count: how many.
+        engine: the engine of a rank that has joined the group.
+        inputs: the names of the inputs that have these rows.
+        rank_count: the number of ranks.
     """
 
     def __init__(self, engine: RankEngine, inputs: Sequence[str], rank_count: int) -> None:
@@ -166,7 +166,7 @@ class RowShardedEngine:
         self._rank_count = rank_count
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """As that of the engine."""
+        """Run the model, or raise RankRejected if the rows cannot be divided among the ranks."""
         for name in self._sharded_inputs:
             rows = len(inputs[name])
             if rows % self._rank_count:
@@ -177,17 +177,17 @@ class RowShardedEngine:
 
 
 class LockstepRunner(Predictor):
-    """Runs requests on an engine that is in a group.
+    """Runs requests on the engine of a rank.
 
-    Nothing is run a second time, or one by one where it came together: what this rank would do alone others do not, and
-    its next collective would meet one of theirs that is about another request. What was refused before it was launched
-    all ranks refuse; any other failure is the end of this process, and with it of the group.
+    It never repeats a request, nor runs the items of a batch one by one: the other ranks would not, and the next
+    collective operation would combine data of different requests. An error before the engine sends anything occurs in
+    all ranks alike, and is that of the request. Any other failure ends this process, and so the group.
 
     Args:
-        engine: that has entered.
-        reply: sends messages to who has asked.
-        report_failure: tells why this process ends, and returns its exit status.
-        is_replying: whether this rank answers; else it says that it has run what it was asked.
+        engine: the engine of a rank that has joined the group.
+        reply: sends replies to the daemon.
+        report_failure: reports why this process exits, and returns its exit status.
+        is_replying: whether this rank sends the outputs. Otherwise it only confirms that it has run the request.
     """
 
     def __init__(
@@ -198,11 +198,11 @@ class LockstepRunner(Predictor):
         self._is_replying = is_replying
 
     def shard_rows(self, inputs: Sequence[str], rank_count: int) -> None:
-        """From now on as many rows of these inputs are needed for each rank."""
+        """Require a multiple of `rank_count` rows in these inputs from now on."""
         self._engine = cast(Engine, RowShardedEngine(cast(RankEngine, self._engine), inputs, rank_count))
 
     def predict(self, order: Predict, frames: Sequence[Any]) -> int:
-        """Run the next one."""
+        """Run the next request; return the exit status or OK."""
         step_error = self._next_step_error([order])
         if step_error:
             return self._report_failure(step_error)
@@ -218,7 +218,7 @@ class LockstepRunner(Predictor):
         return exit_codes.OK
 
     def predict_batch(self, items: Sequence[PredictItem], rows: int = 0, principal_ids: Tuple[int, ...] = ()) -> int:
-        """Run the next ones, each of which has a step of its own, in one predict."""
+        """Run the next requests in one predict; each of them is one step."""
         step_error = self._next_step_error([order for order, _ in items])
         if step_error:
             return self._report_failure(step_error)
@@ -232,7 +232,7 @@ class LockstepRunner(Predictor):
             return self._fail(first, InvalidArgument(str(error)), is_leaving=True)
         except RequestError as error:
             return self._fail(first, error, is_leaving=True)
-        except Exception as error:  # noqa: BLE001 - as for one
+        except Exception as error:  # noqa: BLE001 - the requests must be answered, whatever a library raises
             return self._fail_unexpected(first, error)
         return exit_codes.OK
 
@@ -248,7 +248,7 @@ class LockstepRunner(Predictor):
         self._reply(*replies)
 
     def _next_step_error(self, orders: Sequence[Predict]) -> str:
-        """Count; return what is wrong with the steps of these, "" if nothing is."""
+        """Count the steps of these requests; return what is wrong with them, or "" if they are in order."""
         for order in orders:
             if order.step != self.step + 1:
                 return f"step: expected {self.step + 1}, got {order.step}"
@@ -260,14 +260,14 @@ class LockstepRunner(Predictor):
 
 
 def run_broker(connection: Connection, serve: Callable[[], None]) -> int:
-    """Say HELLO, and let ranks find each other once it is told to; return the exit status.
+    """Send HELLO, and run the broker when the daemon orders it; return the exit status.
 
-    While it does, it hears nothing: the library has this thread, and MindSpore's the interpreter's lock with it, so
-    that no other thread runs either. It ends when the ranks have left, and otherwise by a signal.
+    While the broker runs, it reads no messages: the library occupies this thread, and MindSpore's also holds the GIL,
+    so that no other thread runs either. The broker ends when the ranks have left, or by a signal.
 
     Args:
-        connection: to the daemon.
-        serve: serves the ranks until they have left.
+        connection: the connection to the daemon.
+        serve: runs the broker until the ranks have left.
     """
     connection.send(encode(Hello(str(os.getpid()), NO_MODEL_DIGEST, all_versions({}), NotShared.traits)))
     decoder = Decoder(TO_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
@@ -289,7 +289,7 @@ def run_broker(connection: Connection, serve: Callable[[], None]) -> int:
 
 
 def _serve_ranks(serve: Callable[[], None]) -> int:
-    """As a broker of the library alone it ends with 1 where a rank was lost; why, its log has as the last words."""
+    """Run the broker; return RANK_LOST, as the library's own broker does, if a rank was lost. The log has the cause."""
     try:
         serve()
     except EngineMissing as error:
