@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def read_arguments() -> List[str]:
-    """Return the arguments on stdin, a JSON list of strings, followed by those of the command line.
+    """Return the arguments on stdin, a JSON list of strings, followed by the command line.
 
     The arguments name models, and every user of the host can read a command line. Stdin is /dev/null afterwards. If
     `--help` is the only argument, stdin is not read.

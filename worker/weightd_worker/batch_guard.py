@@ -80,7 +80,7 @@ class BatchGuard:
         Args:
             max_rows: the most rows of one predict.
             allowed_batch_sizes: the only numbers of rows that the model takes; empty: any number.
-            is_exact: whether batched answers must equal those of each request alone, bit for bit.
+            is_exact: whether batched answers must equal the answers to each request alone, bit for bit.
             case: the shapes of the inputs with which the holder has compared rows, whatever their number of rows.
             compared_rows: the holder has compared every number of rows up to this one.
             special_kinds: kinds of special floats. With `is_exact`, requests with such values run alone.
@@ -119,7 +119,7 @@ class BatchGuard:
         if not (self._unbatchable_principals or self._special_kinds):
             return ()
         found = {index for index, each in enumerate(principal_ids) if each in self._unbatchable_principals}
-        # The daemon has batched them, so it does not know of these principals yet, or is a later one that never did.
+        # The daemon has batched them, so it has not read the first report yet, or is a later one that never got it.
         for principal in sorted({principal_ids[index] for index in found}):
             self._reply((BatchMismatch(self._unbatchable_principals[principal], (principal,)), ()))
         if self._special_kinds:
@@ -173,7 +173,7 @@ class RowsDiffer(NotBatchable):
 
     Attributes:
         principal_ids: the principals whose rows differ whatever they run with; empty if they are not known, or if rows
-            of one principal change the answers to those of another.
+            of one principal change the answers to another one's rows.
     """
 
     def __init__(self, text: str, principal_ids: Sequence[int]) -> None:
@@ -301,8 +301,8 @@ class ShadowChecks:
     def _differing_principals(self, sample: _BatchSample, batched: Arrays, alone: Arrays) -> Sequence[int]:
         """Return the principals whose rows differ, whatever they run with.
 
-        Each principal's rows run again in a batch where its own rows replace those of all others. If they do not differ
-        then, the rows of others have changed the answers; these may change those of any principal, so none is returned.
+        Each principal's rows run again in a batch where they also replace the rows of all others. If they do not differ
+        then, rows of others have changed the answers, and may change the answers to any principal, so none is returned.
         """
         layouts = [{name: (array.dtype, array.shape) for name, array in each.items()} for each in (batched, alone)]
         if not sample.principal_ids or layouts[0] != layouts[1]:

@@ -61,7 +61,7 @@ class WorkerConnection:
         socket.connect(address)
 
     def receive(self, timeout_s: float = -1) -> Optional[List[Frames]]:
-        """Return the messages received, those of the channel first; None after a reconnect to another daemon.
+        """Return the messages received, with the channel's first; None after a reconnect to another daemon.
 
         Args:
             timeout_s: seconds to wait for messages or a reconnect, -1 without limit. After a timeout, and when the
@@ -170,7 +170,7 @@ class ChannelConnection:
     def receive(self, timeout_s: float = -1) -> Optional[List[Frames]]:
         """Return the messages received, an empty list after a timeout, or None after a reconnect to another daemon.
 
-        The arguments are those of `WorkerConnection.receive`.
+        See `WorkerConnection.receive` for the argument.
         """
         messages: List[Frames] = []
         while self._channel is not None:

@@ -19,8 +19,8 @@ _log = logging.getLogger("weightd.worker")
 def run_and_exit(child_main: Callable[[], int]) -> NoReturn:
     """Run the main function of a child, and end the process with the status that the function returns.
 
-    An exception ends the process, too, with FAILED, or the status of a SystemExit. The exit handlers are skipped,
-    because those of native libraries have been seen to crash; the kernel frees everything.
+    An exception ends the process, too, with FAILED, or the status of a SystemExit. No exit handlers run, because
+    native libraries have been seen to crash in theirs; the kernel frees everything.
     """
     status = FAILED
     try:

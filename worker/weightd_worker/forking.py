@@ -1,4 +1,4 @@
-"""Forks processes that share what this process has loaded. Each one starts work only after the daemon knows of it.
+"""Forks processes that share the loaded memory of this one. Each starts work only after the daemon knows its pid.
 
 The parent of a forked process is the parent of this one (``CLONE_PARENT``): the daemon or its shim. So the parent is
 notified when the process exits, and the process dies with the parent, even if this process has exited before.
@@ -159,7 +159,7 @@ class ProcessState:
     def __init__(self) -> None:
         self.oom_score = process_attributes.current_score()
         handlers = {number: signal.getsignal(number) for number in range(1, signal.NSIG)}
-        # None: the handler was not installed by Python, or the number is not that of a signal.
+        # None: the handler was not installed by Python, or there is no signal of this number.
         self._handlers = {number: each for number, each in handlers.items() if each is not None}
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         self._umask = os.umask(0o77)
@@ -241,7 +241,7 @@ def cannot_fork_reason(tasks: str = _TASKS) -> str:
         return f"cannot fork: expected {' or '.join(_SYS_CLONE)} under Linux, got {platform.machine()}"
     if not _tid_address():
         return "cannot fork: the kernel does not tell where the C library has the number of its thread"
-    # A path object would touch memory, of which each forked process would then have a copy.
+    # A path object would touch memory, and each forked process would then have a private copy of its pages.
     other_threads = [each for each in os.listdir(tasks) if each != str(os.getpid())]  # noqa: PTH208
     if not other_threads:
         return ""

@@ -1,6 +1,6 @@
 """Finds the cause of a native failure in the error messages that the engine's library wrote to stderr.
 
-The daemon gives each child a log file as its stderr. So the child can read what the library has just written, without
+The daemon gives each child a log file as its stderr. So the child can read the library's latest messages without
 redirecting anything.
 """
 

@@ -68,7 +68,7 @@ class Predictor(RequestRunner):
 
     Args:
         engine: the engine.
-        reply: sends replies to the daemon, those of one call together.
+        reply: sends its arguments, replies to the daemon, together.
         regions: the clients' shared memory that is mapped in this process.
 
     Attributes:

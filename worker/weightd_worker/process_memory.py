@@ -1,8 +1,8 @@
 """Memory of this process: retained free memory, unused library pages, and whether sharing is worth a holder.
 
 Memory that a predict has freed is retained for the next one, because fresh pages cost more time than most engines need
-to fill them. The C library retains freed memory by default, but not where large blocks get mappings of their own, which
-is how weights become shareable. Its limit counts only the free memory at the end of the heap, although holes may be
+to fill them. The C library retains freed memory by default, but not where it maps large blocks separately, which makes
+weights shareable. Its limit counts only the free memory at the end of the heap, although holes may be
 many times larger, and does not count what an engine's allocator retains. So this module limits the retained memory by
 the kernel's numbers, and releases it when the process is idle.
 
@@ -21,7 +21,7 @@ from weightd_worker.pagesharing.libc import PAGE, libc, unsupported_reason
 # Larger blocks are mapped, and get fresh pages each time. glibc before 2.35 accepts no larger threshold.
 _MMAP_THRESHOLD_BYTES = 32 * 1024 * 1024
 
-# Limit of retained memory, beyond what the process had when it began to retain any.
+# Limit of retained memory, in addition to the private memory of the process when it began to retain any.
 MAX_RETAINED_BYTES = 64 * 1024 * 1024
 
 # The next predict of a large model may have to allocate all of it again, which takes as long as that predict itself.
@@ -50,7 +50,7 @@ class MallocTuner:
             self._baseline_bytes = private_bytes()
 
     def limit_retained(self) -> None:
-        """Release retained memory if it exceeds the limit. What remains then counts as needed, and raises the limit."""
+        """Release retained memory if it exceeds the limit. Memory that remains raises the limit."""
         if (
             self._is_retaining
             and private_bytes() > self._baseline_bytes + MAX_RETAINED_BYTES
@@ -127,14 +127,14 @@ _LARGE_MODEL_FACTOR = 8
 def is_holder_worthwhile(nbytes: int, process_count: int, holder_cost_bytes: int) -> bool:
     """Return whether a holder saves enough memory to be worth its own.
 
-    It does if the sharing processes together save at least what the holder costs. A holder that is small beside the
-    model is worth it in any case: the next process that is started starts from it, and an engine has some pages
-    twice or leaves them empty, which sharing saves, too (with MindSpore Lite half of them, even for one worker).
+    It does if the sharing processes together save at least the holder's cost. A holder that is small beside the model
+    is worth its cost in any case: workers that are started later save memory, too, and sharing also saves the pages
+    that an engine has twice or leaves empty (with MindSpore Lite half of its pages, even for one worker).
 
     Args:
         nbytes: the size of the built model, in bytes.
         process_count: how many processes would share it; 0: a holder is used in any case.
-        holder_cost_bytes: what the holder costs, in bytes.
+        holder_cost_bytes: the private memory of a holder, in bytes.
     """
     return (
         not process_count

@@ -294,7 +294,7 @@ def _cancel_item(order: BeginBatch, items: Any, request: int) -> Optional[BeginB
 
 
 def all_versions(engine_versions: Mapping[str, str]) -> Dict[str, str]:
-    """Return the versions of weightd, Python and numpy, and those of the engine's libraries."""
+    """Return the versions of weightd, Python, numpy and the engine's libraries."""
     return {"weightd": VERSION, "python": _PYTHON, "numpy": np.__version__, **engine_versions}
 
 

@@ -40,7 +40,7 @@ class ModelInputs(NamedTuple):
     Attributes:
         model: path of the model's snapshot.
         store: path where the holder may write its page store.
-        weights_update: path of weights that replace those of the model, "" for none.
+        weights_update: path of weights that replace some of the model's weights, "" for none.
         sample: path of the self-test's inputs, "" if they are generated.
         tolerance: the largest allowed difference of the self-test's answers (`selftest.difference`).
     """
@@ -58,7 +58,7 @@ class ModelInputs(NamedTuple):
 
 
 class BuiltModel(NamedTuple):
-    """What a holder has found out about the model that it has built.
+    """Properties of a model that a holder has built.
 
     Attributes:
         reference: the self-test, without its answers.
@@ -77,7 +77,7 @@ class ModelBuilder:
     Args:
         engine: the engine. It has not built the model, unless it is inherited from a template.
         model_inputs: the files to load.
-        announce: tells the daemon which cases run next, which may crash this process, and which cases have failed.
+        announce: reports to the daemon the cases that run next, which may crash this process, and the failed cases.
     """
 
     def __init__(self, engine: Engine, model_inputs: ModelInputs, announce: search.AnnounceCases) -> None:
@@ -93,7 +93,7 @@ class ModelBuilder:
         """Build the model and find out what its workers have to know.
 
         Raises:
-            BuildError: the engine rejects the model, or what was configured cannot be run.
+            BuildError: the engine rejects the model, or the configured self-test cannot be run.
         """
         engine = self._engine
         build = functools.partial(self._build, pids=order.engine_pids)
@@ -184,7 +184,7 @@ class ModelBuilder:
 
         Args:
             order: the daemon's build order.
-            reference: the self-test, each answer of which comes from a model that has computed no other shape.
+            reference: the self-test. Each of its answers comes from a model that has computed no other shape.
             rebuild: builds the model anew.
         """
         engine, self._failed_cases = self._engine, self._failed_cases or order.failed_cases
@@ -328,7 +328,7 @@ def load_weights(path: str) -> Arrays:
 
 
 def _describe_problem(path: str, message: str) -> str:
-    """Describe what is wrong with the file; numpy's own message would only advise to load pickles."""
+    """Describe the defect of the file; numpy's own message would only advise to load pickles."""
     if not zipfile.is_zipfile(path):
         return "it is another kind of file, or damaged"
     return "it holds Python objects" if "allow_pickle" in message else message

@@ -35,7 +35,7 @@ _READ_BYTES = 4096
 class ConcurrentSession(WorkerSession):
     """Serves one engine over one connection, with up to `engine.concurrency` predicts at once.
 
-    The arguments are those of `WorkerSession`.
+    See `WorkerSession` for the arguments.
     """
 
     def __init__(
@@ -155,8 +155,8 @@ class ConcurrentSession(WorkerSession):
 class PredictThreads:
     """Thread pool for predicts. The thread that submits them also reads their results.
 
-    Only the engine computes in parallel: otherwise a thread holds the lock (`UnlockedEngine`), so the objects that the
-    threads share need no locks of their own.
+    Only the engine computes in parallel. At all other times a thread holds the lock (`UnlockedEngine`), so the objects
+    that the threads share are safe without further locks.
 
     Args:
         thread_count: the number of threads. Each is started when it is first needed.

@@ -1,7 +1,7 @@
 """Sessions of processes that join a group, run the self-test with it, and then serve requests.
 
-`MultiModelSession` is that of the process of a model group, whose models share memory and run one predict after
-another. The session of a rank is in `rank`.
+`MultiModelSession` serves the models of a model group, which share memory and run one predict after another. The
+session of a rank is in `rank`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class MultiModelSession(GroupSession):
         )
 
     def _run_selftest(self, order: RunSelfTest) -> None:
-        """Run each self-test before and after those of the other models: shared memory must not change an answer."""
+        """Run each self-test twice, with all others in between: the shared memory must not change an answer."""
         selftest_inputs = [
             _selftest_inputs_of(engine, each) for engine, each in zip(self._group.engines, self._members)
         ]

@@ -55,7 +55,7 @@ _IDLE_TIMEOUT_S = 10.0
 # Seconds without messages after which a worker repeats a kept batch. A request that arrives meanwhile has to wait.
 _SHADOW_CHECK_DELAY_S = 0.1
 
-# An order that the session gives to itself after that time. It is told from a daemon's by its identity.
+# An order that the session gives to itself after that time. Only its identity tells it apart from a daemon's order.
 _SHADOW_CHECK = TrimStore()
 
 

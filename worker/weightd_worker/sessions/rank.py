@@ -47,7 +47,7 @@ RANK_LOST = 1
 
 
 class RankInputs(NamedTuple):
-    """What a rank loads.
+    """The files that a rank loads, and how.
 
     Attributes:
         model_path: path of its slice.
@@ -71,7 +71,7 @@ class RankSession(GroupSession):
         connection: the connection to the daemon.
         engine: the engine, which has not joined the group yet.
         rendezvous: the rank's place in its group.
-        rank_inputs: what it loads.
+        rank_inputs: the files that it loads.
     """
 
     _member_kind = "rank"
@@ -116,7 +116,7 @@ class RankSession(GroupSession):
         self._send(JoinedGroup(self._signature.inputs, self._signature.outputs, self._engine.memory()))
 
     def _run_selftest(self, order: RunSelfTest) -> None:
-        """Run the self-test with the other ranks. What runs depends on the order and the file, not on an answer."""
+        """Run the self-test with the other ranks. The inputs depend on the order and the file, never on an answer."""
         rendezvous, rank_inputs = self._rendezvous, self._rank_inputs
         row_share = None
         if rendezvous.has_outputs:
@@ -181,7 +181,7 @@ class LockstepRunner(Predictor):
 
     It never repeats a request, nor runs the items of a batch one by one: the other ranks would not, and the next
     collective operation would combine data of different requests. An error before the engine sends anything occurs in
-    all ranks alike, and is that of the request. Any other failure ends this process, and so the group.
+    all ranks alike, and only fails the request. Any other failure ends this process, and so the group.
 
     Args:
         engine: the engine of a rank that has joined the group.
@@ -248,7 +248,7 @@ class LockstepRunner(Predictor):
         self._reply(*replies)
 
     def _next_step_error(self, orders: Sequence[Predict]) -> str:
-        """Count the steps of these requests; return what is wrong with them, or "" if they are in order."""
+        """Check and count the steps of these requests; return the error, or "" if they are in sequence."""
         for order in orders:
             if order.step != self.step + 1:
                 return f"step: expected {self.step + 1}, got {order.step}"
