@@ -1,1 +1,1 @@
-"""What the user wrote: read, checked and made complete. Nothing is begun here. May import `engines` and `host`."""
+"""Configuration file: parsing, validation and defaults, without side effects. May import `engines` and `platform`."""

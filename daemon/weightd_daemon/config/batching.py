@@ -1,4 +1,4 @@
-"""The tables [models.NAME.batching] and [models.NAME.split]: many requests in one predict, one request in many."""
+"""The tables [models.NAME.batching] and [models.NAME.split]: batching of requests, and splitting of large requests."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, boolean, integer, list_of
 
-# Of one predict. On a CPU nothing is gained by far fewer, and what is tested at load takes the longer the more it is.
+# Limit of rows in one predict. On a CPU, far smaller batches already gain all there is to gain, and the tests of
+# batching at load take longer for larger batches.
 MAX_ROWS = 4096
 
-# Of one request: more than its frames can hold of the smallest rows that anybody would send.
+# Limit of rows in one request: more than its frames can hold for any realistic row size.
 _MAX_REQUEST_ROWS = 2**24
 
 
@@ -34,11 +35,11 @@ class BatchingConfig:
     what was added is cut off the answer. Default: any number of rows."""
 
     def fill_defaults(self) -> BatchingConfig:
-        """Return the same with its defaults filled in."""
+        """Return this table with its defaults filled in."""
         return dataclasses.replace(self, max_rows=self.sizes[-1]) if self.sizes and self.max_rows == 1 else self
 
     def problems(self, *, is_on_cards: bool) -> Iterator[FieldError]:
-        """Yield what does not go together, or would have no effect."""
+        """Yield errors for keys that contradict each other or have no effect."""
         if not self.exact and self.fill_defaults().max_rows == 1:
             yield FieldError("it has no effect without max_rows").at(".exact")
         if not self.sizes:
@@ -70,7 +71,7 @@ class SplitConfig:
     self-test's dimensions."""
 
     def problems(self, batching: BatchingConfig) -> Iterator[FieldError]:
-        """Yield what does not go together, also with the other table, or would have no effect."""
+        """Yield errors for keys that contradict each other or the batching table, or have no effect."""
         if not self.part_rows:
             for key in ("max_rows", "exact"):
                 if getattr(self, key) != getattr(SplitConfig, key):

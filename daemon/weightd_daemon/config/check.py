@@ -1,4 +1,4 @@
-"""`weightd check`: what a start would find wrong, found without loading anything."""
+"""Checks of `weightd check` on files and interpreters: finds what would make a start fail, without loading models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from weightd_protocol.version import VERSION
 
 _INTERPRETER_TIMEOUT_S = 60.0
 
-# Runs in the model's interpreter, which may be as old as 3.7.
+# These programs run in the model's interpreter, which may be as old as Python 3.7.
 _ENGINE_PROBE = """
 import sys
 from weightd_protocol.version import VERSION
@@ -53,12 +53,13 @@ print(VERSION)
 def find_problems(
     models: Mapping[str, ModelConfig], group_members: Collection[str] = (), *, runs_interpreters: bool = True
 ) -> dict[str, list[str]]:
-    """Return, by model, what is wrong with its files and its interpreter; each text names the key.
+    """Return, by model, the errors in its files and its interpreter; each text names the key.
 
     Args:
-        models: those to be looked at.
-        group_members: the names of those that are in a group.
-        runs_interpreters: ask each interpreter whether it has the engine; else only see whether it can be run.
+        models: the models to check.
+        group_members: the names of the models that belong to a group.
+        runs_interpreters: run each interpreter to see whether it has the engine; otherwise only check that the
+            interpreter is executable.
     """
     probe_results: dict[tuple[str, ...], str] = {}
     port_owners: check_ranks.PortOwners = {}
@@ -99,7 +100,7 @@ def _other_problems(
         if shutil.which(model.python) is None:
             yield f"python: {model.python}: cannot be run: expected an executable file"
         return
-    # What models have in common is asked once: an interpreter takes a second.
+    # Models with the same interpreter and engine share one run, because starting an interpreter takes a second.
     probe = _ENGINE_PROBE if model.ranks is None else _RANK_ENGINE_PROBE
     probes: list[tuple[str, ...]] = [(model.python, probe, model.engine, model.devices[0], _sharing_argument(model))]
     if is_member:
@@ -113,7 +114,7 @@ def _other_problems(
 
 
 def describe_config(config: Config) -> Iterator[str]:
-    """Yield what each model will be, each group of models, and who each tenant is; a line each."""
+    """Yield a line that describes each model, each model group and each tenant."""
     for name, model in config.models.items():
         workers = "1 worker" if model.workers == 1 else f"{model.workers} workers"
         what = workers if model.ranks is None else _describe_ranks(model.ranks)
@@ -160,6 +161,6 @@ def _interpreter_problem(python: str, probe: str, *arguments: str) -> str:
         return f"did not answer within {_INTERPRETER_TIMEOUT_S:g} s"
     if result.returncode != 0:
         return (result.stderr.strip().splitlines() or [describe_status(result.returncode)])[-1]
-    # An engine may greet on stdout when it is imported: ours is the last word.
+    # An engine may print on stdout when it is imported, so only the last word is the version.
     version = (result.stdout.split() or ["unknown"])[-1]
     return "" if version == VERSION else f"it has weightd {version}, the daemon is {VERSION}"

@@ -1,4 +1,4 @@
-"""What `weightd check` finds in the files of a model's ranks: slices, rank tables, the self-test's right answer."""
+"""Checks of `weightd check` on the files of a model with ranks: slices, rank tables, and inputs of the self-test."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from weightd_protocol.schema import FieldError
 _BLOCK_BYTES = 1024 * 1024
 _ARRAY_SUFFIX = ".npy"
 
-# By card, as the host numbers it, and port: whose ranks communicate there.
+# The model whose ranks use a port, by physical card number and port.
 PortOwners = dict[tuple[int, int], str]
 
 
 def find_problems(
     name: str, model: ModelConfig, ranks: RanksConfig, visible_devices: str, port_owners: PortOwners
 ) -> Iterator[str]:
-    """Yield what is wrong with the files of a model's ranks; each text names the key.
+    """Yield the errors in the files of a model with ranks; each text names the key.
 
     Args:
-        name: of the model.
-        model: complete.
-        ranks: its own.
-        visible_devices: ASCEND_RT_VISIBLE_DEVICES.
-        port_owners: of the models that were looked at before; those of this one are added.
+        name: the name of the model.
+        model: the model, with its defaults filled in.
+        ranks: the model's table of ranks.
+        visible_devices: the value of ASCEND_RT_VISIBLE_DEVICES.
+        port_owners: the ports of the models that were checked before; the ports of this model are added.
     """
     with contextlib.ExitStack() as stack:
         slices = _Slices([], [])
@@ -61,7 +61,7 @@ def find_problems(
 
 
 class _Slices(NamedTuple):
-    """The models of the ranks that could be opened, and what those say that could be read."""
+    """The slices that could be opened, and the signatures of the slices that could be read."""
 
     models: list[OpenModel]
     signatures: list[MindIr]
@@ -88,7 +88,7 @@ def _open_slice(path: Path, stack: contextlib.ExitStack, slices: _Slices) -> Ite
 
 
 def _compare_signatures(ranks: RanksConfig, signatures: Sequence[MindIr]) -> Iterator[str]:
-    """All ranks are given the same inputs, and each could be the one that answers."""
+    """Check that all ranks have the same signature: all get the same inputs, and any of them may send the outputs."""
     first_signature = signatures[0]
     for rank, other in enumerate(signatures[1:], 1):
         for what, one, another in (
@@ -108,10 +108,10 @@ def _describe_tensors(tensors: Sequence[MindIrTensor]) -> str:
 
 
 def _find_equal_slices(ranks: RanksConfig, models: Sequence[OpenModel]) -> Iterator[str]:
-    """Refuse slices that are equal to the last bit: a copy in the wrong place is the likeliest mistake of all.
+    """Reject slices with equal content: the most likely mistake is a copy of one slice under the name of another.
 
-    Equal ones have the same weights, so that nothing was cut; and a group with one in the place of another has no error
-    of its own, but wrong answers.
+    Equal slices have the same weights, so the model was not sliced. A group with a wrong slice raises no error, but
+    returns wrong results.
     """
     for (rank, one), (other_rank, other) in itertools.combinations(enumerate(models), 2):
         try:
@@ -125,7 +125,7 @@ def _find_equal_slices(ranks: RanksConfig, models: Sequence[OpenModel]) -> Itera
 
 
 def _have_equal_content(one: OpenModel, other: OpenModel) -> bool:
-    """Read no further than to the first difference: slices are large, and rarely equal."""
+    """Compare two models up to the first difference: slices are large, and rarely equal."""
     if [each.nbytes for each in one.files] != [each.nbytes for each in other.files]:
         return False
     for mine, theirs in zip(one.files, other.files, strict=True):
@@ -136,7 +136,7 @@ def _have_equal_content(one: OpenModel, other: OpenModel) -> bool:
     return True
 
 
-# --- What belongs to them ---------------------------------------------------------------------------------------------
+# --- Other files of ranks ---------------------------------------------------------------------------------------------
 
 
 def _check_inputs_file(model: ModelConfig, signature: MindIr) -> Iterator[str]:
@@ -145,7 +145,7 @@ def _check_inputs_file(model: ModelConfig, signature: MindIr) -> Iterator[str]:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
             names = [each.removesuffix(_ARRAY_SUFFIX) for each in archive.namelist()]
     except OSError:
-        return  # it was looked for already
+        return  # `check` reports a missing file
     except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         yield f"selftest: {path}: expected an .npz of plain arrays: {error}"
         return
@@ -164,7 +164,7 @@ def _check_group_info(ranks: RanksConfig) -> Iterator[str]:
 
 
 def unreadable_reason(path: str) -> str:
-    """Return why a file cannot be read, or ""."""
+    """Return why a file cannot be read; "" if it can."""
     try:
         open_regular(path).close()
     except OSError as error:
@@ -176,7 +176,7 @@ def _check_config_file(model: ModelConfig) -> Iterator[str]:
     path = model.mindspore_lite.config_file
     if not path:
         return
-    with contextlib.suppress(OSError):  # it was looked at already
+    with contextlib.suppress(OSError):  # the options of the engine report a missing file
         for _, key, _ in config_items(Path(path)):
             if key == "stream_sync_timeout":
                 reason = "after it the graph engine answers no further predict, and waits for ever"
@@ -224,9 +224,9 @@ def _check_ports(
 
 
 def read_rank_table(path: Path) -> RankTable | str:
-    """Return a table, or what is wrong with it."""
+    """Return the rank table in a file, or a text that says why the file is invalid."""
     try:
-        # HCCL follows links before it looks at the name.
+        # HCCL resolves links before it checks the name.
         resolved_path = os.path.realpath(path)
         content = read_regular(resolved_path, ranktable.MAX_BYTES)
     except OSError as error:

@@ -1,7 +1,8 @@
-"""The table [daemon], the addresses at which clients connect, and where files are that nobody has configured.
+"""The table [daemon], the addresses at which clients connect, and the default locations of files.
 
-`ipc://PATH` and `tcp://HOST:PORT` are for clients that speak ZeroMQ. `unix://PATH` is for weightd's own transport: no
-configuration has one, it lies beside `daemon.socket`; of what a service manager has opened it is known by its suffix.
+Clients that speak ZeroMQ connect to `ipc://PATH` and `tcp://HOST:PORT`. Weightd's own transport uses `unix://PATH`: the
+configuration never names such an address, because this socket is always beside `daemon.socket`. Among sockets that a
+service manager passes, its suffix identifies it.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from weightd_daemon.platform.memory import MIB
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, integer, list_of, number, text
 
-# With less, a few requests of ordinary size would be too many.
+# With less memory, even a few requests of ordinary size would be rejected.
 _MIN_MEMORY_BYTES = 16 * MIB
 
-# Below it, seconds would be spent on messages between parts, not on parts.
+# With smaller batches, time would be spent on messages about batches rather than on the batches.
 _MIN_BATCH_S = 0.001
 
 
@@ -77,12 +78,12 @@ class DaemonConfig:
 
     @property
     def user_limits(self) -> UserConnectionLimits:
-        """Limits of the connections of one user."""
+        """Connection limits of one user."""
         return UserConnectionLimits(self.max_user_connections, self.max_user_connection_rate)
 
     @property
     def daemon_key(self) -> str:
-        """A short name for this daemon, made from its socket: two daemons never share a file."""
+        """A short name for this daemon, derived from its socket, so that two daemons never share a file."""
         return endpoints.daemon_key(self.socket)
 
     @property
@@ -92,27 +93,27 @@ class DaemonConfig:
 
     @property
     def counters_file(self) -> Path:
-        """The file with what was counted, which stays when the daemon ends."""
+        """The file with the persistent counters, which outlives the daemon."""
         return Path(self.cache_dir, f"{self.daemon_key}.counters")
 
     @property
     def children_socket(self) -> Path:
-        """The socket of this daemon's children."""
+        """The socket to which this daemon's children connect."""
         return Path(self.runtime_dir, f"{self.daemon_key}.sock")
 
     @property
     def children_address(self) -> str:
-        """The address of that socket."""
+        """The address of `children_socket`."""
         return f"ipc://{self.children_socket}"
 
     @property
     def channel_socket(self) -> Path:
-        """The socket beside it, for their requests."""
+        """The socket of the channels over which workers get requests."""
         return Path(endpoints.channel_path(self.children_address))
 
     @property
     def unix_socket(self) -> Path:
-        """The socket of clients of this host."""
+        """The socket for clients on this host."""
         return Path(endpoints.unix_path(self.socket, self.runtime_dir))
 
 
@@ -125,9 +126,13 @@ def complete_daemon(
 ) -> DaemonConfig:
     """Return `config` with its defaults filled in, its socket checked, and its paths made absolute.
 
-    `listen_addresses`: see `load`; the first of them is, or lies beside, the socket by default. What is wrong is added
-    to `problems`, where that of single keys is already; what is returned is of use if there is none. Defaults are those
-    of `unit`, if there is one, else those of this process.
+    Args:
+        config: the table as it was read.
+        base: the directory to which paths are relative.
+        listen_addresses: see `load`; by default the socket is the first of them, or lies beside it.
+        problems: errors are added here; it already has the errors of single keys. If there are errors, the result must
+            not be used.
+        unit: the unit whose defaults apply; None for the defaults of this process.
     """
     runtime_dir = config.runtime_dir or (unit.runtime_dir if unit else default_runtime_dir())
     runtime_dir = str((base / runtime_dir).absolute())
@@ -182,11 +187,11 @@ _IPC_PATTERN = re.compile(r"ipc:///.*[^/]")
 
 
 def check_address(address: str, suffix: str = "") -> Iterator[FieldError]:
-    """Say what is wrong with an address for clients that speak ZeroMQ.
+    """Yield the errors in an address for clients that speak ZeroMQ.
 
     Args:
-        address: as given.
-        suffix: of the longest path that lies beside that of an ipc:// one.
+        address: the address as configured.
+        suffix: the longest suffix that is appended to the path of an ipc:// address, for a socket beside it.
     """
     if not _IPC_PATTERN.fullmatch(address) and not endpoints.is_tcp_address(address):
         yield FieldError(f"expected {EXPECTED_FORM}, got {address!r}")
@@ -197,24 +202,24 @@ def check_address(address: str, suffix: str = "") -> Iterator[FieldError]:
 
 
 def check_socket_path(path: str) -> Iterator[FieldError]:
-    """Say so if no socket can have this path."""
+    """Yield an error if the path is too long for a socket."""
     size = len(os.fsencode(path))
     if size > limits.MAX_IPC_PATH_BYTES:
         yield FieldError(f"expected a socket path of at most {limits.MAX_IPC_PATH_BYTES} bytes, got {size}: {path!r}")
 
 
 def normalize_address(address: str) -> str:
-    """Return the address in a form that other ways to write its path have, too."""
+    """Return the address with its path normalized, so that two spellings of one path compare equal."""
     return _IPC + os.path.normpath(address.removeprefix(_IPC)) if address.startswith(_IPC) else address
 
 
 def zmq_addresses(listen_addresses: Sequence[str]) -> list[str]:
-    """Return those of the addresses at which ZeroMQ is spoken."""
+    """Return the addresses at which clients speak ZeroMQ."""
     return [each for each in listen_addresses if not each.startswith(_UNIX)]
 
 
 def daemon_socket_addresses(listen_addresses: Sequence[str]) -> list[str]:
-    """Return what `daemon.socket` may be where these are open: a unix socket lies beside it."""
+    """Return the values that `daemon.socket` may have with these open sockets: a unix socket lies beside it."""
     from_unix_sockets = [
         _IPC + each.removeprefix(_UNIX).removesuffix(endpoints.UNIX_SUFFIX)
         for each in listen_addresses
@@ -227,13 +232,13 @@ _SYSTEM_CACHE_DIR = "/var/cache/weightd"
 
 
 class UnitDefaults(NamedTuple):
-    """A systemd unit that serves a configuration file, and the defaults that it has there.
+    """A systemd unit that serves a configuration file, and the unit's defaults.
 
     Attributes:
-        name: of the unit.
-        runtime_dir: its RuntimeDirectory=.
-        cache_dir: its CacheDirectory=.
-        socket: the ipc:// address at which its socket unit listens.
+        name: the name of the unit.
+        runtime_dir: the unit's RuntimeDirectory=.
+        cache_dir: the unit's CacheDirectory=.
+        socket: the ipc:// address on which its socket unit listens.
     """
 
     name: str
@@ -243,7 +248,7 @@ class UnitDefaults(NamedTuple):
 
 
 def unit_of(path: Path) -> UnitDefaults | None:
-    """Return the unit that serves the configuration at `path`; None where `path` is not in the units' directory."""
+    """Return the unit that serves the configuration at `path`; None if `path` is not in the directory of the units."""
     if path.resolve().parent != default_path().parent.resolve():
         return None
     name = path.stem
@@ -257,17 +262,17 @@ def unit_of(path: Path) -> UnitDefaults | None:
 
 
 def default_path() -> Path:
-    """Return the configuration of the service: in the directory that systemd gives, else where that would be."""
+    """Return the service's configuration file, in the directory that systemd passes or that systemd would use."""
     return Path(_systemd_dir("CONFIGURATION_DIRECTORY") or "/etc/weightd", "weightd.toml")
 
 
 def default_runtime_dir() -> str:
-    """Return the directory for sockets where the configuration names none: what systemd gives, else the user's."""
+    """Return the default directory of sockets: the directory that systemd passes, else one of the user."""
     return _systemd_dir("RUNTIME_DIRECTORY") or endpoints.runtime_dir()
 
 
 def default_cache_dir() -> str:
-    """Return the directory for snapshots and page stores where the configuration names none."""
+    """Return the default directory of snapshots and page stores."""
     systemd_dir = _systemd_dir("CACHE_DIRECTORY")
     if systemd_dir or os.getuid() == 0:
         return systemd_dir or _SYSTEM_CACHE_DIR
@@ -277,8 +282,8 @@ def default_cache_dir() -> str:
 def _home_cache_dir() -> str:
     try:
         return str(Path.home() / ".cache" / "weightd")
-    except RuntimeError:  # a uid without an entry in the user database
-        return f"/var/tmp/weightd-{os.getuid()}"  # noqa: S108 - the daemon checks whose it is
+    except RuntimeError:  # the user id has no entry in the user database
+        return f"/var/tmp/weightd-{os.getuid()}"  # noqa: S108 - the daemon checks who owns the directory
 
 
 def _systemd_dir(variable: str) -> str:

@@ -1,4 +1,4 @@
-"""The tables [devices.NAME]: what of a card weightd may take, and what is a set of cores."""
+"""The tables [devices.NAME]: the resources of a card that weightd may use, and the cores of a set of cores."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DeviceConfig:
 
     @property
     def cores(self) -> frozenset[int]:
-        """The cores; none where `cpus` is no list of them."""
+        """The cores in `cpus`; empty if `cpus` is not a valid list."""
         try:
             return devices.parse_cpulist(self.cpus)
         except ValueError:
@@ -43,10 +43,10 @@ class DeviceConfig:
 
 
 def read_devices(content: Any, problems: ErrorCollector) -> dict[str, DeviceConfig]:
-    """Return the tables by name; what is wrong is added to `problems`.
+    """Return the tables by name; errors are added to `problems`.
 
     Raises:
-        FieldError: these are no tables.
+        FieldError: the content is not a set of tables.
     """
     if type(content) is not dict:
         raise FieldError("expected tables [devices.NAME]")

@@ -1,4 +1,4 @@
-"""The tables [groups.NAME]: several models of one card in one process, which share what they work with."""
+"""The tables [groups.NAME]: model groups, whose models share one process on each device and some of its memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightd_daemon.config.model import Membership, ModelConfig
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, label, list_of, one_of, text
 
-# The only engine that has them, from 2.1 on.
+# The only engine with model groups, since its version 2.1.
 _GROUP_ENGINE = "mindspore_lite"
 
 _NAME = text(limits.MAX_NAME_BYTES)
@@ -41,25 +41,25 @@ class GroupConfig:
 
     @property
     def shares_workspace(self) -> bool:
-        """Whether its models work in the same memory."""
+        """Whether the group's models use the same working memory."""
         return self.share != WEIGHTS
 
     @property
     def shares_weights(self) -> bool:
-        """Whether models of the same path have one copy of their weights."""
+        """Whether the group's models with the same path share one copy of the weights."""
         return self.share != WORKSPACE
 
 
 def read_groups(content: Any, names: Collection[str], problems: ErrorCollector) -> dict[str, GroupConfig]:
-    """Return the tables by name, as far as they are good; what is wrong is added to `problems`.
+    """Return the valid tables by name; errors are added to `problems`.
 
     Args:
-        content: the tables, as TOML has them.
-        names: of the models that have a table.
-        problems: as in `tables.read`.
+        content: the parsed TOML.
+        names: the names of all models that have a table.
+        problems: as in `toml_schema.read_table`.
 
     Raises:
-        FieldError: these are no tables.
+        FieldError: the content is not a set of tables.
     """
     if type(content) is not dict:
         raise FieldError("expected tables [groups.NAME]")
@@ -77,7 +77,7 @@ def read_groups(content: Any, names: Collection[str], problems: ErrorCollector) 
 
 
 def with_member_defaults(config: ModelConfig) -> ModelConfig:
-    """Return a model of a group, as given, with what that says for its defaults: nobody takes a single one's place."""
+    """Return a member of a group with the defaults for members: no spares and no sharing with other processes."""
     return dataclasses.replace(config, spares=config.spares or 0, sharing=config.sharing or "off")
 
 
@@ -87,9 +87,9 @@ def complete_groups(
     """Return the groups with their devices.
 
     Args:
-        groups: as read.
-        models: those with which nothing is wrong; of a group that has another one, nothing else is looked at.
-        problems: as in `tables.read`.
+        groups: the groups as they were read.
+        models: the valid models; a group with any other model is skipped.
+        problems: as in `toml_schema.read_table`.
     """
     complete: dict[str, GroupConfig] = {}
     for name, group in groups.items():
@@ -103,7 +103,7 @@ def complete_groups(
 
 
 def with_memberships(groups: Mapping[str, GroupConfig], models: Mapping[str, ModelConfig]) -> dict[str, ModelConfig]:
-    """Return the models of groups that are complete, with the group of each."""
+    """Return the models of the complete groups, each with its membership."""
     members: dict[str, ModelConfig] = {}
     for name, group in groups.items():
         there = [models[each] for each in group.models]
@@ -146,7 +146,7 @@ def _check_group(group: GroupConfig, members: Mapping[str, ModelConfig]) -> Iter
 
 
 def _member_problem(model: ModelConfig, group: GroupConfig) -> str:
-    """Say why a model cannot be in a group; the reasons in the order in which one would mend them."""
+    """Return why a model cannot be in a group, or ""; the most fundamental reason comes first."""
     rows = model.batching.max_rows
     reasons = {
         f"expected engine {_GROUP_ENGINE}, which alone has groups, got {model.engine}": model.engine != _GROUP_ENGINE,

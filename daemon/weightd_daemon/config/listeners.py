@@ -1,4 +1,4 @@
-"""The tables [listeners.NAME]: where clients connect that speak ZeroMQ, and who they have to be."""
+"""The tables [listeners.NAME]: addresses for clients that speak ZeroMQ, and how these clients authenticate."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightd_daemon.config.tenants import DEFAULT_TENANT_NAME, TenantConfig
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, boolean, describe_value, integer, label, list_of, one_of, text
 
-# The listener where no table names one, or the first of those that a service manager has opened.
+# Name of the listener that exists without a table. Further passed sockets without a table get this name with a number.
 _DEFAULT_NAME = "default"
 
 NONE, CURVE = SECURITY_MODES = ("none", "curve")
@@ -67,18 +67,18 @@ def read_listeners(
     listen_addresses: Sequence[str],
     problems: ErrorCollector,
 ) -> Mapping[str, ListenerConfig]:
-    """Return the listeners by name; what is wrong is added to `problems`.
+    """Return the listeners by name; errors are added to `problems`.
 
     Args:
-        content: the tables, as TOML has them.
-        daemon: complete; its socket is the one listener where there are no tables and nothing is open.
-        tenants: as the file has them.
-        base: the directory of the file: paths are relative to it.
-        listen_addresses: see `load`; where there are no tables, these are the listeners.
+        content: the parsed TOML.
+        daemon: the complete table [daemon]; without tables and passed sockets, its socket is the only listener.
+        tenants: the tenants of the file.
+        base: the directory of the file, to which paths are relative.
+        listen_addresses: see `load`; without tables, these are the listeners.
         problems: as in `complete_daemon`.
 
     Raises:
-        FieldError: these are no tables, or too many.
+        FieldError: the content is not a set of tables, or there are too many tables.
     """
     if type(content) is not dict:
         raise FieldError("expected tables [listeners.NAME]")
@@ -91,7 +91,7 @@ def read_listeners(
         with problems.at(f".{label(name)}"):
             problems.add(check_name("listener", name))
             listener = toml_schema.read_table(ListenerConfig, table, problems, section=f"listeners.{name}")
-            # It is None where it is missing.
+            # The address is None if the key is missing.
             problems.add((each.at(".address") for each in check_address(listener.address or "")), "address")
             problems.add(_check_security(listener, tenants), "address", "security", "key", "insecure", "tenants")
             problems.add(_check_tenants(listener, tenants), "tenants")
@@ -102,7 +102,7 @@ def read_listeners(
 
 
 def allowed_keys(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]) -> tuple[str, ...] | None:
-    """Return the public keys in Z85 that may connect to a listener with "curve"; None for any."""
+    """Return the public keys in Z85 that may connect to a listener with "curve"; None if any key may."""
     admitted_tenants = {
         name: tenant for name, tenant in tenants.items() if not listener.tenants or name in listener.tenants
     }
@@ -174,7 +174,7 @@ def _check_all_listeners(
     configured_addresses = {listener.address for listener in listeners.values()}
     for address in zmq_addresses(listen_addresses):
         if address not in configured_addresses:
-            # Who connects there would wait for ever.
+            # Clients that connect to this address would wait forever.
             yield FieldError(f"expected one at {address}, where the service manager listens (weightd.socket)")
 
 

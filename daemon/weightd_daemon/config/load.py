@@ -1,4 +1,4 @@
-"""The configuration file: TOML into frozen objects, or an error that names file, key and expectation."""
+"""Configuration file: parses TOML into frozen objects, or raises errors that name file, key and expectation."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _TABLES = ("daemon", "listeners", "tenants", "models", "groups", "devices")
 
 
 class ConfigError(WeightdError):
-    """The configuration is not usable.
+    """The configuration is invalid.
 
     Attributes:
-        problems: all that is wrong, a line each: file, key and what was expected.
+        problems: all errors, one line each: file, key and expected value.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -50,15 +50,15 @@ class ConfigError(WeightdError):
 
 @dataclass(frozen=True)
 class Config:
-    """A whole configuration file.
+    """A complete configuration file.
 
     Attributes:
         daemon: the table [daemon].
-        models: those that are served, by name.
-        devices: the tables of those that have one.
-        listeners: all there are, by name: where clients that speak ZeroMQ connect.
-        groups: models that share a process, by the name of their group.
-        tenants: who may ask what, by name; none: everyone is one.
+        models: the models by name.
+        devices: the tables [devices.NAME] by name.
+        listeners: all listeners for clients that speak ZeroMQ, by name.
+        groups: the model groups by name.
+        tenants: the tenants by name; without tenants, all clients have the same rights.
     """
 
     daemon: DaemonConfig
@@ -70,12 +70,12 @@ class Config:
 
 
 class CheckedConfig(NamedTuple):
-    """What a file says.
+    """Result of checking a configuration file.
 
     Attributes:
-        config: as far as it is good: a model with a problem is not among its models.
-        loadable: the models whose files and interpreter are told rightly, whatever else is wrong with them.
-        problems: all that is wrong.
+        config: the valid parts of the file; models with an error are left out.
+        loadable: the models whose keys for files and interpreter are valid, whatever errors their other keys have.
+        problems: all errors.
     """
 
     config: Config
@@ -87,17 +87,17 @@ def load(path: Path, listen_addresses: Sequence[str] = ()) -> Config:
     """Read the configuration at `path`.
 
     Args:
-        path: of the TOML file.
-        listen_addresses: addresses for clients that a service manager has opened, see `addresses`.
+        path: the path of the TOML file.
+        listen_addresses: addresses of sockets for clients that a service manager has opened, see `config.daemon`.
 
     Raises:
-        ConfigError: it is unreadable, not TOML, or says something that it must not.
+        ConfigError: the file is unreadable, not TOML, or invalid.
     """
     return load_text(read_text(path), path, listen_addresses)
 
 
 def load_text(text: str, path: Path, listen_addresses: Sequence[str] = ()) -> Config:
-    """Return the configuration that a text is; it is, or was, that of the file at `path`. See `load`."""
+    """Return the configuration in a text, which is or was the content of the file at `path`. See `load`."""
     checked = _check_text(text, path, listen_addresses)
     if checked.problems:
         raise ConfigError(*checked.problems)
@@ -108,10 +108,10 @@ def read_text(path: Path) -> str:
     """Return the text of a configuration file.
 
     Raises:
-        ConfigError: it is unreadable, or no text.
+        ConfigError: the file is unreadable or not UTF-8.
     """
     try:
-        # Some editors begin a text with a byte order mark.
+        # Some editors write a byte order mark at the beginning of a file.
         return read_regular(path, MAX_CONFIG_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
@@ -120,12 +120,12 @@ def read_text(path: Path) -> str:
 
 
 def check_config(path: Path, unit: UnitDefaults | None = None) -> CheckedConfig:
-    """Read the configuration at `path`, see `load`, and tell what is wrong with its keys beside what is good.
+    """Read the configuration at `path`, see `load`; return its valid parts together with the errors in its keys.
 
-    Defaults are those of `unit`, if there is one.
+    The defaults come from `unit` or, without a unit, from the environment of this process.
 
     Raises:
-        ConfigError: it is unreadable, or not TOML.
+        ConfigError: the file is unreadable or not TOML.
     """
     return _check_text(read_text(path), path, (), unit)
 
@@ -142,10 +142,10 @@ def _check_text(
 
 
 def parse(content: Mapping[str, Any], base: Path, listen_addresses: Sequence[str] = ()) -> Config:
-    """Return the configuration of parsed TOML; relative paths are relative to `base`. `listen_addresses`: see `load`.
+    """Return the configuration in parsed TOML; paths are relative to `base`. `listen_addresses`: see `load`.
 
     Raises:
-        ConfigError: the texts name key and expectation.
+        ConfigError: the configuration is invalid; the texts name key and expectation.
     """
     config, _, problems = _parse_tables(content, base, listen_addresses)
     if problems.errors:
@@ -196,7 +196,7 @@ def _read_models(
     base: Path,
     problems: ErrorCollector,
 ) -> tuple[dict[str, ModelConfig], dict[str, ModelConfig]]:
-    """Return the models that are good, and those that are `loadable`; `group_members` are those of groups."""
+    """Return the valid models, and the models that are `loadable`; `group_members` are the models of all groups."""
     if type(content) is not dict or not content:
         raise FieldError("expected at least one table [models.NAME]")
     models = cast("dict[str, Any]", content)

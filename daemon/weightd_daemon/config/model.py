@@ -1,4 +1,4 @@
-"""A table [models.NAME]: its keys, and which of them go together."""
+"""The table [models.NAME]: its keys, their defaults, and the rules for their combinations."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _NAME = text(limits.MAX_NAME_BYTES)
 
 @dataclass(frozen=True)
 class Membership:
-    """The group that a model is of; equal if nothing has changed of any of its models.
+    """Membership of a model in a group. Two memberships are equal if no model of the group has changed.
 
     Attributes:
-        name: of the group.
-        share: what its models have in common.
-        models: their names, in the order in which the process has them.
-        digest: of all that is configured of them.
+        name: the name of the group.
+        share: the value of `share` in the group's table.
+        models: the names of the models, in the order in which the process loads them.
+        digest: the digest of the group's and its models' configuration.
     """
 
     name: str = field(metadata=_NAME)
@@ -45,17 +45,17 @@ class Membership:
 
 
 class ReplacementPolicy(enum.Enum):
-    """How a generation that has lost workers for good is replaced."""
+    """How to replace a generation that has lost workers permanently."""
 
-    AUTO = "auto"  # beside the old one if there is room, else in its place
-    OVERLAP = "overlap"  # beside the old one; without room it goes on with what is left
-    REPLACE = "replace"  # in its place: it leaves first, and requests wait
+    AUTO = "auto"  # overlap if there is enough memory, else replace
+    OVERLAP = "overlap"  # load the new generation beside the old one; without enough memory, keep the remaining workers
+    REPLACE = "replace"  # stop the old generation first; requests wait until the new one is loaded
 
 
-# What tells what is done with requests, and of what is loaded only what has to be tested there.
+# Keys about the handling of requests. They affect a load only by the tests of batching and splitting that it runs.
 _REQUEST_KEYS = ("batching", "split", "default_priority")
 
-# What tells which files and which interpreter a model is loaded with.
+# Keys that determine the files and the interpreter that a load uses.
 LOAD_KEYS = ("path", "engine", "python", "devices", "sharing", "selftest", "ranks", *ENGINES)
 
 
@@ -171,75 +171,82 @@ class ModelConfig:
 
     @property
     def is_on_cards(self) -> bool:
-        """Whether the model runs on cards, all of it: a mixture is refused."""
+        """Whether the model runs on cards. Cards and CPU cannot be mixed."""
         return not all(map(is_cpu, self.devices))
 
     @property
     def devices_by_weight_copy(self) -> Mapping[str, tuple[str, ...]]:
-        """The devices that have a copy of the weights together, by the name of the device where that lies."""
+        """The devices that share a copy of the weights, by the device that has the copy."""
         if self.is_on_cards or self.copies == "each" or len(self.devices) == 1:
             return {each: (each,) for each in self.devices}
         return {CPU: self.devices}
 
     @property
     def max_batch_rows(self) -> int:
-        """The most rows of a predict that weightd itself makes of requests; 1: it makes none."""
+        """The most rows of a batch that weightd forms from requests; 1 if every request runs unchanged."""
         return max(self.batching.max_rows, 2 * self.split.part_rows, 1)
 
     @property
     def max_concurrency(self) -> int:
-        """How many predicts of it can run at once."""
+        """How many predicts of the model can run at once."""
         if self.ranks is not None:
             return max(1, len(self.ranks.groups))
         return len(self.devices) * (self.workers if self.group is None else 1)
 
     @property
     def default_level(self) -> int:
-        """The priority of a request that names none."""
+        """The priority of a request that does not set one."""
         return self.default_priority or (self.priority_levels + 1) // 2
 
     def cores_of(self, device: str) -> str:
-        """Return the cores of a set of cores, or of all its sets for the CPU; "": those that weightd itself has."""
+        """Return the cores of a set of cores, or of all the model's sets for the CPU; "" means all cores of weightd."""
         cores_by_device = dict(zip(self.devices, self.cores, strict=False))
         return cores_by_device.get(device, ",".join(self.cores))
 
     @property
     def can_fork(self) -> bool:
-        """Whether processes are forked of one that has loaded the engine: ranks are of no template."""
+        """Whether processes are forked from a fork server. Ranks and processes on cards never are."""
         return self.start == "fork" and not self.is_on_cards and self.ranks is None
 
     @property
     def can_fork_from_holder(self) -> bool:
-        """Whether workers may be forked of the process that has built the model."""
+        """Whether workers may be forked from the holder, which has built the model."""
         return self.can_fork and self.sharing != "off" and self.threads <= self.engine_spec.template_threads
 
     def has_same_load(self, other: ModelConfig) -> bool:
-        """Whether it has the same loaded as the other one, but for what is tested of rows."""
+        """Whether both configurations load the same, apart from the tests of batching and splitting."""
         request_settings: Any = {key: getattr(other, key) for key in _REQUEST_KEYS}
         return dataclasses.replace(self, **request_settings) == other
 
     @property
     def engine_spec(self) -> EngineSpec:
-        """What is known of its engine."""
+        """The description of the model's engine."""
         return ENGINES[self.engine]
 
     @property
     def engine_options(self) -> EngineOptions:
-        """What its engine is told."""
+        """The options of the model's engine."""
         return self.options_by_engine.get(self.engine, EngineOptions())
 
     @property
     def options_by_engine(self) -> Mapping[str, EngineOptions]:
-        """The options for each engine that has some, by its name."""
+        """The options for each engine that has any, by engine name."""
         return {"mindspore_lite": self.mindspore_lite}
 
 
 def complete_model(
     name: str, config: ModelConfig, devices: Mapping[str, DeviceConfig], base: Path, problems: ErrorCollector
 ) -> ModelConfig:
-    """Return `config` with its defaults filled in and its paths made absolute; `problems`: see `complete_daemon`.
+    """Return `config` with its defaults filled in and its paths made absolute.
 
-    `devices` are the tables of those that have one. Ranks and groups have filled in what they say for its defaults.
+    The defaults that depend on ranks and groups have to be filled in before.
+
+    Args:
+        name: the name of the model.
+        config: the table as it was read.
+        devices: the tables [devices.NAME] by name.
+        base: the directory to which paths are relative.
+        problems: see `complete_daemon`.
     """
     config = dataclasses.replace(config, sharing=config.sharing or "on")
     problems.add(check_name("model", name))
@@ -247,11 +254,11 @@ def complete_model(
     for needed, rule in _RULES:
         problems.add(_name_rank_devices(config, rule(config)), *needed, *(["ranks"] if "devices" in needed else []))
     inputs_path = selftest_config.inputs_path(config.selftest)
-    # A name without a slash is a command of the PATH.
+    # A name without a slash is a command that is searched for in PATH.
     python = str(base / config.python) if "/" in config.python else config.python or sys.executable
     return dataclasses.replace(
         config,
-        path=str(base / (config.path or "")),  # None where it is missing
+        path=str(base / (config.path or "")),  # the path is None if the key is missing
         engine=engine_name(config),
         python=python,
         spares=_spare_count(config),
@@ -264,11 +271,11 @@ def complete_model(
     )
 
 
-# --- Which keys of a model go together ----------------------------------------------------------------------------
+# --- Rules for combinations of keys -------------------------------------------------------------------------------
 
 
 def engine_name(config: ModelConfig) -> str:
-    """Return the engine that a model is given, or that its file's suffix tells; "" where it tells none."""
+    """Return the engine of a model, as configured or by the suffix of its file; "" if neither determines it."""
     return config.engine or engine_for(Path(config.path or "").suffix)
 
 
@@ -279,7 +286,7 @@ def _spare_count(config: ModelConfig) -> int:
 
 
 def _name_rank_devices(config: ModelConfig, errors: Iterable[FieldError]) -> Iterator[FieldError]:
-    """Where there are ranks, the devices are theirs."""
+    """Attribute errors in the devices to the table of ranks, if the model has one: the devices come from there."""
     for error in errors:
         theirs = config.ranks is not None and error.path.startswith(".devices")
         yield FieldError(error.problem).at(".ranks.devices") if theirs else error
@@ -393,7 +400,7 @@ def _check_selftest(config: ModelConfig) -> Iterator[FieldError]:
 
 _Rule = Callable[[ModelConfig], Iterable[FieldError]]
 
-# A rule is asked if the keys that it reads are right by themselves, and by the rules before it.
+# A rule is evaluated only if the keys that it reads are valid by themselves and by the rules before it.
 _RULES: Sequence[tuple[Sequence[str], _Rule]] = (
     (("path", "engine"), _check_path),
     (("devices",), _check_devices),

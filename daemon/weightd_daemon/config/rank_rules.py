@@ -1,7 +1,7 @@
-"""Which keys of a model go together with its ranks, and which models with each other on the cards of theirs.
+"""Rules for combinations of a model's keys with its ranks, and for models whose ranks use the same card.
 
-Ranks are one unit of life that acts in lock-step: what is there to replace a single process, or to share the weights of
-one, has no place among them.
+The ranks of a group start, run and stop together. So keys for replacing a single process, or for sharing the weights of
+one process, do not apply to ranks.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ from weightd_daemon.config.ranks import (
 from weightd_daemon.engines import ranktable
 from weightd_protocol.schema import FieldError, label
 
-# HCCL_CONNECT_TIMEOUT is refused below, with the whole library.
+# HCCL rejects a smaller HCCL_CONNECT_TIMEOUT.
 _MIN_CONNECT_TIMEOUT_S = 120
 
-# HCCL_EXEC_TIMEOUT: 910 and 310P count in steps of so much and round down. Which card it is, no file says, so what is
-# sure on each counts: refusing other numbers would forbid them where cards take them as they are.
+# Step of HCCL_EXEC_TIMEOUT in seconds: the 910 and 310P cards round down to a multiple of it. No file tells the type of
+# the card, so the checks use the rounded value, which holds on all cards. Other values are not rejected, because some
+# cards accept them unchanged.
 EXEC_TIMEOUT_STEP_S = 68
 
 
 def with_rank_defaults(
     config: ModelConfig, devices: Mapping[str, DeviceConfig], base: Path, problems: ErrorCollector
 ) -> ModelConfig:
-    """Return a model as given with what its table of ranks, if it has one, says for its other keys.
+    """Return a model as it was read, with the defaults that its table of ranks implies for other keys.
 
-    The arguments are those of `complete_model`, which comes after this.
+    The caller passes the same arguments to `complete_model` afterwards.
     """
     if config.ranks is None:
         return config
@@ -52,21 +53,21 @@ def with_rank_defaults(
 
 
 def apply_rank_rules(config: ModelConfig, problems: ErrorCollector) -> ModelConfig:
-    """Return a complete model as its ranks are to load it; what does not go together is added to `problems`."""
+    """Return a complete model with the settings that its ranks require; errors are added to `problems`."""
     if config.ranks is None:
         return config
     for needed, rule in _RULES:
         problems.add(rule(config, config.ranks), *needed)
     if config.engine != MINDSPORE_LITE:
         return config
-    # The library knows ranks by its graph engine alone.
+    # MindSpore Lite supports ranks with its graph engine only.
     return dataclasses.replace(config, mindspore_lite=dataclasses.replace(config.mindspore_lite, provider="ge"))
 
 
 def check_card_ports(models: Mapping[str, ModelConfig]) -> Iterator[FieldError]:
-    """Yield an error for each model whose ranks meet those of another one on a card: each port has one process.
+    """Yield an error for each model whose ranks use a port on a card that ranks of another model use already.
 
-    Which ports the table of a file names, only `weightd check` sees.
+    Ports in rank tables that the user provides are checked by `weightd check` only.
     """
     port_owners: dict[tuple[str, int], str] = {}
     for name, model in models.items():
@@ -83,7 +84,7 @@ def check_card_ports(models: Mapping[str, ModelConfig]) -> Iterator[FieldError]:
                     break
 
 
-# --- Which keys of a model go together -------------------------------------------------------------------------------
+# --- Rules for combinations of keys ----------------------------------------------------------------------------------
 
 
 def _check_path(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
@@ -221,7 +222,7 @@ def _check_buffers(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldErr
 
 _Rule = Callable[[ModelConfig, RanksConfig], Iterable[FieldError]]
 
-# As those of a model.
+# As in `config.model`: a rule is evaluated only if the keys that it reads are valid.
 _RULES: Sequence[tuple[Sequence[str], _Rule]] = (
     (("path",), _check_path),
     (("path", "engine", "ranks"), _check_engine),

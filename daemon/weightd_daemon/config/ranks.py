@@ -1,7 +1,7 @@
-"""The table [models.NAME.ranks]: one model that several processes compute together, each with a slice of its own.
+"""The table [models.NAME.ranks]: one model that several processes compute together, each with its slice of the model.
 
-A group is one set of processes that holds the model once; a rank is one of them. Which keys go together is in
-`rankrules`.
+A group is a set of processes that holds the model once; a rank is one of these processes. The rules for combinations of
+keys are in `rank_rules`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weightd_daemon.platform.memory import MIB
 from weightd_protocol import limits
 from weightd_protocol.schema import FieldError, FieldType, integer, list_of, mapping, short_repr, text
 
-# Of all groups of a model together: no host has more cards.
+# Limit of ranks in all groups of a model together: no host has more cards.
 MAX_RANKS = limits.MAX_DEVICES
 
 GENERATE = "generate"
@@ -28,10 +28,10 @@ CONCAT = "concat"
 
 ReplySetting = str | int
 
-# The engine that reads a rank table and runs ranks on cards alone: those of MindSpore find each other by its scheduler.
+# This engine reads a rank table and runs ranks on cards only; the ranks of MindSpore find each other by its scheduler.
 MINDSPORE_LITE = "mindspore_lite"
 
-# What stands for numbers in paths.
+# Placeholders for numbers in paths.
 RANK_PLACEHOLDER = "{rank}"
 GROUP_PLACEHOLDER = "{group}"
 
@@ -46,7 +46,7 @@ _REPLY_EXPECTED = f'"{LAST}", "{CONCAT}", or a rank, 0 to {MAX_RANKS - 1}'
 
 
 def _devices_metadata() -> Mapping[str, FieldType]:
-    """Lists of names, one for each group; the list of a single group may stand alone."""
+    """Return the metadata for lists of names, one for each group; a single group may be given as one flat list."""
     group_kind, groups_kind = _GROUP_METADATA["field_type"], _GROUPS_METADATA["field_type"]
 
     def check(value: Any) -> Any:
@@ -74,7 +74,7 @@ def _reply_metadata() -> Mapping[str, FieldType]:
 
 @dataclass(frozen=True)
 class RanksConfig:
-    """The table [models.NAME.ranks]; the derived fields say what its keys and those of the model come to."""
+    """The table [models.NAME.ranks]; derived fields combine its keys with the model's."""
 
     devices: tuple[tuple[str, ...], ...] = field(default=(), metadata=_devices_metadata())
     """The device of each rank, in the order of ranks: ["ascend:0", "ascend:1"]. Several groups, each with the whole
@@ -126,7 +126,7 @@ class RanksConfig:
     """The addresses that the tables [devices.NAME] give, by device."""
 
     def problems(self) -> Iterator[FieldError]:
-        """Yield what is wrong with the devices, of which whatever else is checked depends."""
+        """Yield errors in the devices, on which all other checks depend."""
         if self.devices and self.size:
             yield FieldError("it has no effect beside devices, a list of which has one for each rank").at(".size")
         if not self.devices and not self.size:
@@ -145,7 +145,7 @@ class RanksConfig:
         yield from self._check_duplicates()
 
     def _check_duplicates(self) -> Iterator[FieldError]:
-        """Ranks run at the same time: two of them on one card, or on the same cores, would wait for each other."""
+        """Reject devices with two ranks: ranks run at the same time, so two on one device would block each other."""
         groups: dict[str, int] = {}
         for index, group in enumerate(self.devices):
             for rank, device in enumerate(group):
@@ -164,17 +164,17 @@ class RanksConfig:
 
     @property
     def is_on_cards(self) -> bool:
-        """Whether the ranks are on cards, all of them: a mixture is refused."""
+        """Whether the ranks run on cards. Cards and CPU cannot be mixed."""
         return any(not is_cpu(each) for group in self.groups for each in group)
 
     @property
     def all_devices(self) -> tuple[str, ...]:
-        """The devices of all groups, each once."""
+        """The devices of all groups, without duplicates."""
         return tuple(dict.fromkeys(each for group in self.groups for each in group))
 
     @property
     def reply_rank(self) -> int | None:
-        """The rank whose outputs are the answer; None: those of all are joined."""
+        """The rank whose outputs are the result; None if the outputs of all ranks are joined."""
         if self.reply == CONCAT:
             return None
         return self.reply if isinstance(self.reply, int) else self.size - 1
@@ -186,20 +186,20 @@ class RanksConfig:
 
     @property
     def buffer_bytes(self) -> int:
-        """The bytes of each card that communication takes."""
+        """Bytes of each card's memory that the communication buffers use."""
         return 2 * self.buffer_mib * MIB * self.communicators if self.is_on_cards else 0
 
     @property
     def can_overlap(self) -> bool:
-        """Whether a new group may come up beside an old one on its devices: a card has one on each port."""
+        """Whether a new group can start beside an old one on its devices: a card allows one group on each port."""
         return not self.is_on_cards or len(self.device_ports) > 1
 
     def rank_table_path(self, group: int) -> str:
-        """Return the path of the rank table that was given for a group; "" where none was."""
+        """Return the path of the user's rank table for a group; "" if there is no such table."""
         return "" if self.is_table_generated else self.rank_table.replace(GROUP_PLACEHOLDER, str(group))
 
     def group_info_path(self, rank: int) -> str:
-        """Return the path of what a rank is told of the groups within the model, or ""."""
+        """Return the path of a rank's file about the groups within the model; "" if there is no such file."""
         return self.group_info_file.replace(RANK_PLACEHOLDER, str(rank))
 
 
@@ -209,11 +209,11 @@ def complete_ranks(
     """Return the table with its defaults filled in and its paths made absolute.
 
     Args:
-        ranks: as given.
-        engine: of the model.
-        path: of the model, absolute; {rank} stands in it for the rank.
-        base: what paths are relative to.
-        devices: the tables of those that have one.
+        ranks: the table as it was read.
+        engine: the engine of the model.
+        path: the absolute path of the model, with {rank} as a placeholder.
+        base: the directory to which paths are relative.
+        devices: the tables [devices.NAME] by name.
     """
     groups = ranks.devices or ((CPU,) * ranks.size,)
     size = len(groups[0])

@@ -1,4 +1,4 @@
-"""The key `selftest` of a model: "auto", "off", a file of arrays, or the shape of each input by its name."""
+"""The key `selftest` of a model: "auto", "off", the path of a file with arrays, or the shape of each input by name."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ OFF = "off"
 
 _EXPECTED = '"auto", "off", a path that ends in .npz, or a table of shapes by input name'
 
-# A shape has no free dimension, and an input without elements shows nothing.
+# Shapes are fully specified, and dimensions are at least 1: an input without elements tests nothing.
 _SHAPES_KIND = mapping(list_of(integer(1, limits.MAX_DIM), limits.MAX_RANK), limits.MAX_TENSORS)["field_type"]
 _PATH_KIND = text(limits.MAX_PATH_BYTES)["field_type"]
 
 
 def field_metadata() -> dict[str, FieldType]:
-    """Return the metadata of the field."""
+    """Return the metadata of the dataclass field."""
     return {"field_type": FieldType(_check_value, _check_value, _to_plain, _EXPECTED)}
 
 
 def parse_text(text: str) -> SelfTestSetting:
-    """Return the key that a command line gives as the configuration would, a path without quotes too.
+    """Return the setting from the text of a command-line option; unlike in TOML, a path needs no quotes.
 
     Raises:
-        FieldError: it is none.
+        FieldError: the text is no valid setting.
     """
     value: Any = text
     if text.lstrip().startswith("{"):
@@ -49,7 +49,7 @@ def parse_text(text: str) -> SelfTestSetting:
 
 
 def inputs_path(setting: SelfTestSetting) -> str:
-    """Return the path of the file that the key names, or ""."""
+    """Return the path of the file that the setting names; "" if it names none."""
     return setting if isinstance(setting, str) and setting not in (AUTO, OFF) else ""
 
 

@@ -1,6 +1,6 @@
-"""The tables [tenants.NAME]: who may ask what, and how much of it.
+"""The tables [tenants.NAME]: the identities of each tenant, its rights and its limits.
 
-The users, groups and keys of a table are looked up when the file is read, and not again.
+Users, groups and keys are looked up when the file is read, and not again until the next reload.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ from weightd_protocol.schema import (
     text,
 )
 
-# Of the rights: to ask models, to see what concerns others, and to change what the daemon does.
+# Rights: send requests to models; see data of other tenants; change models and the configuration.
 INFER = "infer"
 STATUS = "status"
 OPERATE = "operate"
 RIGHTS = (INFER, STATUS, OPERATE)
 
-# The pattern of a tenant that has all models.
+# The pattern that matches all models.
 ALL_MODELS = "*"
 
-# Who is in no other.
+# The tenant of all clients that belong to no other tenant.
 DEFAULT_TENANT_NAME = "default"
 
-# Users, groups, keys and patterns of one.
+# Limit of the users, groups, keys and patterns of one tenant.
 _MAX_ENTRIES = 256
 _MAX_BYTES = 2**62
 _MAX_COUNT = 2**31
 
-# The shares of two tenants are no further apart than its square: seconds divided by a weight stay seconds.
+# Bounds the ratio between the weights of two tenants by its square, so that seconds divided by a weight stay in a
+# sensible range.
 _MAX_WEIGHT = 1000.0
 MIN_WEIGHT = 1 / _MAX_WEIGHT
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9_.*?-]+")
@@ -59,7 +60,7 @@ _WILDCARDS = re.compile(r"[*?]")
 
 
 def _account_metadata() -> Metadata:
-    """A user or a group: its name, or its number as text."""
+    """Return the metadata of a user or group: its name, or its number as text."""
     names, numbers = text(limits.MAX_NAME_BYTES)["field_type"], integer(0, 2**32 - 2)["field_type"]
 
     def check(value: Any) -> str:
@@ -69,7 +70,7 @@ def _account_metadata() -> Metadata:
 
 
 def _pattern_metadata() -> Metadata:
-    """A name, or with * for any characters and ? for one, all that are like it."""
+    """Return the metadata of a name, or of a pattern with * for any characters and ? for one character."""
     names = text(limits.MAX_NAME_BYTES)["field_type"]
 
     def check(value: Any) -> str:
@@ -152,24 +153,24 @@ class TenantConfig:
     """What is in `model_dirs`, as absolute paths."""
 
     def absolute_model_dirs(self, base: Path) -> tuple[str, ...]:
-        """Return its `model_dirs` as absolute paths."""
+        """Return `model_dirs` as absolute paths."""
         return tuple(os.path.normpath(base.absolute() / each) for each in self.model_dirs)
 
     def look_up_identities(self, base: Path, problems: ErrorCollector) -> Identities:
-        """Return who its users, groups and keys are; what is wrong is added to `problems`."""
+        """Return the ids of the tenant's users and groups, and its keys; errors are added to `problems`."""
         return look_up(self.uids, self.groups, self.keys, base, problems)
 
 
 def read_tenants(content: Any, base: Path, problems: ErrorCollector) -> dict[str, TenantConfig]:
-    """Return the tenants by name; what is wrong is added to `problems`.
+    """Return the tenants by name; errors are added to `problems`.
 
     Args:
-        content: the tables, as TOML has them.
-        base: the directory of the file: paths are relative to it.
-        problems: as in `tables.read`.
+        content: the parsed TOML.
+        base: the directory of the file, to which paths are relative.
+        problems: as in `toml_schema.read_table`.
 
     Raises:
-        FieldError: these are no tables, or too many.
+        FieldError: the content is not a set of tables, or there are too many tables.
     """
     if type(content) is not dict:
         raise FieldError("expected tables [tenants.NAME]")
@@ -208,7 +209,7 @@ def _check_tenant(tenant: TenantConfig, tenant_names: Collection[str]) -> Iterat
 
 
 def _check_all_tenants(identities_by_tenant: Mapping[str, Identities]) -> Iterator[FieldError]:
-    """Nobody is two tenants, and proxies can be told all keys."""
+    """Check that no identity belongs to two tenants, and that there are not too many keys to pass to the proxies."""
     if (count := sum(len(each.keys) for each in identities_by_tenant.values())) > limits.MAX_KEYS:
         yield FieldError(f"expected at most {limits.MAX_KEYS} keys of all tenants, got {count}")
     for name, error in find_duplicates({name: each.users for name, each in identities_by_tenant.items()}):
@@ -220,12 +221,12 @@ def _check_all_tenants(identities_by_tenant: Mapping[str, Identities]) -> Iterat
 
 
 def is_exact_name(pattern: str) -> bool:
-    """Return whether a pattern is that of one name alone."""
+    """Return whether a pattern matches a single name only."""
     return not _WILDCARDS.search(pattern)
 
 
 def find_warnings(tenants: Mapping[str, TenantConfig], models: Collection[str]) -> Iterator[str]:
-    """Yield what of the tables is probably not what was meant; each text names the key."""
+    """Yield warnings about settings that are valid, but probably a mistake; each text names the key."""
     for name, tenant in tenants.items():
         where = f"tenants.{label(name)}"
         for each in tenant.models:
@@ -249,13 +250,13 @@ def _is_acted_for(name: str, tenants: Mapping[str, TenantConfig]) -> bool:
 T = TypeVar("T")
 
 
-# The one after it means none.
+# The next id, 2**32 - 1, means "no id" to the kernel.
 _MAX_ID = 2**32 - 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Identities:
-    """Who they are, in the order of the file, each once, with how the file spells it."""
+    """The identities of a tenant without duplicates, in the order of the file, each with its spelling in the file."""
 
     users: Mapping[int, str]
     groups: Mapping[int, str]
@@ -265,7 +266,7 @@ class Identities:
 def look_up(
     uids: Iterable[str], groups: Iterable[str], keys: Iterable[str], base: Path, problems: ErrorCollector
 ) -> Identities:
-    """Return who these are; who is nobody is added to `problems`. `base`: the directory of the configuration."""
+    """Return the identities with these names; errors are added to `problems`. Key files are relative to `base`."""
     return Identities(
         _look_up_all(uids, find_user_id, "uids", problems),
         _look_up_all(groups, find_group_id, "groups", problems),
@@ -274,34 +275,34 @@ def look_up(
 
 
 def find_user_id(user: str) -> int:
-    """Return the number of a user.
+    """Return the user id of a user.
 
     Raises:
-        FieldError: there is none, or it is nobody's.
+        FieldError: the user does not exist, or the id is reserved.
     """
     return _find_account_id("user", user, lambda name: pwd.getpwnam(name).pw_uid)
 
 
 def find_group_id(group: str) -> int:
-    """Return the number of a group.
+    """Return the group id of a group.
 
     Raises:
-        FieldError: there is none, or it is nobody's.
+        FieldError: the group does not exist, or the id is reserved.
     """
     return _find_account_id("group", group, lambda name: grp.getgrnam(name).gr_gid)
 
 
 def read_public_key(path: Path) -> str:
-    """Return the key in a file, in Z85.
+    """Return the public key in a file, in Z85.
 
     Raises:
-        FieldError: there is none.
+        FieldError: the file has no valid key.
     """
     try:
         return read_public(path)
     except KeyFileError as error:
         text = str(error)
-        # The path is the file's.
+        # The text contains the path, which may have unprintable characters.
         raise FieldError(text if text.isprintable() else ascii(text)[1:-1]) from None
 
 
@@ -324,9 +325,10 @@ def _find_account_id(kind: str, account: str, look_up_id: Callable[[str], int]) 
 
 
 def find_duplicates(identities_by_tenant: Mapping[str, Mapping[T, str]]) -> Iterator[tuple[str, FieldError]]:
-    """Yield each tenant that has somebody of an earlier one, with what to say.
+    """Yield an error, with its tenant, for each identity that an earlier tenant has already.
 
-    `identities_by_tenant`: who the tenants have.
+    Args:
+        identities_by_tenant: by tenant, its identities and their spelling.
     """
     tenant_by_identity: dict[T, str] = {}
     for name, each in identities_by_tenant.items():
