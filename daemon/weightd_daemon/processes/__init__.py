@@ -1,6 +1,6 @@
-"""Processes: holders, workers and those that help to start them; started, heard, ordered and reaped.
+"""Process supervision: starts, forks, signals and reaps the holders, the workers and their helper processes.
 
-`ProcessSupervisor` has them for whoever owns them, a `ProcessEventHandler`: that is told what becomes of them, and
-nobody asks who it is. What is started is a `ProcessSpec`; how it is started is up to a `Launcher`. Imports generations,
-config and platform, never models.
+The caller of `ProcessSupervisor` describes a process by a `ProcessSpec`; a `Launcher` starts the process. The
+supervisor reports the messages and the exit of each child to the `ProcessEventHandler` of that child. This package
+never imports `models`.
 """

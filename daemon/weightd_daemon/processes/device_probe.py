@@ -1,4 +1,4 @@
-"""What cards say of their memory, asked once before the first model is loaded there."""
+"""Queries the free memory of accelerator cards before the first model is loaded on them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _log = logging.getLogger("weightd")
 
 
 class DeviceMemoryInfo(Protocol):
-    """A device.
+    """A device and its memory.
 
     Attributes:
-        name: of the device.
-        capacity_bytes: bytes that may be used there; None where that is not known.
-        reported_bytes: bytes that the card itself has said are there; None if it has not.
+        name: the name of the device.
+        capacity_bytes: the bytes that models may use on the device; None if unknown.
+        reported_bytes: the free bytes that the card itself reported; None before that.
     """
 
     name: str
@@ -32,27 +32,27 @@ class DeviceMemoryInfo(Protocol):
 
 
 class DeviceProbe:
-    """Asks cards, each in the interpreter of a model that uses it.
+    """Queries each card once, in the interpreter of a model that uses the card.
 
     Args:
-        process_table: has the processes.
-        devices: by name.
+        process_table: starts and watches the helper processes.
+        devices: all devices, by name.
     """
 
     def __init__(self, process_table: ProcessTable, devices: Mapping[str, DeviceMemoryInfo]) -> None:
         self._process_table = process_table
         self._devices = devices
-        # If in vain.
+        # Devices that are not queried again: a query that fails is not repeated.
         self._failed_devices: set[str] = set()
 
     def probe(self, python: str, names: Iterable[str], log: Path, on_done: Callable[[], None]) -> None:
-        """Ask each of the cards of which nothing is known, one after another; then call `on_done`.
+        """Query the cards whose memory is unknown, one after another, then call `on_done`.
 
         Args:
-            python: the interpreter that has the library of the cards.
-            names: of devices.
-            log: where the processes write.
-            on_done: is called at once where there is nobody to ask.
+            python: the interpreter in which the library of the cards is installed.
+            names: the devices; those on the CPU are skipped.
+            log: the file to which the helper processes write their stderr, in the directory of a snapshot.
+            on_done: called at once if no card has to be queried.
         """
         names = list(names)
         device = next((self._devices[each] for each in names if self._is_unprobed(each)), None)
@@ -63,7 +63,7 @@ class DeviceProbe:
         probe_next = functools.partial(self.probe, python, names, log, on_done)
         argv = [python, "-m", "weightd_worker.device_probe", "--device", device.name, "--parent", str(os.getpid())]
         try:
-            # Its place is beside the snapshot for which it is asked.
+            # `SnapshotService.remove_snapshot` kills the processes whose names begin with the name of the snapshot.
             name = f"{log.parent.name}.{device.name}"
             run_oneshot(self._process_table, name, argv, log, functools.partial(self._on_result, device, probe_next))
         except OSError as error:

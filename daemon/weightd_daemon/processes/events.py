@@ -1,4 +1,4 @@
-"""What owners of child processes are told of them, and of snapshots. `now` is the clock, in monotonic seconds."""
+"""Interfaces that receive the events of child processes and of snapshots. `now` is in monotonic seconds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from weightd_protocol.messages.worker import ChildMessage
 
 @dataclass(frozen=True)
 class SliceSnapshot:
-    """The copy of what one rank loads; the fields are those of `Snapshot`.
+    """The immutable copy of the slice that one rank loads. The other attributes have the same meaning as in `Snapshot`.
 
     Attributes:
-        group_info: the copy of what it is told of the groups of ranks within the model, or "".
+        group_info: the path of the copy of the rank's file of communication groups, or "".
     """
 
     path: str
@@ -29,17 +29,17 @@ class SliceSnapshot:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The immutable copy of a source that every process of its generations loads.
+    """The immutable copy of a model that every process of a generation loads.
 
     Attributes:
-        path: the copy of the model file; where it is cut into slices, that of rank 0.
-        weights: the copy of the arrays to load over its weights, or "".
-        sha256: of the model, or of the digests of all slices in the order of their ranks.
-        nbytes: of all files of the model.
-        sample: the copy of the inputs that the self-test is run on, or "".
-        identity: of the files of the model: another one as soon as one was written or replaced.
-        slices: what each rank loads; none: the model is whole.
-        rank_tables: the copy of the rank table of each group, if they are configured.
+        path: the path of the copied model file; of a sliced model, the slice of rank 0.
+        weights: the path of the copied arrays that replace weights of the model, or "".
+        sha256: the digest of the model; of a sliced model, `digest_of` its slices.
+        nbytes: the size of all files of the model together, in bytes.
+        sample: the path of the copied inputs of the self-test, or "".
+        identity: a text that changes when a file of the copy is written or replaced.
+        slices: the copied slice of each rank; empty if the model is not sliced.
+        rank_tables: the path of the copied rank table of each rank group; empty if none is configured.
     """
 
     path: str
@@ -53,25 +53,25 @@ class Snapshot:
 
 
 def digest_of(slices: Sequence[SliceSnapshot]) -> str:
-    """Return the sha256 that names a model that is cut into these: of their digests, each on a line."""
+    """Return the digest of a sliced model: the sha256 of the slices' digests, one a line, in the order of the ranks."""
     return hashlib.sha256("".join(f"{each.sha256}\n" for each in slices).encode()).hexdigest()
 
 
 class ProcessEventHandler(Protocol):
-    """Who has children started."""
+    """Handles the events of child processes."""
 
     def on_message(self, child: str, message: ChildMessage, frames: Sequence[Any], now: float) -> None:
-        """A child has sent `message`, with these tensor frames behind it."""
+        """Handle a message from a child. `frames` are the tensor frames that follow the message."""
 
     def on_exit(self, child: str, exit_cause: ExitCause, now: float) -> None:
-        """A child has exited, or could not be started. What it had sent was told before."""
+        """Handle the exit of a child, or its failure to start. All messages of the child were handled before."""
 
 
 class SnapshotEventHandler(Protocol):
-    """Who has snapshots taken."""
+    """Handles the events of snapshots."""
 
     def on_snapshot_taken(self, source: ModelSource, snapshot: Snapshot, now: float) -> None:
-        """The snapshot of a source exists, and its devices have said what they have."""
+        """Handle a snapshot that is complete. The memory of the model's cards was queried before."""
 
     def on_snapshot_failed(self, source: ModelSource, cause: str, now: float, *, is_transient: bool = False) -> None:
-        """There is no snapshot of a source; `is_transient`: the cause may go away by itself."""
+        """Handle a snapshot that could not be taken. `is_transient`: a later attempt may succeed."""

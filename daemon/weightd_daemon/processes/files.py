@@ -1,4 +1,4 @@
-"""The files of snapshots and generations, each in a private directory that is removed when nobody needs it."""
+"""Files of snapshots and generations, each set in a private directory."""
 
 from __future__ import annotations
 
@@ -17,109 +17,109 @@ from weightd_daemon.platform.exit_cause import MissingFile
 
 @dataclass(frozen=True)
 class SnapshotFiles:
-    """Where the immutable copy of a model is."""
+    """Paths of the immutable copy of a model."""
 
     directory: Path
 
     @property
     def model_dir(self) -> Path:
-        """The model file that every process loads, and what belongs to it. Made by the snapshot process."""
+        """The directory of the copied model file and its further files. The snapshotter creates it."""
         return self.directory / "model"
 
     def slice_dir(self, rank: int) -> Path:
-        """Where a rank's slice is, and what belongs to it. As `model_dir`."""
+        """Return the directory of one rank's slice and its further files. The snapshotter creates it."""
         return self.directory / f"rank{rank}"
 
     @property
     def weights(self) -> Path:
-        """The arrays that every process loads over the model's weights, if there are any."""
+        """The arrays with which every process replaces weights of the model, if they are configured."""
         return self.directory / "weights.npz"
 
     @property
     def sample(self) -> Path:
-        """The inputs that the self-test runs on, if they are configured."""
+        """The inputs of the self-test, if they are configured."""
         return self.directory / "selftest.npz"
 
     def group_info(self, rank: int) -> Path:
-        """What a rank is told of the groups of ranks within the model, if that is configured."""
+        """Return the path of one rank's file of communication groups, which exists if it is configured."""
         return self.directory / f"group_info{rank}"
 
     def rank_table(self, group: int) -> Path:
-        """The rank table of a group, if it is configured."""
+        """Return the path of the rank table of one rank group, which exists if it is configured."""
         return self.directory / f"rank_table{group}.json"
 
     @property
     def copy_progress(self) -> Path:
-        """How much of it has been copied."""
+        """The progress of the copy, written by `CopyProgressFile`."""
         return self.directory / "copied"
 
     @property
     def log(self) -> Path:
-        """What the processes say that take the snapshot."""
+        """The stderr of the snapshotter and of the device queries that follow the copy."""
         return self.directory / "log"
 
     def create(self) -> None:
-        """Make the directory; nothing of an earlier attempt is left in it.
+        """Create the directory, without the files of an earlier attempt.
 
         Raises:
-            PathInUse: it cannot be made.
+            PathInUse: the directory cannot be created.
         """
         self.remove()
-        # Somebody may have removed all of the cache.
+        # The operator may have removed the whole cache.
         make_directory(self.directory.parent, mode=0o700)
         make_directory(self.directory, mode=0o700)
 
     def remove(self) -> None:
-        """Remove everything."""
+        """Remove the directory with all its files."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
 @dataclass(frozen=True)
 class GenerationFiles:
-    """Where a generation's page store, rank table and logs are."""
+    """Paths of a generation's page store, rank table and logs."""
 
     directory: Path
 
     @property
     def store(self) -> Path:
-        """The page store that the holder may write."""
+        """The page store, which only the holder writes."""
         return self.directory / "pages"
 
     @property
     def rank_table(self) -> Path:
-        """The rank table that is written for it."""
+        """The rank table that weightd generated for this generation."""
         return self.directory / "rank_table.json"
 
     def log(self, child: str) -> Path:
-        """Where a child's stdout and stderr go."""
+        """Return the log of a child: its stdout and stderr."""
         return self.directory / f"{child}.log"
 
     def create(self, rank_table: str = "") -> None:
-        """Make the directory, with this rank table in it if there is one.
+        """Create the directory, and write the rank table into it unless `rank_table` is empty.
 
         Raises:
-            PathInUse: the directory cannot be made.
-            OSError: the table cannot be written.
+            PathInUse: the directory cannot be created.
+            OSError: the rank table cannot be written.
         """
-        # Somebody may have removed all of the cache.
+        # The operator may have removed the whole cache.
         make_directory(self.directory.parent, mode=0o700)
         make_directory(self.directory, mode=0o700)
         if rank_table:
             self.rank_table.write_text(rank_table, "ascii")
 
     def remove(self) -> None:
-        """Remove everything."""
+        """Remove the directory with all its files."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
 class FileFingerprint:
-    """What a file was when this was made; whether it still is that is cheap to ask, for each answer.
+    """The size and modification time that a file had at first, compared cheaply with its current ones.
 
-    It tells every write and every truncation by any process (they set the time of the last change), not what a failing
-    disk does.
+    The comparison detects every write and truncation by a process, because these set the modification time. It does not
+    detect data that a failing disk has changed.
 
     Raises:
-        OSError: there is no such file.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
@@ -128,15 +128,15 @@ class FileFingerprint:
 
     @property
     def value(self) -> tuple[int, int]:
-        """What it was: the size, and the time of the last change in ns."""
+        """The size in bytes and the modification time in ns, as of the creation of this object."""
         return self._initial
 
     def is_intact(self) -> bool:
-        """Return whether nobody has written to the file or truncated it."""
+        """Return whether the file was neither written nor truncated since this object was created."""
         return self._current() == self._initial
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor of the file."""
         os.close(self._descriptor)
 
     def _current(self) -> tuple[int, int]:
@@ -145,21 +145,22 @@ class FileFingerprint:
 
 
 def fingerprint_of(path: Path) -> FileFingerprint | None:
-    """Return the seal of the file at `path`, or None if there is none."""
+    """Return the fingerprint of the file at `path`, or None if the file cannot be opened."""
     with contextlib.suppress(OSError):
         return FileFingerprint(path)
     return None
 
 
 class GenerationStorage:
-    """The files of all generations, and the fingerprints that their page stores had when their holders exported them.
+    """The files of all generations, and the fingerprints of their page stores at the time of the export.
 
     Args:
-        directory: private to the daemon; each generation has a directory below it.
+        directory: a directory private to the daemon, with a subdirectory for each generation.
 
     Attributes:
-        files: of each generation, by its label.
-        fingerprints: of the page stores, by the label of the generation; a generation without one has no store.
+        files: the files of each generation, by the label of the generation.
+        fingerprints: the fingerprints of the page stores, by the label of the generation; a generation without a page
+            store has none.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -168,14 +169,14 @@ class GenerationStorage:
         self.fingerprints: dict[str, FileFingerprint] = {}
 
     def open(self, generation: GenerationBase) -> GenerationFiles:
-        """Return the files of a generation, whether or not they exist."""
+        """Return the files of a generation. They need not exist."""
         return self.files.setdefault(generation.label, GenerationFiles(self._directory / generation.label))
 
     def create(self, generation: GenerationBase, rank_table: str = "") -> GenerationFiles:
-        """Return the files of a generation after making its directory, unless that exists.
+        """Return the files of a generation, and create its directory if necessary.
 
         Raises:
-            PathInUse: the directory cannot be made.
+            PathInUse: the directory cannot be created.
             OSError: the rank table cannot be written.
         """
         files = self.open(generation)
@@ -184,31 +185,33 @@ class GenerationStorage:
         return files
 
     def on_exported(self, generation: GenerationBase) -> None:
-        """Remember the fingerprint of the page store, if the holder has written one."""
+        """Record the fingerprint of the page store, if the holder has written one."""
         files = self.files.get(generation.label)
         fingerprint = fingerprint_of(files.store) if files and generation.label not in self.fingerprints else None
         if fingerprint is not None:
             self.fingerprints[generation.label] = fingerprint
 
     def seal_record(self, generation: GenerationBase) -> SealRecord | None:
-        """Return the fingerprint of the page store when it was exported; None without a page store."""
+        """Return the fingerprint that the page store had at its export, or None without a page store."""
         fingerprint = self.fingerprints.get(generation.label)
         return SealRecord(*fingerprint.value) if fingerprint is not None else None
 
     def is_store_intact(self, generation: GenerationBase) -> bool:
-        """Return whether the page store, if there is one, is what it was when it was exported."""
+        """Return whether the page store is unchanged since its export. True without a page store."""
         fingerprint = self.fingerprints.get(generation.label)
         return fingerprint is None or fingerprint.is_intact()
 
     def find_missing_file(
         self, generation: GenerationBase, paths: Iterable[str], *, needs_store: bool
     ) -> tuple[MissingFile, str]:
-        """Return which file has vanished that a child needs, with an error text; `MissingFile.NONE` if none has.
+        """Return the kind of file that a child needs but that has vanished, and an error text.
+
+        The result is `MissingFile.NONE` and an empty text if every file exists.
 
         Args:
-            generation: of the child.
-            paths: the files of the snapshot that the child loads; it ignores empty ones.
-            needs_store: whether the child attaches to the page store, if there is one.
+            generation: the generation of the child.
+            paths: the files of the snapshot that the child loads; empty paths are ignored.
+            needs_store: whether the child attaches to the page store, if the generation has one.
         """
         for path in filter(None, paths):
             if not os.path.lexists(path):
@@ -220,7 +223,7 @@ class GenerationStorage:
         return MissingFile.NONE, ""
 
     def remove_files(self, generation: GenerationBase) -> None:
-        """Remove the files of a generation that has no process any more."""
+        """Remove the files of a generation whose processes have all exited."""
         files = self.files.pop(generation.label, None)
         if files is not None:
             files.remove()

@@ -1,4 +1,4 @@
-"""Children that are forked: asked for, adopted once they are there, and given up where they do not come."""
+"""Fork coordination: requests forks from fork servers and templates, adopts the children, handles late replies."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from weightd_protocol.messages.worker import Fork, Forked
 
 _log = logging.getLogger("weightd")
 
-# What has been ended for being late is looked at again after this.
+# Interval between checks after an overdue process was killed: its exit has not been reported yet.
 _RECHECK_INTERVAL_S = 1.0
 
 _NEVER = float("inf")
 
 
 class ForkRequest(NamedTuple):
-    """A child that a process has been asked for.
+    """A request to a process to fork a child.
 
     Attributes:
-        process_spec: what it is to be.
-        parent: of which process it is forked.
-        deadline: by when that has to have answered, in monotonic seconds.
-        on_failure: called with the launch, and why there is no such child, if it does not come.
+        process_spec: the child.
+        parent: the name of the process that forks the child.
+        deadline: the time by which `parent` must have replied, in monotonic seconds.
+        on_failure: called with `process_spec` and the reason if the child is not forked.
     """
 
     process_spec: ProcessSpec
@@ -41,30 +41,30 @@ class ForkRequest(NamedTuple):
 
 
 class PendingForks:
-    """The children that processes have been asked for and have not answered yet, by name."""
+    """The fork requests without a reply yet, by the name of the child."""
 
     def __init__(self) -> None:
         self._pending: dict[str, ForkRequest] = {}
-        # Who has been asked for one that is wanted no more, by its name: the answer comes all the same.
+        # The parent of each cancelled fork, by the name of the child. The parent still replies.
         self._cancelled: dict[str, str] = {}
 
     def add(self, request: ForkRequest) -> None:
-        """A process is asked for a child."""
+        """Add a request that is about to be sent."""
         self._pending[request.process_spec.name] = request
 
     def parents(self) -> list[str]:
-        """Return every process that has not answered."""
+        """Return the name of every process that owes a reply to a request. Cancelled requests do not count."""
         return list(dict.fromkeys(each.parent for each in self._pending.values()))
 
     def is_awaited(self, parent: str) -> bool:
-        """Whether a process has not answered all that it was asked, be that wanted or not."""
+        """Return whether a process has not replied to a request yet. Cancelled requests count."""
         return parent in self._cancelled.values() or parent in self.parents()
 
     def complete(self, name: str, parent: str) -> ForkRequest | None:
-        """A process has answered; return what it was asked for, None if that is wanted no more.
+        """Remove a request to which a process has replied, and return the request, or None if it was cancelled.
 
         Raises:
-            LookupError: it was not asked for that.
+            LookupError: the process has no such request.
         """
         request = self._pending.get(name)
         if request is not None and request.parent == parent:
@@ -75,14 +75,14 @@ class PendingForks:
         return None
 
     def cancel(self, name: str) -> bool:
-        """A child is wanted no more; return whether it was being forked."""
+        """Cancel the request for a child; return whether there was one."""
         request = self._pending.pop(name, None)
         if request is not None:
             self._cancelled[name] = request.parent
         return request is not None
 
     def drop_parent(self, parent: str) -> list[ForkRequest]:
-        """A process has ended; return what it has not answered."""
+        """Drop the requests of a process that has exited; return the dropped requests, except for cancelled ones."""
         self._cancelled = {name: each for name, each in self._cancelled.items() if each != parent}
         dropped = [each for each in self._pending.values() if each.parent == parent]
         for each in dropped:
@@ -90,12 +90,12 @@ class PendingForks:
         return dropped
 
     def overdue_parents(self, now: float) -> list[str]:
-        """Return every process that should have answered by now."""
+        """Return the name of every process whose reply is overdue."""
         return list(dict.fromkeys(each.parent for each in self._pending.values() if each.deadline <= now))
 
     @property
     def next_deadline(self) -> float:
-        """Nothing is overdue before this."""
+        """The earliest deadline of a request, in monotonic seconds; infinity without requests."""
         return min((each.deadline for each in self._pending.values()), default=_NEVER)
 
 
@@ -103,12 +103,12 @@ class ForkCoordinator:
     """Asks processes to fork children, and adopts the children.
 
     Args:
-        pending_forks: records what processes have been asked to fork.
-        launcher: adopts what is forked: that is a child of the one which has started what it is forked of.
-        loop: tells the time.
-        process_table: watches and kills processes.
+        pending_forks: the requests without a reply.
+        launcher: adopts the forked children. A forked child has the same parent process as the process that forked it.
+        loop: runs the timer for overdue replies.
+        process_table: kills processes.
         send_order: sends an order to a process.
-        on_child_forked: is given a child that is there, and of which process.
+        on_child_forked: called with the spec of a child, the name of the process that forked it, and the adopted child.
     """
 
     def __init__(
@@ -129,17 +129,17 @@ class ForkCoordinator:
         loop.add_timer(self._timer)
 
     def fork(self, request: ForkRequest) -> None:
-        """Have a child forked."""
+        """Ask a process to fork a child."""
         self._pending_forks.add(request)
         self._timer.set_no_later_than(request.deadline)
         process_spec = request.process_spec
         self._send_order(request.parent, Fork(process_spec.name, tuple(process_spec.arguments), str(process_spec.log)))
 
     def on_fork_reply(self, parent: str, forked: Forked) -> None:
-        """A process says what has come of it.
+        """Adopt the child that a process has forked, or report why it has not; kill a child whose fork was cancelled.
 
         Raises:
-            RemoteProtocolError: nobody has asked it.
+            RemoteProtocolError: the process was not asked to fork this child.
         """
         try:
             request = self._pending_forks.complete(forked.name, parent)
@@ -160,12 +160,12 @@ class ForkCoordinator:
                 self._on_child_forked(request.process_spec, parent, process)
 
     def on_parent_exit(self, parent: str) -> None:
-        """A process has ended."""
+        """Report all forks that were requested of a process as failed, because it has exited."""
         for wanted in self._pending_forks.drop_parent(parent):
             wanted.on_failure(wanted.process_spec, f"{parent} was lost before it had forked it")
 
     def check_overdue(self, now: float) -> None:
-        """End whoever has not answered in time: that end is told, and what it was asked for with it."""
+        """Kill the processes whose replies are overdue. `on_parent_exit` then reports their requests as failed."""
         late = self._pending_forks.overdue_parents(now)
         for parent in late:
             _log.warning("%s did not fork in time: killing it", parent)

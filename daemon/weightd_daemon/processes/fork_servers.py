@@ -1,7 +1,8 @@
-"""Fork servers: for each interpreter and engine a process that has loaded both, of which children are forked.
+"""Fork servers: one process for each interpreter and engine, which has imported both and forks children.
 
-One is there as long as a model wants it. One that ends is followed by another, soon the first time; meanwhile children
-are spawned, for that reason.
+A fork server runs as long as a model uses its interpreter and engine. One that exits is restarted at once. After
+repeated early exits it is restarted with the next child that needs it, once a delay has passed; until then, children
+are spawned.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from weightd_daemon.processes.spec import ProcessSpec, WorkerProgram
 
 _log = logging.getLogger("weightd")
 
-# An interpreter on a loaded machine needs seconds to import an engine.
+# On a loaded machine an interpreter needs seconds to import an engine.
 START_TIMEOUT_S = 60.0
 
-# What it takes to fork, however much memory has to be marked for it, and then some.
+# Enough for a fork whose parent has many page tables to copy, with a margin.
 FORK_TIMEOUT_S = 10.0
 
 ServerKey = tuple[str, str]
@@ -33,16 +34,17 @@ ServerKey = tuple[str, str]
 
 @dataclass
 class ForkServer:
-    """A fork server, or what became of it.
+    """One fork server and its restarts.
 
     Attributes:
-        python: its interpreter.
-        engine: what it has loaded.
-        name: of the process, "" while there is none.
-        started_at: when that was started, in monotonic seconds.
-        has_forked: whether that has forked anything: before, it may still be loading.
-        fork_count: how many children all of its kind have made.
-        reason: it is not there, for people.
+        python: the interpreter.
+        engine: the engine that the process imports.
+        name: the name of the running process; "" while none runs.
+        started_at: the start time of that process, in monotonic seconds.
+        has_forked: whether that process has forked a child; before that, it may still be importing the engine.
+        fork_count: the number of children forked since the daemon started, over all restarts.
+        reason: why no process runs, as a text for the operator; else "".
+        restart_backoff: the delay of the next restart.
     """
 
     python: str
@@ -56,13 +58,13 @@ class ForkServer:
 
 
 class ForkServers:
-    """The fork servers that the models of the configuration want.
+    """The fork servers for the configured models.
 
     Args:
-        directory: for their logs.
-        address: where children connect.
-        start_process: starts one; raises OSError where that cannot be done.
-        kill_process: ends the one of that name.
+        directory: the directory for their logs.
+        address: the address to which children connect.
+        start_process: starts a fork server; raises OSError on failure.
+        kill_process: kills the fork server with this name.
     """
 
     def __init__(
@@ -81,11 +83,11 @@ class ForkServers:
 
     @property
     def servers(self) -> Mapping[ServerKey, ForkServer]:
-        """Those that are wanted."""
+        """The fork servers that the models need, running or not."""
         return self._servers
 
     def reconcile(self, models: Iterable[ModelConfig]) -> None:
-        """Have those that these models want, and no other."""
+        """Start the fork servers that the models need, and kill all others."""
         wanted = {(each.python, each.engine) for each in models if each.can_fork}
         for kind in self._servers.keys() - wanted:
             server = self._servers.pop(kind)
@@ -95,22 +97,22 @@ class ForkServers:
             self._start(self._servers.setdefault(kind, ForkServer(*kind)))
 
     def find(self, program: WorkerProgram) -> ForkServer | None:
-        """Return the one for this program, started anew if that is due; None if no model wants it."""
+        """Return the fork server for a program, after restarting it if that is due; None if no model uses it."""
         server = self._servers.get((program.python, program.engine))
         if server is not None and not server.name and server.restart_backoff.due_at <= event_loop.now():
             self._start(server)
         return server
 
     def is_fork_server(self, name: str) -> bool:
-        """Whether a process is one of them."""
+        """Return whether a process is a running fork server."""
         return self._find_by_name(name) is not None
 
     def fork_deadline(self, name: str, *, has_channel: bool) -> float:
-        """Return by when one that is asked now has to have answered, in monotonic seconds.
+        """Return the deadline for the reply to a fork request that is sent now, in monotonic seconds.
 
         Args:
-            name: of the process.
-            has_channel: whether it has connected its channel, which it does when it has loaded everything.
+            name: the name of the fork server.
+            has_channel: whether it has connected its channel, which it does after all imports.
         """
         server = self._find_by_name(name)
         deadline = event_loop.now() + FORK_TIMEOUT_S
@@ -121,14 +123,14 @@ class ForkServers:
         )
 
     def on_child_forked(self, name: str) -> None:
-        """It has made a child."""
+        """Count a child that a fork server has forked."""
         server = self._find_by_name(name)
         if server is not None:
             server.fork_count += 1
             server.has_forked = True
 
     def on_exit(self, name: str, exit_cause: ExitCause) -> None:
-        """It has ended: the next one is started at once, unless the one before has also ended soon."""
+        """Handle the exit of a fork server. It is restarted at once, unless its predecessor also exited early."""
         server = self._find_by_name(name)
         if server is None:
             return

@@ -1,4 +1,4 @@
-"""Launchers: what starts holders, workers and fork servers; here those that are children of this process."""
+"""Launchers: start holders, workers and fork servers, as children of the daemon (here) or of the shim."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from weightd_daemon.processes.spec import ProcessSpec, SurvivingProcess
 
 
 class Launcher(Protocol):
-    """Starts holders and workers, and knows those that a daemon before this one has had started."""
+    """Starts processes and adopts forked ones; knows the processes that an earlier daemon has started."""
 
     def start(self, process_spec: ProcessSpec) -> ChildProcess:
-        """Start a child in a session of its own; it learns its parent's pid by `--parent`, all else from stdin.
+        """Start a child in a new session. The child gets its parent's pid by `--parent`, its other arguments by stdin.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the child cannot be started.
         """
         raise NotImplementedError
 
     def surviving_processes(self) -> list[SurvivingProcess]:
-        """Return every child that outlives the daemon."""
+        """Return the children that an earlier daemon has started and that still run or have not been reaped."""
         raise NotImplementedError
 
     def kill_orphans(self) -> None:
-        """End what was forked for a daemon before this one, which ended before it adopted that."""
+        """Kill the processes that were forked for an earlier daemon, which exited before it adopted them."""
 
     def kill_orphans_of(self, parent: int, known_pids: Collection[int]) -> None:
-        """End what a child that has ended had forked without telling; that has the child's session still.
+        """Kill the processes that an exited child had forked without a reply. They are still in the child's session.
 
         Args:
-            parent: the pid of the child, which has not been waited for.
-            known_pids: the pids of all that run; not all of them need have a session of their own yet.
+            parent: the pid of the exited child, which has not been reaped yet.
+            known_pids: the pids of all adopted processes. Some may not have left the session of their parent yet.
 
         Raises:
-            OSError: that cannot be done.
+            OSError: the processes cannot be found or killed.
         """
         raise NotImplementedError
 
     def adopt(self, name: str, pid: int, log: Path) -> ChildProcess:
-        """Have a child watched that another child has forked: its parent is that of the other.
+        """Watch a child that another child has forked. Both have the same parent process.
 
         Raises:
             OSError: there is no such child, or no descriptors are left.
@@ -52,16 +52,16 @@ class Launcher(Protocol):
         raise NotImplementedError
 
     def watch(self, survivor: SurvivingProcess) -> ChildProcess:
-        """Have such a child watched.
+        """Watch a child that an earlier daemon has started.
 
         Raises:
-            OSError: it is gone, or no descriptors are left.
+            OSError: the child is gone, or no descriptors are left.
         """
         raise NotImplementedError
 
 
 class DirectLauncher:
-    """A `Launcher` that starts them itself."""
+    """A launcher whose children are children of the daemon itself, and exit with it."""
 
     def start(self, process_spec: ProcessSpec) -> ChildProcess:  # noqa: D102
         return processes.start(

@@ -1,7 +1,8 @@
-"""Orders to child processes and messages from them.
+"""Sends orders to child processes and receives their messages.
 
-Each child connects a channel, a stream of its own without libzmq, for everything that has to stay in the order of its
-requests. Until then, and for everything else, it uses the daemon's ZeroMQ socket.
+Each child connects a channel, a Unix stream socket without ZeroMQ, for all messages whose order relative to its
+requests matters. Before that, and for all other messages, it uses the daemon's ZeroMQ socket. Forked children, and the
+processes that fork them, have the channel only.
 """
 
 from __future__ import annotations
@@ -64,37 +65,37 @@ from weightd_protocol.messages.worker import (
     UnmapRegion,
 )
 
-# Of the frames of a message.
+# The frames of a message that hold tensors.
 _TENSOR_FRAMES = slice(limits.MAX_HEADER_FRAMES, None)
 
-# A child receives these in the order in which they are sent, and answers in that order.
+# Orders that a child must receive, and answer, in the order in which the daemon sends them.
 _CHANNEL_ORDERS = frozenset((Fork, BeginBatch, Predict, CancelPredict))
 
-# What comes of requests.
+# Replies to requests.
 _OUTCOMES = frozenset((PredictResult, PredictDone, PredictFailed, PredictCancelled))
 
-# What a child has said at once is heard at once, but for this bound: others have their turn.
+# The number of reads from one channel in a turn of the event loop, so that the other descriptors are served, too.
 _MAX_READS = 8
 
 _log = logging.getLogger("weightd")
 
 
 class ChildMessenger:
-    """Sends orders to children, and calls the event handler of each child with its messages.
+    """Sends orders to children, and passes the messages of each child to its event handler.
 
     Args:
-        context: for the socket.
-        config: where the sockets are.
-        loop: calls when something is readable.
-        process_table: the processes that run.
-        pending_forks: which processes have been asked to fork.
-        on_forked: called with the name of a process and its reply to Fork; raises RemoteProtocolError if that is
+        context: the ZeroMQ context of the socket.
+        config: the paths of the sockets.
+        loop: reports readable sockets.
+        process_table: the running processes.
+        pending_forks: the requests to fork without a reply.
+        on_forked: called with the name of a process and its reply to Fork; raises RemoteProtocolError if the reply is
             invalid.
         on_message_burst: called before several messages are handled that a child has sent at once.
 
     Attributes:
-        address: where children connect.
-        handlers: the event handler of each child by name, from the moment in which the child is wanted.
+        address: the address to which children connect.
+        handlers: the event handler of each child by name, from the request to start the child on.
         channels: the channels of the children.
     """
 
@@ -116,11 +117,11 @@ class ChildMessenger:
         self._pending_forks = pending_forks
         self._on_forked = on_forked
         self._decoder = Decoder(FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
-        # Children without a ZeroMQ connection: those that are forked, and those that others are forked from.
+        # Processes without a ZeroMQ connection: forked children, and the processes that fork them.
         self._channel_only: set[str] = set()
         # Orders to children of the previous daemon that have not connected yet.
         self._held_orders: dict[str, list[ChildOrder]] = {}
-        # A child that finds the socket finds the channel, too: the channel is bound first.
+        # The channel is bound first: a child that can connect to the ZeroMQ socket can also connect its channel.
         self.channels = WorkerChannels(
             config.channel_socket,
             loop,
@@ -134,7 +135,7 @@ class ChildMessenger:
         self._schedule_receive = watch_socket(loop, self._socket, self._on_messages)
 
     def missing_socket(self) -> str:
-        """Return the path of a socket that somebody has removed, or ""; no child can connect there."""
+        """Return the path of a socket that was removed, so that no child can connect to it; "" if none was."""
         return next((str(path) for path in self._paths if not path.exists()), "")
 
     def set_channel_only(self, name: str, *, is_channel_only: bool = True) -> None:
@@ -151,7 +152,7 @@ class ChildMessenger:
     def send_order(
         self, name: str, order: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[SharedRegion] = ()
     ) -> None:
-        """Send an order to a child. A child that cannot be reached is dying; its pidfd will report that."""
+        """Send an order to a child. The order is lost if the child is exiting; its pidfd then reports the exit."""
         kind = order.__class__
         if kind in _CHANNEL_ORDERS or name in self._channel_only:
             if kind is BeginBatch:
@@ -160,14 +161,14 @@ class ChildMessenger:
         elif name in self._held_orders:
             self._held_orders[name].append(order)
         elif kind is Stop and self.channels.is_open_or_pending(name):
-            # The child stops after it has done what it was asked before.
+            # On the channel, the child reads Stop after all earlier orders.
             self.channels.send(name, order, frames)
         else:
             send(self._socket, name.encode(), [*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
             self._schedule_receive()
 
     def unmap(self, numbers: Iterable[int]) -> None:
-        """Unmap these regions of clients' memory in all workers: no later request will name them."""
+        """Unmap regions of clients' memory in all workers. No later request may name them."""
         for number in numbers:
             self.channels.unmap(number)
 
@@ -179,14 +180,14 @@ class ChildMessenger:
         self._schedule_receive()
 
     def remove(self, name: str) -> ProcessEventHandler | None:
-        """Forget a process; return its event handler, which a fork server has not."""
+        """Forget a process; return its event handler, or None for a fork server, which has none."""
         self.channels.remove(name)
         self._held_orders.pop(name, None)
         self._channel_only.discard(name)
         return self.handlers.pop(name, None)
 
     def close(self) -> None:
-        """Close the channels; their path stays for the next daemon."""
+        """Close all channels. The path of their listener stays for the next daemon."""
         self.channels.close()
 
     def _on_messages(self) -> int:
@@ -201,7 +202,7 @@ class ChildMessenger:
             if handler is not None:
                 message = self._parse_message(name, received)
                 if isinstance(message, Reconnected):
-                    # The child has connected its channel before it sent this.
+                    # The child connected its channel before it sent Reconnected.
                     self.channels.accept()
                 for order in self._held_orders.pop(name, ()):
                     self.send_order(name, order)
@@ -224,7 +225,7 @@ class ChildMessenger:
         return _with_limit_hint(message) if isinstance(message, ProcessFailed) else message
 
     def _name_of(self, pid: int) -> str | None:
-        # The parent of a forked child has replied before the child could connect.
+        # A forked child is known only after its parent's reply, which the parent sent before the child could connect.
         for parent in self._pending_forks.parents():
             self.channels.read_all(parent)
         return self._process_table.find(pid)
@@ -246,17 +247,17 @@ class ChildMessenger:
 
 
 class WorkerChannels:
-    """Accepts the children's connections and reads from them; nothing here ever waits for a child.
+    """Accepts the channels of the children, sends orders and reads messages without blocking.
 
     Args:
-        path: where they connect: nobody else's user may.
-        loop: calls when something can be read or written.
-        name_of: gives the name of the child with a pid, None if there is none; who is no child is hung up.
-        handlers: the event handlers of children by name: each is given what comes of the requests of its child.
-        on_message: called with the name of a child and any other message.
-        on_protocol_error: called with the name of a child and how it has broken the protocol: then its channel is
+        path: the path of the listening socket, accessible to the daemon's user only.
+        loop: reports readable and writable channels.
+        name_of: returns the name of the child with this pid, or None. Connections of other processes are closed.
+        handlers: the event handlers by the name of the child; they receive the replies to requests.
+        on_message: called with the name of a child and a message that is not a reply to a request.
+        on_protocol_error: called with the name of a child and its violation of the protocol, after its channel was
             closed.
-        on_message_burst: called before more than one message is heard that have come at once.
+        on_message_burst: called before several messages are handled that a child has sent at once.
     """
 
     def __init__(  # noqa: PLR0913
@@ -277,30 +278,30 @@ class WorkerChannels:
         self._on_message = on_message
         self._on_protocol_error = on_protocol_error
         self._on_message_burst = on_message_burst
-        # None: it had one, which is closed. That it has ended, its pidfd will tell.
+        # None: the child has closed its channel. Its pidfd reports the exit.
         self._channels: dict[str, Stream | None] = {}
-        # What children are to have once they have connected.
+        # Orders to children whose channel is not connected yet.
         self._held_orders: dict[str, list[tuple[ChildOrder, Sequence[Any], Sequence[SharedRegion]]]] = {}
-        # What each has been given of the memory of clients.
+        # The regions of clients' memory that each worker has mapped.
         self._worker_regions: dict[str, WorkerRegions] = {}
         self._listener = bind_unix(path, str(path), PRIVATE_UMASK)
         self._listener.listen(socket.SOMAXCONN)
         self._listener.setblocking(False)
-        # Whoever is heard by another way has connected before: all are let in.
+        # `accept` has to accept all pending channels: a child that sends Reconnected has connected its channel before.
         self._acceptor = Acceptor(self._listener, loop, self._on_connection, _log.error, max_accepted=socket.SOMAXCONN)
 
     def is_open(self, name: str) -> bool:
-        """Whether the child has connected its channel, and that is not closed."""
+        """Return whether the channel of a child is connected."""
         return self._channels.get(name) is not None
 
     def is_open_or_pending(self, name: str) -> bool:
-        """Whether the child has a channel, or will have one for what waits: what comes after that has to go there."""
+        """Return whether a child has a channel or orders that wait for it. Later orders must follow them."""
         return self.is_open(name) or name in self._held_orders
 
     def send(
         self, name: str, order: ChildOrder, frames: Sequence[Any] = (), regions: Sequence[SharedRegion] = ()
     ) -> None:
-        """Send an order to a child, now or when it reads, after the memory that it names; frames are not copied."""
+        """Map the regions in a child and send an order, now or when the channel is writable. Frames are not copied."""
         channel = self._channels.get(name)
         if channel is not None:
             try:
@@ -311,27 +312,27 @@ class WorkerChannels:
                 if not channel.send([*encode(order, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames]):
                     self._loop.watch_writes(channel.fileno(), functools.partial(self._flush, channel))
             except ConnectionError:
-                # What it has said before is still read.
+                # Messages that the child sent before are still read.
                 return
         elif name not in self._channels:
             self._held_orders.setdefault(name, []).append((order, frames, regions))
 
     def cork(self, name: str) -> None:
-        """Keep small messages to a child back until the end of this turn: what comes belongs together."""
+        """Hold small messages to a child back until the end of this turn of the loop, to send them together."""
         channel = self._channels.get(name)
         if channel is not None:
             channel.cork()
             self._loop.call_soon(functools.partial(self._uncork, channel))
 
     def unmap(self, number: int) -> None:
-        """Take memory away from whoever was given it: nothing will name it again."""
+        """Unmap a region in all workers that have mapped it. No later request may name it."""
         for name, mapped in self._worker_regions.items():
             channel = self._channels[name]
             if mapped.remove(number) and channel is not None:
                 self.send(name, UnmapRegion(number))
 
     def accept(self) -> None:
-        """Take whoever has connected. A child that does so again has done with what came before."""
+        """Accept the pending channels. The new channel of a child replaces its previous one."""
         self._acceptor.accept()
 
     def _on_connection(self, connection: socket.socket) -> None:
@@ -349,7 +350,7 @@ class WorkerChannels:
             self.send(name, order, frames, memories)
 
     def read_all(self, name: str) -> None:
-        """Read all that the child has said until now."""
+        """Read everything that a child has sent so far."""
         channel = self._channels.get(name)
         if channel is not None:
             poller = select.poll()
@@ -358,13 +359,13 @@ class WorkerChannels:
                 self._read(name, channel)
 
     def remove(self, name: str) -> None:
-        """The child has exited."""
+        """Forget a child that has exited, and close its channel."""
         self._close(name)
         for known in (self._channels, self._held_orders, self._worker_regions):
             known.pop(name, None)
 
     def close(self) -> None:
-        """Close them all; the path stays."""
+        """Close all channels and the listener. The path of the listener stays."""
         for name in self._channels:
             self._close(name)
         self._listener.close()
@@ -377,7 +378,7 @@ class WorkerChannels:
             try:
                 channel.send(encode(MapRegion(memory.number)), (memory.fileno(),))
             except OSError:
-                # No descriptor is left: the worker says that it has none, and the next request tries again.
+                # No descriptor is left. The worker reports the region as unknown; the next request maps it again.
                 worker_regions.remove(memory.number)
 
     def _close(self, name: str) -> None:
@@ -415,7 +416,7 @@ class WorkerChannels:
             if channel in self._channels.values() and not channel.uncork():
                 self._loop.watch_writes(channel.fileno(), functools.partial(self._flush, channel))
         except ConnectionError:
-            # As for one message.
+            # `_read` notices the lost connection.
             return
 
     def _flush(self, channel: Stream) -> None:

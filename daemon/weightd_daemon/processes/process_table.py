@@ -1,4 +1,4 @@
-"""The child processes that run: watched, signalled and reaped; and helpers that do one thing and reply on a pipe."""
+"""Table of the running child processes, and one-shot helper processes that return a result through a pipe."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from weightd_daemon.platform.processes import ChildProcess
 
 
 class ProcessTable:
-    """The children that run, by name.
+    """The running children, by name: watched, signalled and reaped.
 
     Args:
-        loop: calls when one has exited.
+        loop: reports exits.
 
     Attributes:
-        processes: all of them.
+        processes: the running children, by name.
     """
 
     def __init__(self, loop: EventLoop) -> None:
@@ -33,39 +33,39 @@ class ProcessTable:
         self._exit_classifier = ExitClassifier(_count_oom_kills)
 
     def add(self, name: str, process: ChildProcess, on_exit: Callable[[], object]) -> None:
-        """Watch a child: `on_exit` is called once it has exited, and has to `reap` it."""
+        """Watch a child. `on_exit` is called after the child has exited, and must call `reap`."""
         self.processes[name] = process
         self._loop.add(process.pidfd, on_exit)
 
     def reap(self, name: str) -> ExitCause:
-        """Wait for a child that has exited; return how it has ended."""
+        """Reap a child that has exited; return the cause of its exit."""
         process = self.processes.pop(name)
         self._loop.remove(process.pidfd)
         return self._exit_classifier.classify(name, processes.reap(process), processes.log_tail(process))
 
     def find(self, pid: int) -> str | None:
-        """Return the name of the child with this pid; None if there is none."""
+        """Return the name of the child with this pid, or None."""
         return next((name for name, process in self.processes.items() if process.pid == pid), None)
 
     def is_alive(self, name: str) -> bool:
-        """Return whether a child has not begun to exit: asked of the kernel, before its death is told."""
+        """Return whether a child has not begun to exit. The kernel knows this before it reports the exit."""
         return name in self.processes and processes.is_alive(self.processes[name])
 
     def kill(self, name: str, *, abort: bool = False) -> None:
-        """Kill a child; its exit is told as any other, and that of one that was ending already as what it was."""
+        """Kill a child. Its exit is attributed to the daemon, unless the child was exiting already."""
         if name in self.processes:
             if self.is_alive(name):
                 self._exit_classifier.record_signal(name)
             processes.kill(self.processes[name], signal.SIGABRT if abort else signal.SIGKILL)
 
     def kill_unwanted(self, name: str, process: ChildProcess) -> None:
-        """Kill a process that nobody wants, and reap it once it has exited."""
+        """Kill a process that has no event handler, and reap it after its exit."""
         processes.kill(process)
         name = f"{name} ({process.pid})"
         self.add(name, process, functools.partial(self.reap, name))
 
     def kill_all(self) -> None:
-        """Kill every child."""
+        """Kill all children."""
         for process in self.processes.values():
             processes.kill(process)
 
@@ -75,7 +75,7 @@ def _count_oom_kills() -> int:
     return limit.oom_kills or 0 if limit is not None else 0
 
 
-# No answer is longer, nor fills a pipe.
+# Longer than any result, and not more than a pipe holds: a helper never blocks on it.
 _MAX_RESULT_BYTES = 65536
 
 OneshotResult = Mapping[str, Any]
@@ -91,18 +91,18 @@ def run_oneshot(
     *,
     stdin_data: bytes = b"",
 ) -> None:
-    """Start a helper, whose stdout is the pipe; `on_result` what it has answered, and how it has ended, once it has.
+    """Start a helper whose stdout is a pipe, and report its result after its exit.
 
     Args:
         process_table: watches the helper.
-        name: of the helper.
-        argv: its command, which every user of the host may read.
-        log: where its stderr goes.
-        on_result: is called once the helper has ended.
-        stdin_data: what the helper reads from stdin.
+        name: the name of the helper.
+        argv: the command. Every user of the host can read it.
+        log: the file for the stderr of the helper.
+        on_result: called with the result and the exit cause after the exit.
+        stdin_data: the stdin of the helper.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the helper cannot be started.
     """
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
@@ -120,7 +120,7 @@ def _on_exit(
 ) -> None:
     exit_cause = process_table.reap(name)
     result: OneshotResult = {}
-    # Nothing, and no end of it: it has left somebody behind who still could say something.
+    # The pipe is empty but not closed if a process that the helper left behind still holds its writing end.
     with contextlib.suppress(BlockingIOError):
         result = _parse_result(os.read(reader, _MAX_RESULT_BYTES))
     os.close(reader)

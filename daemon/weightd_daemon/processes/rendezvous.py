@@ -1,6 +1,6 @@
-"""What the processes of a unit are started with: each its slice, and all the same place where they meet.
+"""Rendezvous of a rank group: the programs of its ranks, its rank table, and the address at which the ranks meet.
 
-The place is new for each generation: nothing of one that was killed is met there.
+Each generation has a new rendezvous, so that its ranks never meet the ranks of an earlier generation that was killed.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from weightd_daemon.processes.spec import WorkerProgram
 
 _HOST = "127.0.0.1"
 
-# Where the driver's tools keep the addresses of the cards' own network ports.
+# The configuration file in which the driver's tools store the IP addresses of the cards' network ports.
 _HCCN_CONF = Path("/etc/hccn.conf")
 
-# What a broker has in the place of a rank.
+# The rank number of a broker.
 _NO_RANK = -1
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of one generation meet.
+    """The address at which the ranks of one generation meet.
 
     Attributes:
-        port: on which the broker listens; 0 where there is none.
-        rank_table_path: the path of a rank table that is given, or "".
-        rank_table_text: of the rank table that is written for them, or "".
+        port: the port of the broker; 0 without a broker.
+        rank_table_path: the path of the configured rank table, or "".
+        rank_table_text: the content of the generated rank table, or "".
     """
 
     port: int = 0
@@ -47,9 +47,10 @@ class Rendezvous:
 
 
 def free_port() -> int:
-    """Return a port of this host's own on which nobody listens now.
+    """Return an unused port of the loopback address.
 
-    Somebody may, by the time that it is used: then the broker cannot come up, and the next generation has another.
+    Another process may bind the port before the broker does. Then the broker fails, and the next generation gets
+    another port.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((_HOST, 0))
@@ -58,12 +59,13 @@ def free_port() -> int:
 
 
 def generate_rank_table(devices: Sequence[str], ips: Mapping[str, str], port: int) -> str:
-    """Return the rank table of ranks on these cards of this host.
+    """Return the rank table of a rank group on cards of this host.
 
     Args:
-        devices: of each rank, in their order.
-        ips: of the cards' own network ports, as far as they are configured.
-        port: on which the communication of each listens; 0: the library's own.
+        devices: the device of each rank, in the order of the ranks.
+        ips: the configured IP addresses of the cards' network ports, by device. Addresses that are not configured are
+            taken from hccn.conf.
+        port: the port of the communication library on each card; 0 for the default of the library.
     """
     visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")
     configured_ips: dict[int, str] = {}
@@ -81,7 +83,7 @@ def generate_rank_table(devices: Sequence[str], ips: Mapping[str, str], port: in
 def rank_program(
     config: ModelConfig, snapshot: Snapshot, device: str, rank: int | None, rendezvous: Rendezvous
 ) -> WorkerProgram:
-    """Return what the process of a rank runs; None: the broker's."""
+    """Return the program of a rank, or of the broker if `rank` is None."""
     if config.ranks is None:
         raise ValueError("expected a model with ranks")
     rank_slice = snapshot.slices[rank or 0]
@@ -122,10 +124,10 @@ def _rendezvous_info(
 
 
 def _rank_cores(rank: int, size: int) -> str:
-    """Return the cores that a rank on the whole CPU stays on; "": there are not as many as ranks.
+    """Return the cores for a rank of a group on the whole CPU; "" if there are fewer cores than ranks.
 
-    One process wakes all of them, near to which the kernel puts them: on the same core more often than not, where they
-    compute in turn while others idle. To start, each uses all there are.
+    The kernel places the ranks near the process that wakes them, often on the same core, where they run one after
+    another while other cores are idle. The rank is pinned after its start, for which it may use all cores.
     """
     cores = sorted(allowed_cores())
     cores_per_rank = len(cores) // size

@@ -1,4 +1,4 @@
-"""Snapshots, while they are taken: copied by a process of their own, told once the cards have said what they have."""
+"""Snapshot service: has helper processes take and remove the snapshots of models, and then queries their cards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from weightd_daemon.processes.snapshotter import (
     read_copy_progress,
 )
 
-# Where the copy of a model has vanished that still serves, and its file is another one by now.
+# Appended to an error if a snapshot in service has vanished and its source cannot be proved to be the same.
 _REMEDY = "the workers that are there go on; put the old file back, or load the new one with weightctl update"
 
 
@@ -41,7 +41,7 @@ def snapshot_directory_name(model: str, number: int) -> str:
 
 
 class _PendingSnapshot(NamedTuple):
-    """A snapshot that is being taken."""
+    """A snapshot whose helper process is running."""
 
     model: str
     config: ModelConfig
@@ -50,7 +50,7 @@ class _PendingSnapshot(NamedTuple):
     expected_sha256: str
 
     def write_audit(self, result: str, detail: str = "", sha256: str = "") -> None:
-        """Write to the audit log whether the files could be read. A client's update that fails has an entry anyway."""
+        """Write an audit entry for the load; not for a failed update of a client, which has an entry elsewhere."""
         source = self.source
         uid = source.weights_grant.uid if source.weights and source.grant.uid is None else source.grant.uid
         if uid is not None and result != audit.OK:
@@ -61,13 +61,13 @@ class _PendingSnapshot(NamedTuple):
 
 
 class SnapshotService:
-    """Takes snapshots.
+    """Takes and removes snapshots.
 
     Args:
-        directory: where they lie, each in a directory of its own.
-        process_table: has the processes.
-        device_probe: asks the cards of a model.
-        defer: has something called soon, with the clock, but not before this call has returned.
+        directory: the parent directory of all snapshots.
+        process_table: starts and watches the helper processes.
+        device_probe: queries the cards of a model.
+        defer: calls a function soon with the time, but not before the present call has returned.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class SnapshotService:
         self._process_table = process_table
         self._device_probe = device_probe
         self._defer = defer
-        # What was taken last of each file, by its path.
+        # The last snapshot of each source file, by the path of that file.
         self._last_results: dict[str, SnapshotResult] = {}
 
     def take_snapshot(
@@ -92,7 +92,7 @@ class SnapshotService:
         source: ModelSource,
         expected_sha256: str = "",
     ) -> None:
-        """Start the process that takes the snapshot; `expected_sha256`: the sha256 that it has to have, "" for any."""
+        """Start to take a snapshot, which fails if the digest is not `expected_sha256`; "" accepts any digest."""
         if expected_sha256 and source.weights:
             text = f"the copy of {source.weights} is gone, and nobody knows whether that file is the same; {_REMEDY}"
             self._defer(functools.partial(event_handler.on_snapshot_failed, source, text))
@@ -133,11 +133,11 @@ class SnapshotService:
             )
 
     def copy_progress(self, model: str, source: ModelSource) -> CopyProgress | None:
-        """Return how much of a source's snapshot was copied; None where nothing was, or it is not known."""
+        """Return the progress of a snapshot; None if no copy has begun or the progress is unknown."""
         return read_copy_progress(self._files(model, source).copy_progress)
 
     def remove_snapshot(self, model: str, source: ModelSource) -> None:
-        """Remove the snapshot, or stop taking it."""
+        """Remove a snapshot, and kill the processes that take it."""
         files = self._files(model, source)
         name = files.directory.name
         for path in [path for path, there in self._last_results.items() if files.directory in Path(there.path).parents]:
@@ -196,7 +196,7 @@ class SnapshotService:
 
 
 def _models_to_copy(config: ModelConfig, source: ModelSource, files: SnapshotFiles) -> list[tuple[str, Path]]:
-    """Return what is copied with all that belongs to it, and to where: the model file, or the slice of each rank."""
+    """Return the paths of the models to copy, each with its target directory: the model, or the slice of each rank."""
     if config.ranks is None:
         return [(source.path, files.model_dir)]
     return [
@@ -205,7 +205,7 @@ def _models_to_copy(config: ModelConfig, source: ModelSource, files: SnapshotFil
 
 
 def _extra_files_to_copy(config: ModelConfig, source: ModelSource, files: SnapshotFiles) -> list[tuple[str, Path]]:
-    """Return further files, and their copies."""
+    """Return the paths of further files to copy, each with the path of the copy."""
     ranks = config.ranks
     pairs = [(source.weights, files.weights), (selftest.inputs_path(config.selftest), files.sample)]
     if ranks is not None:

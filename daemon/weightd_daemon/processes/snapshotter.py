@@ -1,10 +1,9 @@
-"""The immutable copy of a model from which every process of a generation builds.
+"""The snapshotter: a helper process that makes the immutable copy of a model, from which a generation builds.
 
-Runs as a process of its own, because copying and digesting gigabytes would stop the daemon's loop. Its argument is the
-pid of its parent. It reads a `SnapshotOrder` in JSON from stdin: every user of the host may read a command line, and
-the order names models. It answers on stdout, a pipe, with an object in JSON: the `snapshots`, each without its path,
-or an `error`, whether its cause is `transient`, and status 1. What it leaves of a copy that has failed, the daemon
-removes.
+Copying and hashing gigabytes would block the daemon's event loop. The only argument is the pid of the parent. The
+process reads a `SnapshotOrder` as JSON from stdin and not from its command line, which every user of the host can
+read: the order names models. It writes the result of `run_requests` as JSON to stdout, a pipe, and exits with status 1
+after an error. The daemon removes the files of a failed copy.
 """
 
 from __future__ import annotations
@@ -45,18 +44,18 @@ _FORMAT = struct.Struct("<QQ")
 
 
 class CopyProgress(NamedTuple):
-    """So many bytes of so many; of what is not open yet the size is a guess."""
+    """The copied and the total number of bytes. The total is an estimate until all models have been opened."""
 
     copied_bytes: int
     total_bytes: int
 
 
 class CopyProgressFile:
-    """Writes.
+    """Writes the progress of a copy to a file.
 
     Args:
-        path: of the file; None to write nothing.
-        model_count: how many are copied, of about the same size.
+        path: the file; None to write nothing.
+        model_count: the number of models to copy. The total is estimated as if all had the same size.
     """
 
     def __init__(self, path: Path | None = None, model_count: int = 1) -> None:
@@ -66,17 +65,17 @@ class CopyProgressFile:
         self._copied_bytes = 0
         self._descriptor: int | None = None
         if path is not None:
-            # To copy without telling how far it is is better than not to copy.
+            # A copy without progress is better than no copy.
             with contextlib.suppress(OSError):
                 self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
     def start_model(self, nbytes: int) -> None:
-        """The next model is so large."""
+        """Record the start of the next model, whose files have `nbytes` bytes."""
         self._started_count += 1
         self._known_bytes += nbytes
 
     def add_bytes(self, nbytes: int) -> None:
-        """So much more was copied."""
+        """Record that `nbytes` more bytes were copied."""
         self._copied_bytes += nbytes
         if self._descriptor is not None:
             total_bytes = self._known_bytes * max(1, self._model_count) // max(1, self._started_count)
@@ -84,14 +83,14 @@ class CopyProgressFile:
                 os.pwrite(self._descriptor, _FORMAT.pack(self._copied_bytes, total_bytes), 0)
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the file."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def read_copy_progress(path: Path) -> CopyProgress | None:
-    """Return what stands there; None where nothing does."""
+    """Return the progress in a file; None if the file is missing or invalid."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -113,29 +112,29 @@ _PROGRAM = (
 # See ioctl_ficlone(2).
 _FICLONE = 0x40049409
 
-# Larger ones leave the processor's cache before they have been hashed; with smaller ones the threads wait more.
+# Larger blocks leave the processor's cache before they are hashed; with smaller blocks the threads wait more often.
 _BLOCK_BYTES = 1024 * 1024
 _BLOCKS = 3
 
 
-# A file that was changed so shortly before it was read may have been changed again in the same tick of a clock. And it
-# may not be on the disk yet: to wait for that could take as long as to copy it.
+# A file that was changed within this time before it is read may be changed again within the same tick of the clock,
+# which its times would not show. It may also not be on the disk yet: waiting for that could take as long as a copy.
 _SETTLED_NS = 60 * 10**9
 
-# tmpfs and ramfs, by the first word of struct statfs, which is 120 bytes.
+# tmpfs and ramfs: f_type, the first word of struct statfs. The buffer is larger than the 120 bytes of the structure.
 _MEMORY_FILE_SYSTEMS = (0x01021994, 0x858458F6)
 _STATFS_BYTES = 256
 
 
 class SnapshotResult(NamedTuple):
-    """A snapshot.
+    """A snapshot of one model file.
 
     Attributes:
-        path: of the copy of the model file.
-        sha256: of the model.
-        nbytes: of all its files.
-        identity: of the copy: another one as soon as it was written or replaced.
-        source_identity: of what was copied; "" if that may change without being another one.
+        path: the path of the copied model file.
+        sha256: the digest of the model.
+        nbytes: the size of all its files together, in bytes.
+        identity: a text that changes when a file of the copy is written or replaced.
+        source_identity: the same for the original files; "" if a write to them might not change it.
     """
 
     path: str
@@ -146,14 +145,14 @@ class SnapshotResult(NamedTuple):
 
 
 class SnapshotRequest(NamedTuple):
-    """A model of which a snapshot is to be taken.
+    """A model to copy.
 
     Attributes:
-        model: the path of its file.
-        directory: for the copy; it is made.
-        previous: what was taken of the same file before, as a list of the fields of `SnapshotResult`.
-        expected_sha256: the sha256 that the model has to have; "" for any.
-        grant: the right by which the model is named, as a list of the fields of `Grant`.
+        model: the path of the model file.
+        directory: the directory for the copy, which is created.
+        previous: the last snapshot of the same file, as a list of the fields of `SnapshotResult`, or None.
+        expected_sha256: the digest that the model must have; "" for any.
+        grant: the right by which the model was named, as a list of the fields of `Grant`.
     """
 
     model: str
@@ -164,12 +163,12 @@ class SnapshotRequest(NamedTuple):
 
 
 class SingleFile(NamedTuple):
-    """A single file that is to be copied.
+    """A single file to copy.
 
     Attributes:
-        path: of the file.
+        path: the path of the file.
         copy: the path of the copy.
-        grant: the right by which the file is named, as a list of the fields of `Grant`.
+        grant: the right by which the file was named, as a list of the fields of `Grant`.
     """
 
     path: str
@@ -178,12 +177,12 @@ class SingleFile(NamedTuple):
 
 
 class SnapshotOrder(NamedTuple):
-    """What the process has to do.
+    """The input of the process.
 
     Attributes:
-        requests: the models.
-        progress_path: the file to which it writes how far it is.
-        files: further files.
+        requests: the models to copy.
+        progress_path: the file for the progress.
+        files: further files to copy.
     """
 
     requests: Sequence[SnapshotRequest]
@@ -191,29 +190,29 @@ class SnapshotOrder(NamedTuple):
     files: Sequence[SingleFile] = ()
 
     def json(self) -> bytes:
-        """Return what `from_json` reads."""
+        """Return the order as JSON for `from_json`."""
         return json.dumps(self).encode()
 
     @classmethod
     def from_json(cls, content: bytes) -> SnapshotOrder:
-        """Return the order."""
+        """Return the order that `json` has encoded."""
         requests, progress_path, files = json.loads(content)
         return cls([SnapshotRequest(*each) for each in requests], progress_path, [SingleFile(*each) for each in files])
 
 
 class ModelChanged(ModelFileError):
-    """The file is known not to be the model that is expected."""
+    """The model file does not have the expected digest."""
 
 
 def changed_message(path: object, expected_sha256: str, sha256: str) -> str:
-    """Say that a file is not what it was."""
+    """Return the error text for a file that has changed since it was loaded."""
     return f"{path}: the file has changed since it was loaded: expected sha256 {expected_sha256:.12}, got {sha256:.12}"
 
 
 def command() -> list[str]:
     """Return the command that starts the process as a child of this one.
 
-    Isolated, and without site-packages: that saves half of its start.
+    Python runs isolated and without site-packages, which halves its start-up time.
     """
     return [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path), str(os.getpid())]
 
@@ -226,14 +225,13 @@ def take_snapshot(
     expected_sha256: str = "",
     grant: Grant = OPERATOR,
 ) -> SnapshotResult:
-    """Copy the model's files into `directory`, read-only. Each is read once.
+    """Copy the files of a model into `directory`, read-only. Each file is read once.
 
-    If these are the very files of which a snapshot is `previous`, and that is what it was, its files get another name.
-    If that was not the model that is `expected_sha256`, nothing is copied.
+    Hard links to the files of `previous` replace the copy if neither the original nor those files have changed since.
 
     Raises:
-        ModelChanged: the model is known to have another digest than `expected_sha256`.
-        ModelFileError: the model is not as `Model` wants it, or changes while it is copied.
+        ModelChanged: the model is unchanged since `previous`, whose digest is not `expected_sha256`.
+        ModelFileError: the model is invalid or changes during the copy.
         OSError: the copy cannot be written.
     """
     directory.mkdir(mode=0o700)
@@ -250,7 +248,7 @@ def take_snapshot(
         progress.start_model(sum(file.nbytes for file in original.files))
         digests = [_copy_file(original.open(file), directory / file.name, progress) for file in original.files]
         original.check_unchanged()
-        # Whoever loads the copy goes by what the copy names, whatever the original has named.
+        # Processes follow the file names in the copy: these must be the files that were copied.
         copies = model_files(copy, is_own_copy=True)
         original.check_same(copies)
         if copy.suffix == ".mindir":
@@ -262,16 +260,17 @@ def take_snapshot(
 
 
 def _is_settled(model: OpenModel) -> bool:
-    """Whether each later write to its files shows in their times.
+    """Return whether every later write to the model's files will change their times.
 
-    One to a mapping shows where it is the first to a page since that was written to the disk: so all are.
+    A write through a mapping changes the times only if it is the first to its page since the page was written to disk.
+    Therefore all pages are written to disk first.
     """
     newest = max(file.changed_ns for file in model.files)
     return time.time_ns() - newest > _SETTLED_NS and all(_sync_to_disk(model.open(file)) for file in model.files)
 
 
 def _sync_to_disk(file: BinaryIO) -> bool:
-    """Write a file to its disk, and close it; False if it has none, or that fails."""
+    """Write a file to its disk and close the file. Return False if that fails, or for a file system in memory."""
     status = ctypes.create_string_buffer(_STATFS_BYTES)
     with file:
         try:
@@ -283,7 +282,7 @@ def _sync_to_disk(file: BinaryIO) -> bool:
 
 
 def _link_files(previous: SnapshotResult, copy: Path) -> bool:
-    """Give the files of a snapshot that is there already these names, too; False if it is not what it was."""
+    """Create hard links to the files of an earlier snapshot. Return False if it has changed or cannot be linked."""
     linked: list[Path] = []
     try:
         existing = model_files(Path(previous.path), is_own_copy=True)
@@ -295,7 +294,7 @@ def _link_files(previous: SnapshotResult, copy: Path) -> bool:
             target.hardlink_to(file.path)
             linked.append(target)
     except (ModelFileError, OSError):
-        # It is being removed, or this file system has no such links.
+        # The snapshot is being removed, or the file system has no hard links.
         for each in linked:
             each.unlink()
         return False
@@ -303,9 +302,9 @@ def _link_files(previous: SnapshotResult, copy: Path) -> bool:
 
 
 def _copy_file(source: BinaryIO, target: Path, progress: CopyProgressFile) -> str:
-    """Copy what was opened, and close it; return the sha256 of the copy.
+    """Copy an open file and close it; return the sha256 of the copy.
 
-    The copy shares the original's blocks where the file system can do that.
+    The copy shares blocks with the original if the file system supports it.
     """
     target.parent.mkdir(mode=0o700, exist_ok=True, parents=True)
     with source, FileIO(source.fileno(), closefd=False) as reader, FileIO(target, "x+") as writer:
@@ -334,7 +333,7 @@ def _hash_file(file: FileIO, progress: CopyProgressFile) -> str:
 
 
 def _copy_and_hash(reader: FileIO, writer: FileIO, progress: CopyProgressFile) -> str:
-    """Read and write here, and hash in a thread what has been read."""
+    """Copy a file in this thread and hash it in another; return the sha256."""
     state = hashlib.sha256()
     empty: SimpleQueue[memoryview] = SimpleQueue()
     full: SimpleQueue[tuple[memoryview, int]] = SimpleQueue()
@@ -365,7 +364,11 @@ def _copy_and_hash(reader: FileIO, writer: FileIO, progress: CopyProgressFile) -
 def run_requests(
     requests: Sequence[SnapshotRequest], files: Sequence[SingleFile] = (), progress: CopyProgressFile | None = None
 ) -> dict[str, Any]:
-    """Take the snapshots, and copy the files; return what is answered."""
+    """Take the snapshots and copy the further files; return the result.
+
+    The result has the key `snapshots`, with the fields of each `SnapshotResult` except its path; or the keys `error`,
+    `transient` and, if the model does not have the expected digest, `changed`.
+    """
     progress = progress or CopyProgressFile()
     results: list[SnapshotResult] = []
     try:
@@ -392,8 +395,8 @@ def _grant(fields: Sequence[Any]) -> Grant:
 
 
 def main() -> None:
-    """Be the process."""
-    # Ctrl-C is the daemon's to act on.
+    """Run the process."""
+    # The daemon handles Ctrl-C.
     process_start.reset_signals(signal.SIGINT)
     die_with_parent(int(sys.argv[1]))
     raise_score("worker")

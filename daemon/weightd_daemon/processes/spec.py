@@ -1,4 +1,4 @@
-"""What is started: the command line of a holder, a worker or a rank, with all that it runs in."""
+"""Specifications of processes: command line, stdin, environment and log of holders, workers, ranks and fork servers."""
 
 from __future__ import annotations
 
@@ -19,28 +19,32 @@ from weightd_daemon.processes.files import GenerationFiles
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """What holders and workers run, whichever of them they are, or one process of a unit.
+    """The model and the settings that the processes of one generation run with on one device.
+
+    Holders and workers have the same program. The ranks and the broker of a rank group have one each.
 
     Attributes:
         python: the interpreter.
         engine: the library that runs the model.
-        model: the file that is loaded.
-        device: where it runs: the CPU, a set of its cores, or an Ascend card.
-        threads: of one predict.
-        sharing: whether weights are shared.
-        options: of the engine, as JSON.
-        weights: a file of arrays to load over the model's weights, or "".
-        sample: a file of inputs for the self-test, or "".
-        tolerance: how far answers to the self-test may be apart.
-        environment: all of it; None for that of this process.
-        spawn_reason: why it is not forked, "" where it may be.
-        can_be_template: whether workers may be forked of it once it has built.
-        snapshot_identity: by what it knows the model again, and its digest.
-        sharer_count: how many share what it builds, where it is to ask whether that is worth a process; else 0.
-        cores: on which all its threads stay, "" for those that weightd itself has.
-        rendezvous: how it meets the other processes of its unit; None: it is of none.
-        rank_table: what the rank table is to say that is written for them, or "".
-        members_json: the models of a process that serves several, as JSON, or "".
+        model: the path of the model file.
+        device: the device: the CPU, a set of its cores, or an Ascend card.
+        threads: the number of threads of one predict.
+        sharing: whether the weights are shared.
+        options: the options of the engine, as JSON.
+        weights: the path of a file of arrays that replace weights of the model, or "".
+        sample: the path of a file of inputs for the self-test, or "".
+        tolerance: the largest accepted difference from the known answers of the self-test.
+        environment: the complete environment; None for the environment of the daemon.
+        spawn_reason: why the process must not be forked; "" if it may be forked.
+        can_be_template: whether workers may be forked from the holder after its build.
+        snapshot_identity: the identity of the snapshot, ":" and its digest. A process that finds the same identity need
+            not read the snapshot to know its digest.
+        sharer_count: the number of processes that share what the holder builds, from which the holder decides whether
+            sharing is worth a process; 0 to share in any case.
+        cores: the cores for all threads; "" for the cores of the daemon.
+        rendezvous: the rendezvous of a rank group; None outside of a rank group.
+        rank_table: the content of the generated rank table, or "".
+        members_json: the models of a model group, as JSON, or "".
     """
 
     python: str
@@ -66,15 +70,15 @@ class WorkerProgram:
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """A process that is to be started.
+    """A process to start.
 
     Attributes:
-        name: no other child that runs has it.
-        command: the interpreter, and what it runs. Every user of the host may read it: it names no model.
-        arguments: of that, but for who is the parent; the process reads them from stdin.
-        log: where its output goes.
-        environment: all of it.
-        is_channel_only: whether it speaks over its channel alone, however it comes to be.
+        name: a name that no other running child has.
+        command: the interpreter and its module. Every user of the host can read it, so it does not name the model.
+        arguments: the arguments of the module, which the process reads from stdin; its parent's pid is not one of them.
+        log: the file for stdout and stderr.
+        environment: the complete environment.
+        is_channel_only: whether the process connects only its channel, even if it is spawned.
     """
 
     name: str
@@ -85,21 +89,21 @@ class ProcessSpec:
     is_channel_only: bool = False
 
     def with_parent(self, parent: int) -> ProcessSpec:
-        """Return the same for a process of this parent."""
+        """Return the same spec with the pid of the parent on the command line."""
         return replace(self, command=[*self.command, "--parent", str(parent)])
 
     @property
     def stdin_data(self) -> bytes:
-        """What the process reads from stdin."""
+        """The arguments, as the JSON that the process reads from stdin."""
         return json.dumps([*self.arguments]).encode()
 
     def with_origin_note(self, why: str) -> ProcessSpec:
-        """Return the same for a process that tells why it was not forked."""
+        """Return the same spec for a process that reports why it was not forked."""
         return replace(self, arguments=[*self.arguments, "--origin-note", why])
 
 
 class SurvivingProcess(NamedTuple):
-    """A child that outlives the daemon, and has not been waited for: so its pid is its own."""
+    """A child that has outlived its daemon. Its pid cannot name another process, because it was not reaped yet."""
 
     pid: int
     name: str
@@ -107,7 +111,7 @@ class SurvivingProcess(NamedTuple):
 
 
 def worker_program(config: ModelConfig, generation: GenerationBase, snapshot: Snapshot, device: str) -> WorkerProgram:
-    """Return what the children of a generation run on a device."""
+    """Return the program of a generation's children on a device."""
     return WorkerProgram(
         config.python,
         config.engine,
@@ -134,21 +138,21 @@ def _spawn_reason(config: ModelConfig) -> str:
 
 
 def fork_server_spec(python: str, engine: str, name: str, address: str, log: Path) -> ProcessSpec:
-    """Return how the process is started of which others are forked that run this engine."""
+    """Return the spec of the fork server for an engine."""
     command = [python, "-m", "weightd_worker.forkserver", "--engine", engine]
     arguments = ["--address", address, "--name", name]
     return ProcessSpec(name, command, arguments, log, _environment(None, log), is_channel_only=True)
 
 
 def child_spec(program: WorkerProgram, name: str, role: Role, address: str, files: GenerationFiles) -> ProcessSpec:
-    """Return how a child is started: one program for all, the orders it gets make the difference.
+    """Return the spec of a holder, a worker or a rank. All run the same module; its orders decide what it does.
 
     Args:
-        program: what it runs.
-        name: of the child, under which it connects.
-        role: what it is for; its command line shows it.
-        address: where it connects.
-        files: where its log is, the page store that a holder may write, and the rank table.
+        program: the model and its settings.
+        name: the name of the child, under which it connects.
+        role: the role of the child, visible on its command line.
+        address: the address to which the child connects.
+        files: the paths of the log, the page store and the rank table.
     """
     argv = ["--address", address, "--name", name, "--role", role.value]
     argv += ["--engine", program.engine, "--model", program.model, "--threads", str(program.threads)]
@@ -189,10 +193,11 @@ def _rank_arguments(program: WorkerProgram, files: GenerationFiles) -> list[str]
 
 
 def _environment(base: Mapping[str, str] | None, log: Path) -> Mapping[str, str]:
-    """All of it.
+    """Return the complete environment of a process.
 
-    Of numpy a process only wants arrays, and of ONNX Runtime no telemetry: without either it has one thread. Temporary
-    files go with its log: the /tmp of a service that has PrivateTmp= is removed when that is restarted.
+    OpenBLAS and the telemetry of ONNX Runtime must not start threads: only a process with one thread can be forked.
+    Temporary files go to the directory of the log: systemd removes the /tmp of a service with PrivateTmp= when the
+    service is restarted.
     """
     overrides = {"OPENBLAS_NUM_THREADS": "1", "ORT_DISABLE_TELEMETRY": "1", "TMPDIR": str(log.parent)}
     return {**(os.environ if base is None else base), **overrides}

@@ -37,31 +37,31 @@ from weightd_daemon.processes.spec import ProcessSpec, SurvivingProcess, WorkerP
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.worker import Forked
 
-# Python reports a missing weightd, or a missing dependency of it, on stderr only; the text after it is for people.
+# Python reports a missing weightd, or a missing dependency of weightd, only as a text on stderr.
 _MISSING_MODULE = re.compile(r"No module named '?(weightd|zmq|msgpack|numpy)")
 
 _log = logging.getLogger("weightd")
 
 
 class ProcessSupervisor:
-    """Starts, kills and reaps children, and calls the event handler of each with its messages and its exit.
+    """Starts, kills and reaps children, and passes the messages and the exit of each child to its event handler.
 
-    Nothing here calls an event handler before the call that caused the event has returned.
+    No event handler is called before the call that caused the event has returned.
 
     Args:
-        context: for the socket.
-        config: where sockets and files are.
-        loop: calls when something is readable.
-        devices: by name; their memory is asked for before the first model is loaded there.
-        launcher: starts holders, workers and fork servers. Other helpers are always children of this process.
-        on_change: called when something has changed that the next daemon has to know.
+        context: the ZeroMQ context of the children's socket.
+        config: the paths of sockets and files.
+        loop: reports readable descriptors.
+        devices: all devices by name. The memory of a card is queried before the first model is loaded on it.
+        launcher: starts holders, workers and fork servers. One-shot helpers are always children of the daemon itself.
+        on_change: called when state has changed that the next daemon needs.
         on_message_burst: called before several messages are handled that a child has sent at once.
 
     Attributes:
         storage: the files of the generations.
         snapshots: takes and removes snapshots of models.
         messenger: sends orders to children and receives their messages.
-        fork_servers: the processes that children are forked from.
+        fork_servers: the fork servers.
     """
 
     def __init__(  # noqa: PLR0913
@@ -82,7 +82,7 @@ class ProcessSupervisor:
         self._has_changed = False
         self._process_table = ProcessTable(loop)
         self._pending_forks = PendingForks()
-        # Of each child that this daemon has started.
+        # The interpreter of each child that this daemon has started.
         self._interpreters: dict[str, str] = {}
         self.storage = GenerationStorage(self._directory)
         self.snapshots = SnapshotService(
@@ -111,21 +111,21 @@ class ProcessSupervisor:
 
     @property
     def processes(self) -> Mapping[str, ChildProcess]:
-        """Every process that runs, by name."""
+        """All running processes, by name."""
         return self._process_table.processes
 
     @property
     def is_empty(self) -> bool:
-        """Whether no child runs or is wanted; fork servers may run."""
+        """Whether no child runs or is about to start. Fork servers do not count."""
         return not self.messenger.handlers and all(map(self.fork_servers.is_fork_server, self.processes))
 
     def mark_changed(self) -> None:
-        """Record that something has changed that the next daemon has to know."""
+        """Record a change of state that the next daemon needs."""
         self._has_changed = True
         self._on_change()
 
     def take_changed(self) -> bool:
-        """Return whether something has changed since the last call."""
+        """Return whether `mark_changed` was called since the last call."""
         has_changed, self._has_changed = self._has_changed, False
         return has_changed
 
@@ -136,7 +136,7 @@ class ProcessSupervisor:
     ) -> bool:
         """Take over the children of a generation that the previous daemon has loaded.
 
-        Return False, after killing them, if the page store is not what it was.
+        Return False if the page store was changed since then; the children are killed.
         """
         files = self.storage.open(generation)
         self.storage.on_exported(generation)
@@ -166,11 +166,11 @@ class ProcessSupervisor:
         return True
 
     def remove_leftovers(self, children: Collection[str], entries: Collection[str]) -> None:
-        """Kill the processes and remove the files of the previous daemon, except for some.
+        """Kill all other processes and remove all other files of the previous daemon.
 
         Args:
-            children: names of the processes to keep.
-            entries: of the private directory, to keep.
+            children: the names of the processes to keep.
+            entries: the names of the entries in the private directory to keep.
         """
         self._launcher.kill_orphans()
         for survivor in self._launcher.surviving_processes():
@@ -191,7 +191,7 @@ class ProcessSupervisor:
         role: Role,
         template: str = "",
     ) -> None:
-        """Start a holder or a worker: forked from `template` if given, else from a fork server if there is one."""
+        """Start a holder or a worker: forked from `template` if given, else from a fork server, else spawned."""
         self.messenger.handlers[name] = event_handler
         self._interpreters[name] = program.python
         try:
@@ -203,7 +203,7 @@ class ProcessSupervisor:
         if missing_socket:
             self._fail_start(name, f"the socket where it would connect is gone: {missing_socket}; restart weightd")
             return
-        # A child that is forked from a template has its model already.
+        # A child that is forked from a template has loaded its model already.
         paths = () if template else (program.model, program.weights, program.sample)
         needs_store = role is Role.WORKER and not template
         missing_file, cause = self.storage.find_missing_file(generation, paths, needs_store=needs_store)
@@ -231,7 +231,7 @@ class ProcessSupervisor:
         return self._process_table.is_alive(name)
 
     def kill(self, name: str, *, abort: bool = False) -> None:
-        """Kill a child; its exit is reported like any other. `abort`: by SIGABRT, which logs its stacks."""
+        """Kill a child; its exit is reported as usual. `abort`: by SIGABRT, so that the child logs its stacks."""
         self._cancel_fork(name)
         self._process_table.kill(name, abort=abort)
 
@@ -254,7 +254,7 @@ class ProcessSupervisor:
     def _fail_start(
         self, name: str, cause: str, *, transient: bool = False, missing_file: MissingFile = MissingFile.NONE
     ) -> None:
-        """Report the exit of a child that could not be started; `transient`: the cause may go away by itself."""
+        """Report a child that could not be started as exited. `transient`: a later attempt may succeed."""
         exit_cause = ExitCause(
             None, with_limit_hint(cause), has_transient_start_failure=transient, missing_file=missing_file
         )
@@ -271,13 +271,13 @@ class ProcessSupervisor:
             self._fail_start(name, "it was ended before it had been forked")
 
     def _start(self, process_spec: ProcessSpec, why: str) -> None:
-        """Start a child that is not forked, for this reason."""
+        """Spawn a child. `why`: the reason why it is not forked."""
         if not process_spec.is_channel_only:
             self.messenger.set_channel_only(process_spec.name, is_channel_only=False)
         try:
             process = self._launcher.start(process_spec.with_origin_note(why))
         except OSError as error:
-            # The interpreter or the log, a full disk, no descriptors left: the error's file name tells which.
+            # The error may concern the interpreter, the log, the disk or descriptors: its file name shows which.
             python = process_spec.command[0]
             where = "" if error.filename in (None, python) else f": {error.filename}"
             cause = f"cannot start {python}: {error.strerror or error}{where}"
@@ -313,7 +313,7 @@ class ProcessSupervisor:
             self._process_table.kill_unwanted(survivor.name, self._launcher.watch(survivor))
 
     def _on_exit(self, name: str) -> None:
-        # The messages that a child sent before it died count.
+        # Messages that the child sent before its exit are handled first.
         self.messenger.receive_all(name)
         exit_cause = self._reap(name)
         python = self._interpreters.pop(name, "")
@@ -321,13 +321,13 @@ class ProcessSupervisor:
         if python and _MISSING_MODULE.search(exit_cause.detail):
             hint = f"install weightd there: {python} -m pip install weightd"
             exit_cause = dataclasses.replace(exit_cause, detail=f"{exit_cause.detail}; {hint}")
-        # First: else the handler would kill children that this one was asked to fork and did not.
+        # The children that this one was asked to fork are failed first: its handler would otherwise kill them.
         self._fork_coordinator.on_parent_exit(name)
         if event_handler is not None:
             event_handler.on_exit(name, exit_cause, event_loop.now())
 
     def _reap(self, name: str) -> ExitCause:
-        """Reap a process that has exited, and kill children that it has forked and could not report."""
+        """Reap a process that has exited, and kill the children that it forked but did not report."""
         if self._pending_forks.is_awaited(name):
             pids = {process.pid for process in self.processes.values()}
             with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""The shim: a tiny process between the daemon and its holders and workers, so that these outlive the daemon.
+"""The shim: a small process between the daemon and its holders and workers, which keeps them alive without the daemon.
 
-It is their parent. They die with it (`weightd_common.process_start`), and it ends them all once nobody holds the other
-end of its socket any more. A service manager holds a duplicate of that end for as long as the service is to go on, over
-a restart or a crash of the daemon, and closes it when the service is stopped. So nobody has to guess why the daemon has
-ended.
+The shim is their parent, and they die with it (`weightd_common.process_start`). It kills all of them when every
+duplicate of the other end of its socket is closed. A service manager holds such a duplicate while the service runs,
+over restarts and crashes of the daemon, and closes it when the service is stopped. So the shim need not know why a
+daemon has exited.
 """

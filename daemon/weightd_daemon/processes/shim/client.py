@@ -1,4 +1,4 @@
-"""The daemon's end of the shim's socket."""
+"""The daemon's side of the connection to the shim."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ _CHUNK_BYTES = 65536
 
 _NO_DESCRIPTOR = -1
 
-# Nothing of site-packages, but the modules that this process has found.
+# The shim runs without site-packages, on the module path of this process.
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "from weightd_daemon.processes.shim import process; process.main()"
 )
 
-# It does nothing that takes long: to start a process, or to wait for one that has ended.
+# The shim's operations are short: it starts processes, and reaps processes that have exited.
 _TIMEOUT_S = 10.0
 
 
 class ShimLost(OSError):
-    """The shim has died, or hangs."""
+    """The shim has exited or does not reply."""
 
 
 class ShimClient:
-    """Has holders and workers started and waited for.
+    """Client of a shim: starts, adopts and reaps holders and workers through it.
 
     Args:
-        descriptor: this end of the shim's socket; this object owns it.
+        descriptor: the daemon's end of the shim's socket, which this object owns.
 
     Attributes:
-        pid: the shim's.
+        pid: the pid of the shim.
 
     Raises:
-        ShimLost: nobody answers there.
+        ShimLost: the shim does not reply.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -63,11 +63,11 @@ class ShimClient:
         self._socket.settimeout(_TIMEOUT_S)
         self._poller = select.poll()
         self._poller.register(self._socket, select.POLLIN)
-        # What has come of lines that are not read yet.
+        # The bytes of replies that are not complete or not parsed yet.
         self._buffer = b""
-        # The last descriptor that has come; it belongs to the last answer.
+        # The last received descriptor, which belongs to the last reply.
         self._received_descriptor = _NO_DESCRIPTOR
-        # An answer to a daemon that died before it read it is told from one to this daemon.
+        # The numbers are not used by earlier daemons, whose unread replies may still be in the socket.
         self._request_ids = itertools.count(time.monotonic_ns())
         try:
             self.pid: int = self._call({"children": True})["pid"]
@@ -77,30 +77,30 @@ class ShimClient:
 
     @property
     def descriptor(self) -> int:
-        """Whoever holds a duplicate of this keeps the children alive."""
+        """The daemon's end of the socket. The shim and its children live as long as a duplicate of it is open."""
         return self._socket.fileno()
 
     def surviving_processes(self) -> list[SurvivingProcess]:
-        """Return every child that has not been waited for."""
+        """Return every child that has not been reaped."""
         return [SurvivingProcess(pid, name, Path(log)) for pid, name, log in self._call({"children": True})["children"]]
 
     def kill_orphans(self) -> None:
-        """End what was forked for a daemon that ended before it had it adopted."""
+        """Kill the processes that were forked for an earlier daemon, which exited before it adopted them."""
         self._call({"orphans": 0})
 
     def kill_orphans_of(self, parent: int) -> None:
-        """End what a child that has ended had forked without telling.
+        """Kill the processes that an exited child had forked without a reply.
 
         Raises:
-            ShimLost: nobody answers.
+            ShimLost: the shim does not reply.
         """
         self._call({"orphans": parent})
 
     def start(self, process_spec: ProcessSpec) -> ChildProcess:
-        """Start a child in a session of its own.
+        """Start a child in a new session.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the child cannot be started.
         """
         request = {
             "start": process_spec.name,
@@ -111,7 +111,7 @@ class ShimClient:
         return self.watch(SurvivingProcess(reply["pid"], process_spec.name, process_spec.log))
 
     def adopt(self, name: str, pid: int, log: Path) -> ChildProcess:
-        """Have a child watched that another child has forked.
+        """Watch a child that another child has forked.
 
         Raises:
             OSError: there is no such child, or no descriptors are left.
@@ -120,13 +120,13 @@ class ShimClient:
         return self.watch(SurvivingProcess(pid, name, log))
 
     def watch(self, survivor: SurvivingProcess) -> ChildProcess:
-        """Have a child watched that has not been waited for.
+        """Watch a child that has not been reaped. A child that cannot be watched is killed.
 
         Raises:
             OSError: no descriptors are left.
         """
         try:
-            # The parent can be told of the exit on every system.
+            # The shim creates the descriptor: where the system has no pidfds, only the parent can watch an exit.
             self._call({"watch": survivor.pid})
             return ChildProcess(survivor.pid, self._take_descriptor(), survivor.log, lambda: self._reap(survivor.pid))
         except ShimLost:
@@ -134,25 +134,25 @@ class ShimClient:
         except ChildProcessError:
             raise ShimLost(f"process {survivor.pid} is gone with its shim") from None
         except OSError:
-            # Nobody could watch it.
+            # Without a descriptor the exit of the child would go unnoticed.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(survivor.pid, signal.SIGKILL)
             self._reap(survivor.pid)
             raise
 
     def kill(self) -> None:
-        """End it, and with it every kept."""
+        """Kill the shim, and thereby all its children."""
         self._kill()
         self.close()
 
     def close(self) -> None:
-        """Let go of it: unless somebody else holds the socket's end, too, it ends everything."""
+        """Close the socket. The shim kills its children and exits, unless another process holds a duplicate."""
         self._socket.close()
         self._drop_descriptor()
 
     def stop(self, timeout_s: float) -> None:
-        """Have it end, and wait until it has ended everything; kill it after so long."""
-        # It notices this, while the socket still shows when it has exited.
+        """Stop the shim, and wait until it has killed its children and exited; after `timeout_s` seconds, kill it."""
+        # The shim reads the end of the stream. This end stays open to show when the shim exits.
         with contextlib.suppress(OSError):  # it has gone
             self._socket.shutdown(socket.SHUT_WR)
         if not self._has_exited(timeout_s):
@@ -161,15 +161,15 @@ class ShimClient:
         self.close()
 
     def _kill(self) -> None:
-        # As long as it lives its pid is its own.
+        # The pid cannot name another process while the shim lives.
         if not self._has_exited():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
     def _has_exited(self, timeout_s: float = 0.0) -> bool:
-        """Return whether it has exited, or does so within so many seconds: nobody else has its end of the socket."""
+        """Return whether the shim exits within `timeout_s` seconds: no other process holds its end of the socket."""
         poller = select.poll()
-        # Not what it still has to say.
+        # The poll ignores unread replies; it reports only that the other end was closed.
         poller.register(self._socket, 0)
         return bool(event_loop.poll(poller, timeout_s))
 
@@ -183,7 +183,7 @@ class ShimClient:
     def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
         try:
             request_id = next(self._request_ids)
-            # After what an earlier daemon may have begun to send.
+            # The newline ends a request that an earlier daemon may have sent in part.
             self._socket.sendall(b"\n" + json.dumps({"id": request_id, **request}).encode() + b"\n")
             reply = self._read_reply(request_id)
         except (OSError, ValueError) as error:
@@ -193,11 +193,11 @@ class ShimClient:
         return reply
 
     def _read_reply(self, request_id: int) -> dict[str, Any]:
-        """Return the answer to a request; what is before it was for a daemon that has not read it, or not all of it."""
+        """Return the reply to a request. Replies to earlier daemons, whole or in part, are skipped."""
         while True:
             line, newline, rest = self._buffer.partition(b"\n")
             if not newline:
-                # The time-out of `recv` would go on while this process is stopped.
+                # `event_loop.poll`, unlike `recv`, does not count the time for which this process is stopped.
                 if not event_loop.poll(self._poller, _TIMEOUT_S):
                     raise OSError("timed out")
                 more, descriptors, flags, _ = socket.recv_fds(self._socket, _CHUNK_BYTES, 1)
@@ -219,22 +219,22 @@ class ShimClient:
     def _take_descriptor(self) -> int:
         descriptor, self._received_descriptor = self._received_descriptor, _NO_DESCRIPTOR
         if descriptor == _NO_DESCRIPTOR:
-            # The kernel has closed it.
+            # The kernel has closed the descriptor, because this process had no free one.
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return descriptor
 
     def _drop_descriptor(self) -> None:
-        """Close a descriptor that was sent to a daemon before this one, which has not taken it."""
+        """Close a descriptor that belongs to a reply to an earlier daemon."""
         if self._received_descriptor != _NO_DESCRIPTOR:
             os.close(self._received_descriptor)
             self._received_descriptor = _NO_DESCRIPTOR
 
 
 def start_shim(directory: Path, *extra_paths: Path) -> ShimClient:
-    """Start a shim that removes the directory and the other paths at its end. It holds a lock on the directory.
+    """Start a shim, which holds a lock on `directory` and removes it and the other paths when it exits.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the shim cannot be started.
     """
     ours, theirs = socket.socketpair()
     lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -242,10 +242,10 @@ def start_shim(directory: Path, *extra_paths: Path) -> ShimClient:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            # The same errno as of a process that cannot be started.
+            # The same errno as for a process that cannot be started.
             raise OSError(errno.EBUSY, "another shim has the directory", str(directory)) from None
-        # Isolated, and without site-packages: it needs nothing of them, and they would double its size.
-        # The directory last: as long as it is there, whoever waits for its lock waits for everything.
+        # Isolated and without site-packages, which the shim does not need and which would double its memory.
+        # The directory is removed last: `wait_until_exited` takes its absence as the sign that the shim has finished.
         argv = [
             sys.executable,
             "-I",
@@ -256,7 +256,7 @@ def start_shim(directory: Path, *extra_paths: Path) -> ShimClient:
             *map(str, extra_paths),
             str(directory),
         ]
-        # Not the daemon's output: whoever reads that waits for its end.
+        # The shim does not inherit the daemon's stdout and stderr: a reader of these pipes would wait for the shim.
         with Path(os.devnull).open("rb") as nothing, os.fdopen(_open_log(directory), "ab") as log:
             output = log.fileno()
             process_spawner.spawn(argv, os.environ, [nothing.fileno(), output, output, theirs.fileno(), lock])
@@ -272,7 +272,7 @@ def _open_log(directory: Path) -> int:
 
 
 def wait_until_exited(directory: Path, timeout_s: float) -> bool:
-    """Wait until no shim has a lock on the directory; return False if one still has it after so many seconds."""
+    """Wait until no shim holds a lock on `directory`; return False if one still does after `timeout_s` seconds."""
     try:
         lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,21 +1,25 @@
-"""The process itself, which `client.start_shim` starts with PATH... as its arguments.
+"""The shim process. `client.start_shim` starts it with the arguments PATH..., which it removes when it exits.
 
-It imports little, so that it stays small, and does little, so that it never has to be replaced. It answers one request
-at a time:
+The shim imports little, to stay small, and does little, so that it never has to be replaced. It handles one request at
+a time. Requests and replies are lines of JSON:
 
     {"start": NAME, "argv": [...], "stdin": TEXT, "log": PATH, "environment": {...}}                     {"pid": PID}
-    {"adopt": NAME, "pid": PID, "log": PATH}        a child that another has forked     {"pid": PID}
-    {"watch": PID}             the answer carries a descriptor that becomes readable when the child exits {"pid": PID}
-    {"orphans": SESSION}       ends what was forked and not adopted, of this session or, with 0, of any
-                                                                         as for "children"
-    {"reap": PID}              waits for its end                         {"status": STATUS}, negative for a signal
-    {"children": true}         those that have not been reaped           {"pid": PID, "children": [[PID, NAME, LOG]]}
+        Start a child.
+    {"adopt": NAME, "pid": PID, "log": PATH}                                                             {"pid": PID}
+        Add a child that another child has forked.
+    {"watch": PID}                                                                                       {"pid": PID}
+        Send, with the reply, a descriptor that becomes readable when the child exits.
+    {"orphans": SESSION}                                         {"pid": SHIM_PID, "children": [[PID, NAME, LOG], ...]}
+        Kill the processes of this session that were forked and not adopted; with 0, of any session.
+    {"reap": PID}                                                                                  {"status": STATUS}
+        Wait until the child has exited. A negative status is the number of a signal.
+    {"children": true}                                           {"pid": SHIM_PID, "children": [[PID, NAME, LOG], ...]}
+        List the children that have not been reaped.
 
-Requests and answers are lines. An error is {"errno": ERRNO, "path": PATH}. Each answer has the "id" of its request. A
-line that is no request is what a daemon was sending when it was killed: it is skipped. A child stays a zombie until it
-is reaped: until then its pid is its own. One that was forked for a daemon which ended before it had it adopted is
-nobody's: the next one has it ended, and so does the end. Each PATH is removed at the end, a directory with all that is
-in it.
+The reply to a failed request is {"errno": ERRNO, "path": PATH}. Each request has an "id", which its reply repeats. The
+shim skips lines that are not requests: a daemon that was killed may have sent one in part. A child stays a zombie until
+it is reaped, so that its pid cannot name another process. A process that was forked for a daemon that exited before it
+adopted the process is an orphan: the next daemon has it killed, or the shim does when it exits.
 """
 
 from __future__ import annotations
@@ -40,36 +44,36 @@ SOCKET_FD = 3
 LOCK_FD = 4
 """Descriptor that holds a lock for as long as this process lives."""
 
-# A service manager's "kill" may mean every process of the service: whoever ends the children, it is not that.
+# A service manager may send these to every process of the service. The shim ends only when its socket is closed.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-# These and what Python ignores a child would ignore, too.
+# A child would inherit that these signals are ignored: by the shim, or by Python itself.
 _DEFAULT_SIGNALS = (*_IGNORED_SIGNALS, signal.SIGPIPE, signal.SIGXFSZ)
 
-# Of an answer with which a descriptor is sent, which is no part of the line.
+# The key of a descriptor to send with a reply; it is removed before the reply is encoded.
 _DESCRIPTOR_KEY = "descriptor"
 
 
 class Shim:
-    """The children, in the order in which they were started."""
+    """The children in the order of their start, and the requests of the daemon."""
 
     def __init__(self) -> None:
         self._children: dict[int, tuple[str, str]] = {}
 
     def handle_request(self, request: dict[str, Any]) -> dict[str, Any]:  # noqa: PLR0911 - one for each kind of request
-        """Do what is asked."""
+        """Carry out a request and return the reply."""
         try:
             if "start" in request:
                 pid = _start_child(request["argv"], request["stdin"], request["log"], request["environment"])
                 self._children[pid] = request["start"], request["log"]
                 return {"pid": pid}
             if "adopt" in request:
-                # Fails where it is not a child.
+                # Raises an error if the process is not a child.
                 os.waitid(os.P_PID, request["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 self._children[request["pid"]] = request["adopt"], request["log"]
                 return {"pid": request["pid"]}
             if "watch" in request:
-                # As above.
+                # As for "adopt".
                 os.waitid(os.P_PID, request["watch"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 return {"pid": request["watch"], _DESCRIPTOR_KEY: exit_watch.watch_exit(request["watch"])}
             if "orphans" in request:
@@ -85,20 +89,20 @@ class Shim:
         return {"pid": os.getpid(), "children": [[pid, *each] for pid, each in self._children.items()]}
 
     def kill_all(self) -> None:
-        """Kill every child, those that came last first: holders outlive their workers."""
+        """Kill every child, the latest first, so that holders outlive their workers."""
         kill_all(reversed(self._children))
-        # After those that could make more.
+        # Last, because the children could fork more until they were killed.
         kill_all(find_orphans(self._children))
 
 
 def find_orphans(known_pids: Collection[int], session_id: int = 0) -> list[int]:
-    """Return the children of this process, as the kernel tells, that are not known; with `session_id` those of that."""
+    """Return the children of this process that are not in `known_pids`: all of them, or those in one session."""
     found: list[int] = []
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
             with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
                 stat = file.read()
-                # The name, in parentheses, may hold anything; state, parent, group and session follow.
+                # The name, in parentheses, may contain any bytes. The state, parent, group and session follow.
                 _, parent, _, its_session = stat[stat.rindex(b")") + 2 :].split()[:4]
                 if int(parent) == os.getpid() and int(entry) not in known_pids and session_id in (0, int(its_session)):
                     found.append(int(entry))
@@ -106,7 +110,7 @@ def find_orphans(known_pids: Collection[int], session_id: int = 0) -> list[int]:
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """Kill these children, and wait for their ends."""
+    """Kill and reap these children."""
     for pid in pids:
         _kill(pid)
 
@@ -118,7 +122,7 @@ def _kill(pid: int) -> None:
 
 def _start_child(argv: list[str], stdin_data: str, log: str, environment: dict[str, str]) -> int:
     output = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    # Not by the command line, which every user of the host may read.
+    # The arguments go to stdin: every user of the host can read a command line.
     stdin = os.memfd_create("weightd-order", os.MFD_CLOEXEC)
     try:
         _write_memfd(stdin, stdin_data.encode())
@@ -140,14 +144,14 @@ def _start_child(argv: list[str], stdin_data: str, log: str, environment: dict[s
 
 
 def _write_memfd(memory: int, content: bytes) -> None:
-    """Write to a file in memory, and go back to its begin."""
+    """Write to a memfd and seek to its start."""
     with open(memory, "wb", closefd=False) as file:
         file.write(content)
     os.lseek(memory, 0, os.SEEK_SET)
 
 
 def _remove(path: str) -> None:
-    """Remove a file, or a directory with all that is in it."""
+    """Remove a file, or a directory with all its entries."""
     with contextlib.suppress(OSError):
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             os.unlink(path)
@@ -164,7 +168,7 @@ def _serve(shim: Shim, connection: socket.socket) -> None:
             number = request["id"]
         except (LookupError, TypeError, ValueError):
             continue
-        # Where nobody is left to hear it, the end of the lines comes next.
+        # If no daemon reads the reply, the loop reads the end of the stream next.
         with contextlib.suppress(BrokenPipeError):
             _send(connection, {"id": number, **shim.handle_request(request)})
 
@@ -182,16 +186,19 @@ def _send(connection: socket.socket, reply: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Serve until the other end of the socket is closed by everybody; then leave nothing behind."""
+    """Serve requests until the other end of the socket is closed; then kill all children and remove the paths.
+
+    The other end is closed when no process holds a duplicate of it.
+    """
     process_start.reset_signals(*_IGNORED_SIGNALS)
     os.set_inheritable(LOCK_FD, False)
     shim = Shim()
     with socket.socket(fileno=SOCKET_FD) as link:
         link.set_inheritable(False)
-        # Nobody is left, either way; a reset says that they have not read the last answer.
+        # The other end is closed in either case. A reset means that the last reply was not read.
         with contextlib.suppress(ConnectionResetError):
             _serve(shim, link)
-        # Its close says that all this is done: `ShimClient.stop` waits for it.
+        # The socket is closed after all this, which `ShimClient.stop` waits for.
         shim.kill_all()
         for path in sys.argv[1:]:
             _remove(path)
