@@ -1,1 +1,1 @@
-"""HTTP and gRPC in front of the daemon: a client of it, in a process of its own."""
+"""The HTTP and gRPC gateway: a client of the daemon that runs as a separate process."""

@@ -1,7 +1,7 @@
-"""Authentication: the caller of a connection or token, and the tenant of the daemon for which the caller may ask.
+"""Authentication: finds the caller of a connection or token, and the tenant for which the daemon serves this caller.
 
-The file with the tokens of callers has a line for each, with the sha256 of the token, a tenant and a name. The tokens
-themselves are nowhere: whoever reads the file cannot use it.
+The token file has one line for each token: the token's sha256, a tenant and a name. It does not contain the tokens, so
+reading the file does not allow anybody to use them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from weightd_protocol.schema import label
 
 
 class Caller(NamedTuple):
-    """Who asks.
+    """The identity of an authenticated client.
 
     Attributes:
-        tenant: for whom the daemon is asked; None: for the gateway itself.
-        name: for logs.
+        tenant: the tenant whose quotas and models apply; None: the gateway's own identity at the daemon.
+        name: the caller's name in logs.
     """
 
     tenant: str | None
@@ -39,13 +39,13 @@ _HOW_TO_AUTHENTICATE = (
 
 @dataclass(frozen=True)
 class Authenticator:
-    """Who is who.
+    """Maps credentials to callers.
 
     Attributes:
-        tokens: by the sha256 of the token.
-        certificates: by the common name of a certificate that TLS has verified.
-        users: by the number of the user at the other end of a unix socket.
-        anonymous: who proves nothing; None: nobody.
+        tokens: callers by the sha256 of their token.
+        certificates: callers by the common name of a certificate that TLS has verified.
+        users: callers by the uid of the peer of a Unix socket.
+        anonymous: the caller of connections without credentials; None: such connections are rejected.
     """
 
     tokens: Mapping[bytes, Caller]
@@ -56,14 +56,15 @@ class Authenticator:
     def authenticate(
         self, *, token: str | None = None, common_name: str | None = None, uid: int | None = None
     ) -> Caller:
-        """Return who has proven this; a token goes before a certificate, and that before a user.
+        """Return the caller with these credentials; a token takes precedence over a certificate, which does over a uid.
 
         Raises:
-            Unauthenticated: nobody.
+            Unauthenticated: the token is unknown, or no credential names a caller and anonymous callers are not
+                allowed.
         """
         caller = None
         if token is not None:
-            # No other time tells anything of a token than that of its digest.
+            # The lookup compares digests, so its duration reveals nothing about the token.
             caller = self.tokens.get(token_digest(token))
             if caller is None:
                 raise Unauthenticated("the token is none of the gateway's")
@@ -78,15 +79,15 @@ class Authenticator:
 
 
 def token_digest(token: str) -> bytes:
-    """Return what a file with tokens has of one."""
+    """Return the sha256 of a token, as it is written in a token file."""
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
 def parse_bearer(authorization: str) -> str:
-    """Return the token of a header `authorization`.
+    """Return the token of an `authorization` header.
 
     Raises:
-        Unauthenticated: it has none.
+        Unauthenticated: the header is not `Bearer TOKEN`.
     """
     scheme, _, token = authorization.strip().partition(" ")
     if scheme.lower() != "bearer" or not token.strip():
@@ -99,15 +100,15 @@ NO_TENANT = "-"
 
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 
-# Of a file: hundreds of thousands of tokens.
+# Limit of a token file: hundreds of thousands of tokens.
 _MAX_BYTES = 64 * 1024 * 1024
 
 
 class TokenFileError(Exception):
-    """The file cannot be used; the text names file, line and what was expected.
+    """A token file cannot be used; the text names the file, the line and what was expected.
 
     Attributes:
-        problems: each of them.
+        problems: one text for each problem.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -116,10 +117,10 @@ class TokenFileError(Exception):
 
 
 def read_tokens(path: Path) -> dict[bytes, Caller]:
-    """Return who the tokens of a file belong to, by the sha256 of each.
+    """Return the callers of a token file by the sha256 of their token.
 
     Raises:
-        TokenFileError: it cannot be read, or a line of it is wrong.
+        TokenFileError: the file cannot be read, or a line is invalid.
     """
     try:
         text = read_regular(path, _MAX_BYTES).decode("utf-8-sig")
@@ -131,10 +132,10 @@ def read_tokens(path: Path) -> dict[bytes, Caller]:
 
 
 def parse_tokens(text: str, path: str) -> dict[bytes, Caller]:
-    """Return what `read_tokens` does, of a text.
+    """Return the callers in the text of a token file; `path` is used in error messages.
 
     Raises:
-        TokenFileError: a line is wrong.
+        TokenFileError: a line is invalid.
     """
     callers: dict[bytes, Caller] = {}
     problems: list[str] = []
@@ -152,7 +153,7 @@ def parse_tokens(text: str, path: str) -> dict[bytes, Caller]:
 
 
 def parse_caller(tenant: str, name: str) -> Caller:
-    """Return who asks for a tenant as a configuration writes it."""
+    """Return the caller for a tenant as the configuration writes it: a name, or "-" for the gateway's own identity."""
     return Caller(None if tenant == NO_TENANT else tenant, name)
 
 
@@ -167,7 +168,7 @@ def _check_entry(words: list[str]) -> str:
     if not 2 <= len(words) <= 3:
         return "expected SHA256 TENANT, and a name if you like"
     if not _DIGEST.fullmatch(words[0]):
-        # Not a word of it: somebody may have written the token itself.
+        # The text does not quote the word, because the user may have written the token itself.
         return "expected the sha256 of a token in 64 hexadecimal digits first, as sha256sum prints it"
     for what, word in zip(("tenant", "name"), words[1:], strict=False):
         if len(word.encode()) > limits.MAX_NAME_BYTES or not word.isprintable():

@@ -24,12 +24,12 @@ from weightd_gateway.server import GatewayServer
 from weightd_gateway.system_shared_memory import RegisteredRegions
 
 OK = 0
-CANNOT_CREATE = 73  # EX_CANTCREAT: an address cannot be had
-CONFIG = 78  # EX_CONFIG: the configuration is wrong; starting again would end the same
+CANNOT_CREATE = 73  # EX_CANTCREAT: an address cannot be bound
+CONFIG = 78  # EX_CONFIG: the configuration is invalid; a restart would fail in the same way
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+    """Run the command and return its exit status."""
     options = parser().parse_args(arguments)
     disable_core_dumps()
     heap_watch.set_up()
@@ -71,25 +71,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _make_frontends(gateway: Gateway) -> list[Frontend]:
-    """Return the protocols that are spoken; what they need is loaded only then.
+    """Return the frontends of the configured protocols; the libraries of other protocols are not imported.
 
     Raises:
-        ImportError: it is not there.
+        ImportError: a library is not installed.
     """
     frontends: list[Frontend] = []
     if gateway.config.http_addresses:
-        from weightd_gateway.http.server import HttpServer  # noqa: PLC0415 - it is 20 MB
+        from weightd_gateway.http.server import HttpServer  # noqa: PLC0415 - the import takes 20 MB of memory
 
         frontends.append(HttpServer(gateway))
     if gateway.config.grpc_addresses:
-        from weightd_gateway.grpc.server import GrpcServer  # noqa: PLC0415 - it is 20 MB
+        from weightd_gateway.grpc.server import GrpcServer  # noqa: PLC0415 - the import takes 20 MB of memory
 
         frontends.append(GrpcServer(gateway))
     return frontends
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+    """Return the command-line parser."""
     parser = Parser(prog="weightd gateway")
     parser.add_argument("-v", "--verbose", action="store_true", help="log each request")
     commandline.add_gateway_arguments(parser)

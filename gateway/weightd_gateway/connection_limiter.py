@@ -1,4 +1,4 @@
-"""Admission of connections: how many each peer may have, and how fast it may open new ones. Pure: no I/O, no clock."""
+"""Connection limiter: how many connections each peer may have, and how fast it may open them. No I/O, no clock."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from weightd_common.peers import Peer
 from weightd_common.rate_limits import TokenBuckets
 from weightd_gateway.fairness import FairLimit
 
-# New connections that a peer that violates the protocol's limits loses, beside the connection itself.
+# New connections of its rate limit that a peer forfeits when it violates a limit of the protocol.
 VIOLATION_PENALTY = 32.0
 
 
 class GatewayConnectionLimiter:
-    """Decides on new connections; a decision takes the same time for any number of peers.
+    """Admits or refuses new connections. A decision takes constant time for any number of peers.
 
     Args:
-        max_connections: connections in all. A peer may have at most three times as many as it leaves to others.
-        rate: new connections a second of one peer; 0 for no limit. A peer that opened none for a while may open those
-            of `BURST_S` seconds at once.
+        max_connections: the limit of all connections. A peer may have at most three times as many as remain free.
+        rate: new connections per second of one peer; 0: no limit. A peer that has opened none for `BURST_S` seconds may
+            open the connections of these seconds at once.
     """
 
     BURST_S = 4.0
@@ -28,7 +28,7 @@ class GatewayConnectionLimiter:
         self._rates = TokenBuckets(rate, max(1.0, self.BURST_S * rate))
 
     def admit(self, peer: Peer, now: float) -> str | None:
-        """Count a new connection of a peer, and return None; or return why the connection is refused."""
+        """Count a new connection of a peer and return None, or return the reason why the connection is refused."""
         if not (peer.is_operator or self._rates.take(peer.key, now)):
             return f"{peer.key} opens more than {self._rate:g} connections a second (max_connection_rate)"
         if not self._connection_limit.take(None if peer.is_operator else peer.key):
@@ -36,14 +36,14 @@ class GatewayConnectionLimiter:
         return None
 
     def remove_connection(self, peer: Peer) -> None:
-        """Count one connection of a peer less."""
+        """Count a closed connection of a peer."""
         self._connection_limit.release(None if peer.is_operator else peer.key)
 
     def penalize(self, peer: Peer, now: float) -> None:
-        """Let a peer that violated the limits of its connection open fewer new ones for a while."""
+        """Reduce the rate at which a peer may open connections for a while, because it violated a limit."""
         if not peer.is_operator:
             self._rates.charge(peer.key, VIOLATION_PENALTY, now)
 
     def __len__(self) -> int:
-        """Return how many peers are kept for their rate."""
+        """Return the number of peers whose connection rate is tracked."""
         return len(self._rates)

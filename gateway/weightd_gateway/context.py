@@ -1,4 +1,4 @@
-"""What all protocols of a gateway share, and the interface of a protocol."""
+"""The objects that all frontends share, and the interface of a frontend."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from weightd_gateway.tls_handshakes import Handshakes
 
 @dataclass
 class Gateway:
-    """What the fronts are made of.
+    """The shared state of all frontends.
 
     Attributes:
-        config: as the file says.
-        authenticator: who is who, now: a reload has others.
-        daemon_client: the daemon.
-        regions: memory that callers share.
-        parsers: the processes that parse and render many values.
-        sockets: on which a service manager listens for HTTP.
-        handshakes: TLS handshakes under way.
+        config: the gateway's section of the configuration file.
+        authenticator: the identities in force; a reload replaces it.
+        daemon_client: the client of the daemon.
+        regions: the shared-memory regions that callers have registered.
+        parsers: the child processes that parse and render large requests and responses.
+        sockets: the HTTP listening sockets that the service manager passed to this process.
+        handshakes: the TLS handshakes in progress.
     """
 
     config: GatewayConfig
@@ -39,18 +39,18 @@ class Gateway:
 
 
 class Frontend(Protocol):
-    """One protocol, at all its addresses, on the one loop of the process."""
+    """The server of one protocol at all its addresses. All frontends share the event loop of the process."""
 
     async def start(self) -> Sequence[str]:
-        """Listen; return where, for people.
+        """Start listening and return the addresses for the log.
 
         Raises:
-            OSError: an address cannot be had; the text names it.
+            OSError: an address cannot be bound; the text names it.
         """
         ...
 
     async def stop(self, grace_s: float) -> None:
-        """Take nothing new, and return when what is under way has been answered, or after so many seconds.
+        """Stop accepting requests; return when those in flight have ended, or after `grace_s` seconds.
 
-        It may not have been started, or only in part.
+        May be called before `start`, or after `start` has failed half-way.
         """

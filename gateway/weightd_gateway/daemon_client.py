@@ -1,4 +1,4 @@
-"""The daemon as callers see it: inference requests and results of any protocol, metadata and metrics."""
+"""Client of the daemon on behalf of callers: inference, metadata, status and metrics, independent of the protocol."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class InferenceRequest:
     """An inference request.
 
     Attributes:
-        model: its name.
-        inputs: by name, little-endian and in C order: views into what was received. Nobody changes that before the
-            answer has come.
-        outputs: the names of those that are wanted, in the order in which they shall come; None: all.
-        timeout: seconds that the caller waits; None: as long as the gateway does of its own accord.
-        priority: 1 goes first; None: the model's default.
-        traceparent: of W3C Trace Context, "" where the caller has given none.
-        id: what the caller calls it, "" where it has no name.
+        model: the model's name.
+        inputs: arrays by input name, little-endian and in C order. They are views of the received bytes, which must not
+            change before the response has arrived.
+        outputs: the names of the outputs to return, in the order of the response; None: all outputs.
+        timeout: seconds until the caller gives up; None: the gateway's default.
+        priority: 1 is the highest; None: the model's default.
+        traceparent: the header of W3C Trace Context; "" without one.
+        id: the caller's request id; "" without one.
     """
 
     model: str
@@ -52,19 +52,19 @@ InferenceResult = Arrays
 
 T = TypeVar("T")
 
-# Of what costs the daemon milliseconds for each process, whoever asks for it and how often.
+# Status and metrics cost the daemon milliseconds for each process, so all callers of a tenant share one response.
 _CACHE_TTL_S = 1.0
 
 
 class DaemonClient:
-    """Asks the daemon for callers, with a connection for each tenant.
+    """Sends requests of callers to the daemon, over one connection for each tenant.
 
-    A daemon that is away is `Unavailable`, and found again by whoever asks next.
+    While the daemon cannot be reached, requests fail with `Unavailable`; each new request tries to connect again.
 
     Args:
-        address: of the daemon; None: where `weightctl` looks.
-        timeout: seconds that a question takes at most which says nothing of that itself.
-        admission: one is to be had by each request before anything of it is kept.
+        address: the daemon's address; None: the default that `weightctl` uses.
+        timeout: seconds after which a request without a timeout fails.
+        admission: the limits for requests; a frontend takes a permit before it stores anything of a request.
     """
 
     def __init__(self, address: str | None, timeout: float, admission: AdmissionControl) -> None:
@@ -76,35 +76,35 @@ class DaemonClient:
         self.admission = admission
 
     async def server(self, caller: Caller) -> ServerMetadataResponse:
-        """Return the daemon's version and the names of the models that there are for the caller.
+        """Return the daemon's version and the names of the models that are visible to the caller.
 
         Raises:
-            RequestError: as all these do; whatever goes wrong is one.
+            RequestError: the request failed. The other methods convert every failure to this class, too.
         """
         return await _await_response(self._client(caller).server())
 
     async def ready(self, caller: Caller, model: str = "") -> ReadyResponse:
-        """Return whether a model, or with "" each of the caller's, can answer."""
+        """Return whether a model is ready; with "", whether all models of the caller are."""
         return await _await_response(self._client(caller).ready(model))
 
     async def metadata(self, caller: Caller, model: str) -> ModelMetadataResponse:
-        """Return what a model takes and gives, as soon as it is loaded."""
+        """Return the signature of a model; the daemon replies once the model is loaded."""
         return await _await_response(self._client(caller).metadata(model))
 
     async def status(self, caller: Caller) -> StatusResponse:
-        """Return what the daemon is doing, or was a second ago."""
+        """Return the daemon's status, at most one second old."""
         client = self._client(caller)
         latest = self._statuses.setdefault(caller.tenant, _Latest(lambda: _await_response(client.status())))
         return await latest.get()
 
     async def metrics(self, caller: Caller) -> MetricsResponse:
-        """Return what the daemon has counted, or had a second ago."""
+        """Return the daemon's metrics, at most one second old."""
         client = self._client(caller)
         latest = self._metrics.setdefault(caller.tenant, _Latest(lambda: _await_response(client.metrics())))
         return await latest.get()
 
     async def infer(self, caller: Caller, request: InferenceRequest) -> InferenceResult:
-        """Return what the model answers. A task that is cancelled meanwhile takes the request back."""
+        """Return the outputs of the model. Cancelling the task cancels the request at the daemon."""
         client = self._client(caller)
         return await _await_response(
             client.infer(
@@ -117,11 +117,11 @@ class DaemonClient:
         )
 
     def allocate(self, caller: Caller, nbytes: int) -> Any:
-        """Return an array of so many bytes to receive a request into, which need not be copied to be sent."""
+        """Return a byte array for receiving a request; the client sends an array from this memory without a copy."""
         return self._client(caller).empty((nbytes,), "u1")
 
     async def close(self) -> None:
-        """Close all connections; what is under way ends in `Unavailable`."""
+        """Close all connections; requests in flight fail with `Unavailable`."""
         for client in self._clients.values():
             await client.close()
 
@@ -143,12 +143,12 @@ async def _await_response(response: Awaitable[T]) -> T:
                 raise
             raise wanted from error
         finally:
-            # The error refers to this frame, and to those of its callers, which have the body of a request.
+            # The error refers to this frame and to the frames of its callers, which keep the body of a request alive.
             del wanted
 
 
 class _Latest(Generic[T]):
-    """An answer that is good for everybody who asks within a second; who comes while it is asked for waits for that."""
+    """Caches a response for one second. Callers that arrive during a fetch wait for its response."""
 
     def __init__(self, fetch: Callable[[], Awaitable[T]]) -> None:
         self._fetch = fetch
@@ -165,10 +165,10 @@ class _Latest(Generic[T]):
 
 TRACEPARENT = "traceparent"
 
-# Version, trace, parent, flags; version ff is forbidden, and so are ids of zeros.
+# Version, trace id, parent id, flags. Version ff and ids of zeros are forbidden.
 _PATTERN = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def valid_traceparent(traceparent: str) -> str:
-    """Return what was given; "" where that is none."""
+    """Return `traceparent` if it is valid, and "" otherwise."""
     return traceparent if traceparent and _PATTERN.fullmatch(traceparent) else ""

@@ -1,4 +1,4 @@
-"""How an error is told in HTTP and in gRPC: one table for both."""
+"""Status codes of errors in HTTP and gRPC: one table for both protocols."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from weightd_protocol.errors import Internal, RequestError, ResourceExhausted, U
 
 
 class TooLarge(ResourceExhausted):
-    """What was sent, or would come of it, is longer than this gateway takes."""
+    """A request, or the response to it, exceeds a size limit of this gateway."""
 
 
 class ErrorStatus(NamedTuple):
-    """What an error is.
+    """The status codes of an error.
 
     Attributes:
-        http: the status of the response.
-        grpc: the number of the status of the call.
+        http: the status of the HTTP response.
+        grpc: the number of the gRPC status.
     """
 
     http: int
     grpc: int
 
 
-# By the code of the error, which is gRPC's name for it.
+# Keys are the errors' codes, which are the names of gRPC's status codes.
 STATUSES: Mapping[str, ErrorStatus] = {
     "CANCELLED": ErrorStatus(499, 1),
     "INVALID_ARGUMENT": ErrorStatus(400, 3),
@@ -34,7 +34,7 @@ STATUSES: Mapping[str, ErrorStatus] = {
     "NOT_FOUND": ErrorStatus(404, 5),
     "PERMISSION_DENIED": ErrorStatus(403, 7),
     "RESOURCE_EXHAUSTED": ErrorStatus(429, 8),
-    # Not the 400 that gRPC's own table has: it is the model that is to be mended, not the request.
+    # gRPC's own mapping has 400, but here the model must be fixed, not the request.
     "FAILED_PRECONDITION": ErrorStatus(503, 9),
     "INTERNAL": ErrorStatus(500, 13),
     "UNAVAILABLE": ErrorStatus(503, 14),
@@ -45,17 +45,17 @@ _TOO_LARGE = ErrorStatus(413, STATUSES[TooLarge.code].grpc)
 
 
 def status_of(error: RequestError) -> ErrorStatus:
-    """Return how an error is told."""
+    """Return the status codes of an error."""
     return _TOO_LARGE if isinstance(error, TooLarge) else STATUSES[error.code]
 
 
 def retry_after(error: RequestError) -> int | None:
-    """Return the whole seconds after which the same request may succeed; None where nothing is known of that."""
+    """Return the whole seconds after which a retry may succeed; None if unknown."""
     return None if error.retry_after is None else math.ceil(error.retry_after)
 
 
 def to_request_error(error: WeightdError) -> RequestError:
-    """Return the error that a caller is told: of what the client says to this process, the code that it means."""
+    """Return the error to report to a caller; errors of the client library become `Unavailable` or `Internal`."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ClientClosed):

@@ -1,4 +1,4 @@
-"""Fairness between callers: how many requests, bytes and connections each has, and whose turn it is. Pure: no I/O."""
+"""Fairness between callers: limits on requests, bytes and connections, and the order of work. Pure: no I/O."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class FairShareQueue(Generic[T]):
-    """A queue from which the item of the user with the fewest seconds comes first.
+    """A queue that returns the item of the user with the least accumulated time first.
 
-    A user that had no item in the queue starts with as many seconds as the user of the latest item, so that nobody
-    saves up seconds while idle.
+    A user without items in the queue resumes at the accumulated time of the user that was served last, so that an idle
+    user cannot save up time.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class FairShareQueue(Generic[T]):
         self._waiting[user].append(item)
 
     def get(self) -> tuple[Hashable, T]:
-        """Remove and return the next item and its user; of users with equal seconds, the one that waits longest."""
+        """Remove and return the next item and its user; of users with equal time, the one that has waited longest."""
         user = min(self._waiting, key=self._used_s.__getitem__)
         items = self._waiting.pop(user)
         item = items.popleft()
@@ -48,7 +48,7 @@ class FairShareQueue(Generic[T]):
         return user, item
 
     def charge(self, user: Hashable, seconds: float) -> None:
-        """Count seconds that an item of a user took."""
+        """Add the seconds that an item took to the user's accumulated time."""
         self._used_s[user] = self._used_s.get(user, self._virtual_time) + seconds
         self._used_s = {
             each: used for each, used in self._used_s.items() if used > self._virtual_time or each in self._waiting
@@ -61,20 +61,21 @@ class FairShareQueue(Generic[T]):
         return items
 
 
-# Of what would still be free: who is alone has three quarters of all, and each of two has three sevenths.
+# A caller may hold at most three times what remains free: a single caller three quarters, each of two three sevenths.
 _MAX_TIMES_FREE = 3
 
 
 class FairLimit:
-    """Counts who has how many.
+    """Counts units of a limited resource by caller, and keeps one caller from taking all of them.
 
-    Tenants are told apart, and those who ask for the gateway itself by their names; None is whoever asks.
+    Callers of the same tenant share one count. A caller without a tenant has a separate count, as does a peer, given
+    by its key. For None only the total is limited.
 
     Args:
-        limit: places.
+        limit: units in total.
 
     Attributes:
-        in_use: how many are somebody's.
+        in_use: units that are taken.
     """
 
     def __init__(self, limit: int) -> None:
@@ -83,9 +84,10 @@ class FairLimit:
         self.in_use = 0
 
     def take(self, caller: Caller | str | None, count: int = 1, held: int = 0) -> bool:
-        """Have so many more, if they are to be had; return whether they were.
+        """Take `count` units if the limits allow it; return whether they were taken.
 
-        The first of a caller are if any are, and those that come to `held`, which are all that it has.
+        While the caller holds at most `held` units, only the total is limited, so that its first request can always
+        proceed.
         """
         free = self._limit - self.in_use - count
         if free < 0:
@@ -100,7 +102,7 @@ class FairLimit:
         return True
 
     def release(self, caller: Caller | str | None, count: int = 1) -> None:
-        """Have so many fewer."""
+        """Return `count` units."""
         self.in_use -= count
         if caller is not None:
             key = caller if isinstance(caller, str) else caller.tenant or caller
@@ -109,16 +111,16 @@ class FairLimit:
                 del self._count_by_caller[key]
 
 
-# A guess: by then some of what is under way has been answered.
+# A guess of when some of the requests in flight will have ended.
 _RETRY_S = 1.0
 
 
 class AdmissionControl:
-    """Requests that are received or answered.
+    """Limits the requests in flight and the bytes that they occupy.
 
     Args:
-        max_requests: of them; how many each caller may have of that is for `FairLimit` to say, as of the bytes.
-        max_bytes: of all of them.
+        max_requests: requests of all callers; `FairLimit` bounds each caller's part of them, and of the bytes.
+        max_bytes: bytes of all requests and responses.
 
     Attributes:
         max_requests: as above.
@@ -132,20 +134,20 @@ class AdmissionControl:
 
     @property
     def in_flight(self) -> int:
-        """How many there are."""
+        """Number of requests in flight."""
         return self._request_limit.in_use
 
     @property
     def reserved_bytes(self) -> int:
-        """How many bytes are kept of all of them."""
+        """Number of bytes that are reserved for requests and responses."""
         return self._byte_limit.in_use
 
     @contextlib.contextmanager
     def admit(self, caller: Caller | None) -> Generator[Permit, None, None]:
-        """Have a request under way within the block; None: of whoever asks.
+        """Hold a request permit within the block; with None, no caller's share applies.
 
         Raises:
-            ResourceExhausted: there are as many as there may be.
+            ResourceExhausted: the limit of requests, or the caller's share of it, is reached.
         """
         if not self._request_limit.take(caller):
             raise _exhausted(f"its share of {self.max_requests} requests", "max_in_flight")
@@ -157,11 +159,11 @@ class AdmissionControl:
             permit.release()
 
     def reserve_response(self, caller: Caller | None, nbytes: int) -> Permit:
-        """Return a permit of an answer with so many bytes, which outlasts that of its request: until `Permit.release`.
+        """Return a permit for the bytes of a response. It outlasts the request and is held until `Permit.release`.
 
         Raises:
-            TooLarge: there will never be room for them.
-            ResourceExhausted: there is none now.
+            TooLarge: the response exceeds the limit for all responses.
+            ResourceExhausted: the bytes are in use at the moment.
         """
         permit = Permit(self._byte_limit, self._max_bytes, caller)
         permit.reserve(nbytes)
@@ -169,12 +171,12 @@ class AdmissionControl:
 
 
 class Permit:
-    """A request that is under way.
+    """A request in flight and the bytes that are reserved for it.
 
     Args:
-        byte_limit: of bytes.
-        max_bytes: bytes.
-        caller: whose request it is.
+        byte_limit: the limit of bytes of all requests.
+        max_bytes: the total of that limit.
+        caller: the caller of the request.
     """
 
     def __init__(self, byte_limit: FairLimit, max_bytes: int, caller: Caller | None) -> None:
@@ -184,11 +186,11 @@ class Permit:
         self._nbytes = 0
 
     def reserve(self, nbytes: int) -> None:
-        """Keep so many more bytes of the request, until its end.
+        """Reserve further bytes until `release`.
 
         Raises:
-            TooLarge: there will never be room for so many.
-            ResourceExhausted: there is none now.
+            TooLarge: the request exceeds the limit for all requests.
+            ResourceExhausted: the bytes are in use at the moment.
         """
         if self._nbytes + nbytes > self._max_bytes:
             raise TooLarge(f"expected at most {self._max_bytes} bytes of a request or an answer (max_memory_bytes)")
@@ -197,7 +199,7 @@ class Permit:
         self._nbytes += nbytes
 
     def release(self) -> None:
-        """Nothing is kept of it any more."""
+        """Release all bytes of the permit."""
         self._byte_limit.release(self._caller, self._nbytes)
         self._nbytes = 0
 
@@ -216,10 +218,10 @@ PIPELINE_PASSES = 32
 
 
 class PipelinedStarter:
-    """Begins requests that were sent ahead one by one, in turns between peers, with passes for other work in between.
+    """Starts pipelined requests one at a time, in turns between peers, with passes for other work in between.
 
     Args:
-        call_soon: calls a function in the next pass of the loop.
+        call_soon: schedules a function for the next pass of the event loop.
     """
 
     def __init__(self, call_soon: Callable[[Work], object]) -> None:
@@ -228,7 +230,7 @@ class PipelinedStarter:
         self._waiting: RoundRobinQueue[Work] = RoundRobinQueue()
 
     def run(self, key: str, begin: Work) -> None:
-        """Begin a request of a peer now, or when it is the turn of the peer."""
+        """Start a request of a peer now or, if another one was started recently, at the peer's turn."""
         self._waiting.put(key, begin)
         if not self._passes_left:
             self._begin_next()
@@ -250,14 +252,14 @@ class PipelinedStarter:
 
 
 class FairRunner:
-    """Runs pieces of work at once while the pass of the loop has time left, and queues them by peer otherwise.
+    """Runs work immediately while the current pass of the event loop has time left; otherwise queues it by peer.
 
     Args:
-        call_soon: calls a function in the next pass of the loop.
-        clock: tells the time in seconds.
+        call_soon: schedules a function for the next pass of the event loop.
+        clock: returns the time in seconds.
 
     Attributes:
-        pipelined: begins requests that were sent ahead.
+        pipelined: starts pipelined requests.
     """
 
     def __init__(self, call_soon: Callable[[Work], object], clock: Callable[[], float]) -> None:
@@ -269,7 +271,7 @@ class FairRunner:
         self._waiting: RoundRobinQueue[Work] = RoundRobinQueue()
 
     def run(self, key: str, work: Work) -> None:
-        """Run a piece of work of a peer now, or when it is the turn of the peer."""
+        """Run work of a peer now or, if the pass has no time left, at the peer's turn."""
         if self._waiting or self._time_left_s <= 0.0:
             self._waiting.put(key, work)
         else:

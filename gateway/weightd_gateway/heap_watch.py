@@ -1,4 +1,4 @@
-"""Returns freed memory to the kernel: the C library keeps it where a request, or a flood, has taken much at once."""
+"""Returns freed memory to the kernel, because the C library keeps it after a large request or a burst of requests."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import gc
 import resource
 from pathlib import Path
 
-# Seconds between two looks.
+# Seconds between two checks.
 WATCH_INTERVAL_S = 1.0
 
-# Growth of the resident memory beyond its least, from which on freed memory is returned.
+# Freed memory is returned once the resident memory exceeds its minimum by this amount.
 GROWTH_BYTES = 16 * 1024 * 1024
 
-# Looks without an attempt, after attempts in vain.
+# Maximum number of checks to skip after attempts that returned little.
 _MAX_SKIPPED = 3
 
-# Arenas of the C library: threads of gRPC's library have one each by default, which all keep what was freed.
+# Arenas of the C library. By default each thread of gRPC's library has one, and each arena keeps its freed memory.
 _MAX_ARENAS = 2
 _M_ARENA_MAX = -8
 
@@ -26,14 +26,14 @@ _STATM = Path("/proc/self/statm")
 _libc = ctypes.CDLL(None)
 
 
-# Larger blocks have mappings of their own, which are returned when they are freed. By default glibc stops doing so
-# after it has freed a few.
+# Larger blocks get a mapping each, which is unmapped when they are freed. By default glibc raises this threshold after
+# it has freed a few such blocks.
 _MMAP_THRESHOLD_BYTES = 1024 * 1024
 _M_MMAP_THRESHOLD = -3
 
 
 def set_up() -> None:
-    """Tell the C library how to keep less; this has to come before other threads."""
+    """Configure the C library to keep less freed memory. Must be called before other threads start."""
     mallopt = getattr(_libc, "mallopt", None)
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, _MAX_ARENAS)
@@ -41,10 +41,10 @@ def set_up() -> None:
 
 
 class HeapGrowth:
-    """Decides when freed memory is to be returned. Pure.
+    """Decides when freed memory should be returned. Pure: no I/O.
 
-    That is at each look while the process is much larger than it was when it was smallest. Where nothing comes of it,
-    the memory is in use, and the next attempts are made less and less often.
+    Every check is due while the process is much larger than its minimum. If an attempt returns little, the memory is in
+    use, and the next checks are skipped: one, then up to `_MAX_SKIPPED`.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class HeapGrowth:
         self._checks_to_skip = 0
 
     def is_due(self, resident_bytes: int) -> bool:
-        """Return whether freed memory is to be returned now, of so many bytes of resident memory."""
+        """Return whether freed memory should be returned now, given the resident memory."""
         if self._min_bytes is None or resident_bytes < self._min_bytes:
             self._min_bytes = resident_bytes
         if resident_bytes <= self._min_bytes + GROWTH_BYTES:
@@ -65,14 +65,14 @@ class HeapGrowth:
         return True
 
     def record_trimmed(self, nbytes: int) -> None:
-        """Note how many bytes were returned."""
+        """Record how many bytes an attempt returned."""
         self._backoff = 0 if nbytes >= GROWTH_BYTES // 4 else min(2 * self._backoff + 1, _MAX_SKIPPED)
         self._checks_to_skip = self._backoff
 
 
 async def watch() -> None:
-    """Return freed memory whenever the process has grown, until the task is cancelled."""
-    # What is there now stays: collections need not look at it, which would hold up the loop.
+    """Return freed memory to the kernel whenever the process has grown, until the task is cancelled."""
+    # The present objects are permanent. Frozen, they do not lengthen collections, which block the event loop.
     gc.collect()
     gc.freeze()
     trim = getattr(_libc, "malloc_trim", None)
@@ -80,9 +80,9 @@ async def watch() -> None:
     while trim is not None:
         before = _resident_bytes()
         if growth.is_due(before):
-            # An error and the frames that it passed through refer to each other, and these to the body of a request.
+            # An error and the frames of its traceback form a cycle that keeps the body of a request alive.
             gc.collect()
-            # It takes a while for a large heap, and needs no lock of Python.
+            # Trimming a large heap takes a while, and does not need the GIL.
             await asyncio.to_thread(trim, 0)
             growth.record_trimmed(before - _resident_bytes())
         await asyncio.sleep(WATCH_INTERVAL_S)

@@ -22,24 +22,24 @@ from weightd_gateway.connection_limiter import GatewayConnectionLimiter
 
 _log = logging.getLogger("weightd.gateway")
 
-# Clients that connect while the loop is busy wait there.
+# Connections that the kernel queues while the event loop is busy.
 BACKLOG = 1024
 
-# A wake-up accepts no further connection after this time, so that a flood of connections does not hold up the loop.
+# One wake-up accepts connections for at most this time, so that a flood of them does not block the event loop.
 _ACCEPT_SLICE_S = 1e-4
 
-# Where the process has no descriptor for the next connection, until some have been closed.
+# Pause after the process ran out of file descriptors or memory for connections.
 _ACCEPT_BACKOFF_S = 0.1
 _EXHAUSTED_ERRNOS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
-# Of the kernel for what a client sends and nobody has read, and for what it does not read: by itself the kernel keeps
-# several megabytes of each connection. It doubles this number, for its own needs.
+# Socket buffer in each direction. By default the kernel would buffer several megabytes for each connection. The kernel
+# doubles this number for its own overhead.
 BUFFER_BYTES = 208 * 1024
 
-# Between two lines of the log about refused connections of one peer.
+# Seconds between two log lines about refused connections of one peer.
 _LOG_INTERVAL_S = 10.0
 
-# Of a socket in a directory that others may enter: its owner and group may connect.
+# Mode of a Unix socket: its owner and group may connect, if they can enter its directory.
 _MODE = 0o660
 
 OnConnection = Callable[[socket.socket, Peer], None]
@@ -48,14 +48,16 @@ OnConnection = Callable[[socket.socket, Peer], None]
 class GatewayAcceptor:
     """Accepts connections at one listening socket and refuses those beyond the limits of their peer.
 
-    asyncio's own servers accept as many connections in one go as the backlog has, while nobody else is served.
+    asyncio's own servers accept up to a whole backlog of connections in one pass, which blocks all other work.
 
     Args:
-        listener: listens; it is closed by `close`.
-        admission: of the protocol.
+        listener: the bound socket; `close` closes it.
+        admission: the connection limiter of the protocol.
         peers: identifies peers.
-        on_connection: is given each connection that is admitted. It has to have `admission.leaves` called at the end.
-        refusal_response: returns what a client receives whose connection is refused, from the reason; None: nothing.
+        on_connection: called with each admitted connection. It must call `admission.remove_connection` once the
+            connection has ended.
+        refusal_response: returns the bytes to send before a refused connection is closed, given the reason; None: send
+            nothing.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class GatewayAcceptor:
         self._loop = asyncio.get_running_loop()
         self._pause_timer: asyncio.TimerHandle | None = None
         listener.setblocking(False)
-        # Connections have the same.
+        # Accepted connections inherit these options.
         for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
             listener.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
         listener.listen(BACKLOG)
@@ -125,7 +127,7 @@ class GatewayAcceptor:
             _log.warning("new connection refused: %s%s", reason, more)
 
     def _pause_accepting(self, error: OSError) -> None:
-        """Pause: else the loop would be woken again and again by the connection that cannot be accepted."""
+        """Pause the listener; otherwise the pending connection would wake up the event loop continuously."""
         _log.warning("no connection can be accepted: %s; trying again in %g s", error.strerror, _ACCEPT_BACKOFF_S)
         self._loop.remove_reader(self._listener.fileno())
         self._pause_timer = self._loop.call_later(_ACCEPT_BACKOFF_S, self._resume_accepting)
@@ -139,7 +141,7 @@ def bind(address: ListenAddress, protocol: str) -> socket.socket:
     """Return a socket that is bound to an address.
 
     Raises:
-        OSError: the address cannot be had; the text names it and the protocol.
+        OSError: the address cannot be bound; the text names the address and the protocol.
     """
     try:
         return _bind_unix(Path(address.path)) if address.path else _bind_tcp(address)
@@ -177,21 +179,21 @@ def _bind_unix(path: Path) -> socket.socket:
 
 
 def _is_stale(path: Path) -> bool:
-    """Whether nobody listens there any more: a gateway was killed."""
+    """Return whether no process listens at the path, because a gateway was killed and left its socket behind."""
     with socket.socket(socket.AF_UNIX) as asking:
         return asking.connect_ex(str(path)) != 0
 
 
 def tls_context(config: GatewayConfig) -> ssl.SSLContext | None:
-    """Return the TLS context of the configuration; None where it has no certificate.
+    """Return the TLS context of the configuration; None if no certificate is configured.
 
     Raises:
-        OSError: a file cannot be used.
+        OSError: a file cannot be read or loaded.
     """
     if not config.tls_cert:
         return None
     try:
-        # The library would wait for the other end of a pipe.
+        # The ssl module would block on a named pipe, so each path must be a regular file.
         for path in filter(None, (config.client_ca, config.tls_cert, config.tls_key)):
             open_regular(path).close()
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=config.client_ca or None)
@@ -204,7 +206,7 @@ def tls_context(config: GatewayConfig) -> ssl.SSLContext | None:
 
 
 def common_name(transport: asyncio.BaseTransport) -> str | None:
-    """Return the common name of the certificate of the other end, which TLS has verified; None without one."""
+    """Return the common name of the client certificate that TLS has verified; None without one."""
     certificate: dict[str, Any] = transport.get_extra_info("peercert") or {}
     names = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
     return str(names[0]) if names else None

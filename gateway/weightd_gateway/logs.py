@@ -1,4 +1,4 @@
-"""The gateway's log: on stderr an event is one line, whatever was said by others in it."""
+"""The gateway's log on stderr: each event is one line, whatever text from clients it contains."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from weightd_common.rate_limits import RateLimitedLog
 
 _STDERR = 2
 
-# Between two lines about errors of one class that nothing has foreseen.
+# Seconds between two log lines about unexpected errors of the same class.
 _FAILURE_LOG_INTERVAL_S = 10.0
 
 _failure_log = RateLimitedLog(_FAILURE_LOG_INTERVAL_S)
 
 
 def log_failure(log: logging.Logger, what: str, error: BaseException | None) -> None:
-    """Log an error that nothing has foreseen, with its traceback: seldom, as a caller may cause it again and again."""
+    """Log an unexpected error with its traceback, rate-limited because a caller may be able to cause it repeatedly."""
     suppressed_count = _failure_log.record(type(error).__name__, time.monotonic())
     if suppressed_count is not None:
         more = f" ({suppressed_count} more since the last such line)" if suppressed_count else ""
@@ -27,7 +27,7 @@ def log_failure(log: logging.Logger, what: str, error: BaseException | None) -> 
 
 
 class LineFormatter(logging.Formatter):
-    """An event is one line; only a traceback follows on lines of its own. In the journal each has its priority."""
+    """Formats an event as one line, followed by its traceback if any. For the journal, each line has its priority."""
 
     def __init__(self, *, journal: bool) -> None:
         super().__init__("%(message)s" if journal else "%(asctime)s %(levelname)-7s %(message)s")
@@ -42,7 +42,7 @@ class LineFormatter(logging.Formatter):
 
 
 def set_up(level: int) -> None:
-    """Log to stderr, from this level on."""
+    """Log to stderr. `level` applies to weightd's loggers, WARNING to all others."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter(journal=is_connected_to_journal(os.environ, _STDERR)))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
@@ -50,7 +50,7 @@ def set_up(level: int) -> None:
 
 
 def print_error(text: str) -> None:
-    """Say on stderr why the command ends, or what it has found: one line, whatever names it holds."""
+    """Print an error of the command on stderr, as one line even if names in it contain line breaks."""
     line = to_one_line(f"weightd gateway: {text}")
     print(
         add_priority(line, priority_of(logging.ERROR)) if is_connected_to_journal(os.environ, _STDERR) else line,

@@ -1,6 +1,7 @@
-"""The daemon's answers, as the Open Inference Protocol and its extensions by Triton have them.
+"""The daemon's responses in the terms of the Open Inference Protocol and Triton's extensions to it.
 
-Plain values under the names that these have in JSON; gRPC has the same names, and makes messages of them.
+The functions return plain values with the field names of the JSON form. gRPC uses the same names and builds messages
+from them.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ _EXTENSIONS = (
 )
 _SHARED_MEMORY = "system_shared_memory"
 
-# What a repository index calls a model that cannot answer, by its state; any other is on its way.
+# Repository index states of models that cannot serve, by weightd's state. Any other state is reported as LOADING.
 _INDEX_STATES: Mapping[str, str] = {"failed": "UNAVAILABLE", "gone": "UNAVAILABLE", "draining": "UNLOADING"}
 
-# Triton's word for the library that runs a model, by weightd's: tools choose icons by it, and ask for nothing.
+# Triton's names of engines, by weightd's names. Tools only use them to choose icons.
 _BACKENDS: Mapping[str, str] = {"onnxruntime": "onnxruntime"}
 _PLATFORMS: Mapping[str, str] = {"onnxruntime": "onnxruntime_onnx"}
 
@@ -54,10 +55,10 @@ def model_metadata(answer: ModelMetadataResponse) -> View:
 
 
 def model_config(answer: ModelMetadataResponse) -> View:
-    """Return what Triton would have as the configuration of a model.
+    """Return the configuration that Triton would report for a model.
 
-    `max_batch_size` is 0: shapes are those of the metadata, the first dimension among them, whether or not requests
-    share a predict. A client has nothing to do for that.
+    `max_batch_size` is 0, which means that shapes are complete, the first dimension included. It holds whether or not
+    the daemon batches requests, because clients need not do anything for that.
     """
     config: View = {
         "name": answer.name,
@@ -73,13 +74,13 @@ def model_config(answer: ModelMetadataResponse) -> View:
 
 
 def statistics(metrics: MetricsResponse, model: str = "") -> View:
-    """Return the statistics of a model, or of all.
+    """Return the statistics of one model, or of all models with "".
 
-    Durations are from the daemon: those of requests, of their waiting for a worker, and of what workers computed. What
-    has failed is counted, but not its time. When the last request came, and which batches there were, nobody knows.
+    The durations are measured by the daemon: total, queue and compute time of requests. Failed requests are counted
+    without their time. The time of the last request and the batch sizes are not known.
 
     Raises:
-        NotFound: there is no such model.
+        NotFound: no such model exists.
     """
     selected = [each for each in metrics.models if model in ("", each.name)]
     if model and not selected:
@@ -88,7 +89,7 @@ def statistics(metrics: MetricsResponse, model: str = "") -> View:
 
 
 def repository_index(metrics: MetricsResponse, *, only_ready: bool = False) -> list[View]:
-    """Return the models that there are; `only_ready`: those that can answer."""
+    """Return the repository index, which lists all models or, with `only_ready`, the ready ones."""
     return [
         {"name": each.name, "version": VERSION, "state": state_of(each), "reason": "" if each.ready else each.state}
         for each in metrics.models
@@ -97,7 +98,7 @@ def repository_index(metrics: MetricsResponse, *, only_ready: bool = False) -> l
 
 
 def state_of(model: ModelMetrics) -> str:
-    """Return the state of a model in the words of a repository index."""
+    """Return the repository index state of a model."""
     return "READY" if model.ready else _INDEX_STATES.get(model.state, "LOADING")
 
 
@@ -110,7 +111,7 @@ def _config_tensor_view(signature: TensorSignature) -> View:
 
 
 def _shape(signature: TensorSignature) -> list[int]:
-    # There is no word for any rank: one dimension of any size comes closest.
+    # The protocol cannot express "any rank"; one dimension of any size comes closest.
     return [-1] if signature.shape is None else [*signature.shape]
 
 
@@ -121,7 +122,7 @@ def _statistics_view(model: ModelMetrics, failures: int) -> View:
         "name": model.name,
         "version": VERSION,
         "last_inference": 0,
-        # Of rows where they are known, as Triton counts.
+        # Triton counts rows, which the daemon knows only for some models.
         "inference_count": round(model.batch_rows.sum) or requests["count"],
         "execution_count": model.executions,
         "inference_stats": {

@@ -15,13 +15,13 @@ from typing import Any
 from weightd_gateway.parser_process import COUNT, LENGTH, ParserFailure, encode_message
 from weightd_protocol.errors import Internal, RequestError
 
-# After a batch with more bytes than this, freed memory is returned to the kernel.
+# The child returns freed memory to the kernel after a task and result with more bytes than this.
 _LARGE_BYTES = 256 * 1024
 
 
 def main() -> None:
-    """Run batches until the parent closes the connection."""
-    # At a stop the service manager, and a terminal, signal all processes: the parent finishes what is under way.
+    """Run tasks until the parent closes the connection."""
+    # A service manager or terminal signals all processes at a stop, but the parent still finishes requests in flight.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _run_one(channel: socket.socket) -> int:
-    """Run a batch; return how many bytes it and its result had."""
+    """Run one task; return the size in bytes of the task and its result."""
     count: int = COUNT.unpack(_receive(channel, COUNT.size))[0]
     lengths: list[int] = [LENGTH.unpack(_receive(channel, LENGTH.size))[0] for _ in range(count + 1)]
     content, *buffers = [_receive(channel, each) for each in lengths]
@@ -52,7 +52,7 @@ def _call_function(function: Any, arguments: Any) -> Any:
         return function(*arguments)
     except RequestError as error:
         return ParserFailure(error)
-    except Exception as error:  # noqa: BLE001 - the caller is told, and the child goes on
+    except Exception as error:  # noqa: BLE001 - the parent reports it to the caller, and the child continues
         return ParserFailure(Internal(f"the gateway failed: {type(error).__name__}: {error}"))
 
 

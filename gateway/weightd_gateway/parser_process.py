@@ -1,8 +1,8 @@
-"""Child processes for work that would hold up the event loop: parsing and rendering of many values.
+"""Child processes that parse and render large requests and responses, which would block the event loop.
 
-One child does the small batches, and another one the large batches, so that a small batch waits for no large one. A
-child starts when it is first needed, costs no memory before that, and exits when nobody has needed it for a while. Each
-child divides its seconds among the callers.
+One child runs the small tasks and another one the large tasks, so that a small task never waits for a large one. A
+child starts when it is first needed and exits after it has been idle for a while. Each child divides its time fairly
+among the callers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _log = logging.getLogger("weightd.gateway")
 
 T = TypeVar("T")
 
-# Seconds without a batch after which the child exits.
+# Seconds without a task after which the child exits.
 IDLE_S = 30.0
 
 PARSE_TIMEOUT_S = 10.0
@@ -35,16 +35,16 @@ PARSE_TIMEOUT_S = 10.0
 SMALL_BYTES = 128 * 1024
 """Bytes of JSON or protobuf up to which a job is small: the most expensive ones take some ten milliseconds."""
 
-# The kernel gives less time to children with a higher number, and less to all of them than to the event loop.
+# Niceness of the children: both have less priority than the event loop, and the large tasks have the least.
 _NICE_SMALL, _NICE_LARGE = 5, 10
 
-# Before a message: the number of buffers beside the pickle; then the length of the pickle, and of each of them.
+# Header of a message: the number of buffers beside the pickle, then the lengths of the pickle and of each buffer.
 COUNT = struct.Struct("=I")
 LENGTH = struct.Struct("=Q")
 
 
 class ParserFailure(NamedTuple):
-    """The result of a batch that raised an error."""
+    """The result of a task that raised an error."""
 
     error: RequestError
 
@@ -56,10 +56,10 @@ class _ParseTask(NamedTuple):
 
 
 class ParserPool:
-    """Runs functions in two child processes: one for small batches, one for large batches.
+    """Runs functions in two child processes: one for small tasks, one for large tasks.
 
-    Functions are found in the child by their name; arguments and results are pickled. A `pickle.PickleBuffer` among the
-    arguments is not copied on its way, and arrives as something with the buffer protocol.
+    Functions are pickled by name, arguments and results by value. The content of a `pickle.PickleBuffer` among the
+    arguments is sent without a copy, and arrives as an object with the buffer protocol.
     """
 
     def __init__(self) -> None:
@@ -67,23 +67,23 @@ class ParserPool:
         self.large = ParserProcess(_NICE_LARGE)
 
     async def run(self, caller: Caller, nbytes: int, function: Callable[..., T], *arguments: Any) -> T:
-        """Return what the function returns.
+        """Run a function in a child process and return its result.
 
         Args:
-            caller: whose batch it is.
+            caller: the caller whose share of time the task uses.
             nbytes: size of the text that the function parses or renders.
-            function: what to run.
-            arguments: of the function.
+            function: a module-level function.
+            arguments: its arguments.
 
         Raises:
             RequestError: the function raised it.
-            Unavailable: the child died, the batch took too long, or the gateway stops.
+            Unavailable: the child died, the task took too long, or the gateway is stopping.
         """
         helper = self.small if nbytes <= SMALL_BYTES else self.large
         return await helper.run(caller, function, *arguments)
 
     async def close(self) -> None:
-        """End the children; batches end in `Unavailable`."""
+        """Kill the children; unfinished tasks fail with `Unavailable`."""
         await asyncio.gather(self.small.close(), self.large.close())
 
 
@@ -105,15 +105,15 @@ class ParserProcess:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the child; None while there is none."""
+        """The process id of the child; None while no child runs."""
         return None if self._process is None else self._process.pid
 
     async def run(self, caller: Caller, function: Callable[..., T], *arguments: Any) -> T:
-        """Return what the function returns.
+        """Run a function in the child process and return its result.
 
         Raises:
             RequestError: the function raised it.
-            Unavailable: the child died, the batch took too long, or the gateway stops.
+            Unavailable: the child died, the task took too long, or the gateway is stopping.
         """
         if self._is_closed:
             raise Unavailable("the gateway stops")
@@ -127,12 +127,13 @@ class ParserProcess:
             try:
                 raise result.error
             finally:
-                # The error refers to this frame, and to those of its callers, which have the body of a request.
+                # The error refers to this frame and to the frames of its callers, which keep the body of a request
+                # alive.
                 del result, task
         return result  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        """End the child; batches end in `Unavailable`."""
+        """Kill the child; unfinished tasks fail with `Unavailable`."""
         self._is_closed = True
         if self._runner is not None:
             self._runner.cancel()
@@ -153,7 +154,7 @@ class ParserProcess:
         self._idle_timer = asyncio.get_running_loop().call_later(IDLE_S, self._kill_child)
 
     async def _run_task(self, task: _ParseTask) -> float:
-        """Run a batch and return the seconds that it took, without those in which the child started."""
+        """Run a task and return the seconds that the child spent on it; if the child failed, the seconds until then."""
         started_at, timeout_s = time.monotonic(), PARSE_TIMEOUT_S
         seconds: float | None = None
         result: Any
@@ -183,7 +184,7 @@ class ParserProcess:
         count = COUNT.unpack(await _receive(channel, COUNT.size))[0]
         lengths = [LENGTH.unpack(await _receive(channel, LENGTH.size))[0] for _ in range(count + 1)]
         content, *buffers = [await _receive(channel, each) for each in lengths]
-        # The child is this process's own, and runs no code but that of this package.
+        # The child was started by this process and runs only code of this package.
         return pickle.loads(content, buffers=buffers)  # type: ignore[no-any-return] # noqa: S301
 
     def _ensure_started(self) -> socket.socket:
@@ -215,7 +216,7 @@ class ParserProcess:
 
 
 def encode_message(content: object) -> Sequence[bytes | memoryview]:
-    """Return the parts of a message."""
+    """Return the parts of a message: the header with the pickle, then the buffers."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
     views = [each.raw() for each in buffers]

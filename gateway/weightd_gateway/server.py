@@ -1,4 +1,4 @@
-"""The process: its fronts from start to stop, and what signals tell it."""
+"""The gateway process: start, signals, reload and shutdown."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _log = logging.getLogger("weightd.gateway")
 
 
 class GatewayServer:
-    """Runs fronts until it is told to stop.
+    """Runs the frontends until a signal stops the process.
 
     Args:
-        path: of the configuration, which SIGHUP has read again.
-        config: what it said.
-        gateway: what the fronts share; a reload has other identities in it.
-        frontends: the protocols.
-        manager: the service manager.
+        path: the configuration file; SIGHUP reloads it.
+        config: the configuration that was loaded from this file.
+        gateway: the state that the frontends share; a reload replaces its authenticator.
+        frontends: the servers of the configured protocols.
+        manager: the connection to the service manager.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class GatewayServer:
         self._manager = manager
 
     async def run(self) -> None:
-        """Serve until SIGTERM or SIGINT, or until the terminal closes, and then finish what is under way.
+        """Serve until SIGTERM, SIGINT or the hangup of the terminal, then finish the requests in flight.
 
-        A second SIGTERM or SIGINT waits for nothing.
+        A second SIGTERM or SIGINT ends the process without waiting for them.
 
         Raises:
-            OSError: an address cannot be had.
+            OSError: an address cannot be bound.
         """
         loop = asyncio.get_running_loop()
         stop_requested, stop_now = asyncio.Event(), asyncio.Event()
@@ -60,7 +60,7 @@ class GatewayServer:
 
         def on_hangup() -> None:
             if terminal.has_closed():
-                # The kernel and the shell may both send it: that is no request to hurry.
+                # Both the kernel and the shell may send SIGHUP, so a second one does not cut the shutdown short.
                 stop_requested.set()
             else:
                 self._reload()
@@ -103,7 +103,7 @@ class GatewayServer:
         await asyncio.gather(*(front.stop(grace_s) for front in self._frontends))
 
     def _reload(self) -> None:
-        """Read the configuration again: who is who holds from now on, for who is connected, too."""
+        """Load the configuration again and apply its identities, also to the connections that are open."""
         self._manager.notify_reloading()
         try:
             config, authenticator = load(self._path, self._config.gateway.http if self._manager.inherited else ())
@@ -119,7 +119,7 @@ class GatewayServer:
 
 
 def _raise_fd_limit() -> None:
-    """Have as many descriptors as this process may: each caller is one."""
+    """Raise the soft limit of file descriptors to the hard limit, because each connection needs one."""
     _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))

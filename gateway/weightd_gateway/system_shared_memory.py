@@ -1,7 +1,8 @@
-"""System shared memory, as Triton's clients have it: files of /dev/shm that a caller names, for tensors not sent.
+"""System shared memory in the form of Triton's clients: callers name files in /dev/shm that hold their tensors.
 
-Whoever may ask can name any such file of the gateway's own user, and none of another's: so it is off by default, and
-only for callers on this host. Nothing is mapped: who cuts a file short kills nobody, and gets an error.
+A caller can name any such file of the gateway's user, but no file of another user. Therefore the feature is off by
+default, and available only to callers on this host. The gateway reads and writes the files instead of mapping them: if
+a caller truncates a file, the request fails, but the gateway does not crash.
 """
 
 from __future__ import annotations
@@ -18,37 +19,37 @@ from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument, NotFound, ResourceExhausted
 from weightd_protocol.schema import describe_value, label
 
-DIRECTORY = Path("/dev/shm")  # noqa: S108 - where shm_open(3) has its files
+DIRECTORY = Path("/dev/shm")  # noqa: S108 - where shm_open(3) creates its files
 
-# Each is a descriptor: of one caller, and of all.
+# Limits of one caller and of all callers; each region keeps a file descriptor open.
 MAX_REGIONS_PER_CALLER = 64
 MAX_REGIONS = 1024
 
-# As shm_open(3) has them, but only what is harmless in a path and a log.
+# The names that shm_open(3) accepts, restricted to characters that are harmless in paths and logs.
 _KEY = re.compile(r"/?([A-Za-z0-9_][A-Za-z0-9_.+-]{0,254})")
 
-# Of a process's semaphores, sem_open(3): nobody has tensors there.
+# Prefix of the files of sem_open(3), which contain no tensors.
 _SEMAPHORE_PREFIX = "sem."
 
 _DISABLED = "shared memory is off at this gateway (shared_memory)"
 
 
 class RegisteredRegion:
-    """A part of a file that a caller has registered."""
+    """A part of a shared-memory file that a caller has registered."""
 
     def __init__(self, key: str, descriptor: int, offset: int, nbytes: int) -> None:
         self.key = key
         self.offset = offset
         self.nbytes = nbytes
         self._descriptor = descriptor
-        # Whoever has it may use it to the end, though its name is gone.
+        # Requests that use the region may finish after it is unregistered: the last reference closes the descriptor.
         weakref.finalize(self, os.close, descriptor)
 
     def read(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with what is there now.
+        """Fill `buffer` from the region, beginning at `offset`.
 
         Raises:
-            InvalidArgument: the file has become shorter.
+            InvalidArgument: the file has been truncated.
         """
         done = 0
         while done < len(buffer):
@@ -58,10 +59,10 @@ class RegisteredRegion:
             done += count
 
     def write(self, offset: int, content: memoryview) -> None:
-        """Write there.
+        """Write `content` to the region, beginning at `offset`.
 
         Raises:
-            InvalidArgument: the file has become shorter.
+            InvalidArgument: the file has been truncated.
         """
         if os.fstat(self._descriptor).st_size < self.offset + offset + len(content):
             raise InvalidArgument("the region is shorter than it was when it was registered")
@@ -71,7 +72,7 @@ class RegisteredRegion:
 
 
 class ShmSlice(NamedTuple):
-    """Where a tensor is to be, within a region."""
+    """The location of a tensor within a region."""
 
     region: RegisteredRegion
     offset: int
@@ -79,11 +80,11 @@ class ShmSlice(NamedTuple):
 
 
 class RegisteredRegions:
-    """What callers have registered: each finds its own, and no other's.
+    """The registered regions by caller; a caller has access only to its own regions.
 
     Args:
-        enabled: whether there is such a thing here.
-        directory: where the files are.
+        enabled: whether the configuration allows shared memory.
+        directory: the directory of the files.
     """
 
     def __init__(self, *, enabled: bool, directory: Path = DIRECTORY) -> None:
@@ -92,11 +93,11 @@ class RegisteredRegions:
         self._by_caller: dict[Caller, dict[str, RegisteredRegion]] = {}
 
     def register(self, caller: Caller, name: str, key: object, offset: object, byte_size: object) -> None:
-        """Have a part of a file called `name` from now on.
+        """Register a part of the file `key` as the region `name`.
 
         Raises:
-            InvalidArgument: it cannot be had, or the caller has something of that name.
-            ResourceExhausted: the caller, or all of them, have as many as they may.
+            InvalidArgument: the file cannot be used, or the caller has a region of that name.
+            ResourceExhausted: the caller, or all callers together, have too many regions.
         """
         own = self._regions_of(caller)
         if not 0 < len(name.encode("utf-8", "surrogatepass")) <= limits.MAX_NAME_BYTES:
@@ -111,7 +112,7 @@ class RegisteredRegions:
         own[name] = self._open_region(key, first, size)
 
     def unregister(self, caller: Caller, name: str = "") -> None:
-        """Forget a region of the caller's, or all of them; one that there is not is forgotten already."""
+        """Remove a region of the caller, or all of them with ""; unknown names are ignored."""
         own = self._regions_of(caller)
         if name:
             own.pop(name, None)
@@ -119,10 +120,10 @@ class RegisteredRegions:
             self._by_caller.pop(caller, None)
 
     def status(self, caller: Caller, name: str = "") -> list[dict[str, Any]]:
-        """Return what the caller has registered.
+        """Describe the region `name` of the caller, or all of its regions.
 
         Raises:
-            NotFound: nothing of that name.
+            NotFound: the caller has no region of that name.
         """
         own = self._regions_of(caller)
         chosen = {name: self._find_region(caller, name)} if name else own
@@ -132,11 +133,11 @@ class RegisteredRegions:
         ]
 
     def resolve(self, caller: Caller, name: object, offset: object, byte_size: object) -> ShmSlice:
-        """Return where a tensor of so many bytes is.
+        """Return the location of a tensor within a region.
 
         Raises:
-            InvalidArgument: it is not within the region.
-            NotFound: the caller has no such region.
+            InvalidArgument: the tensor extends beyond the region.
+            NotFound: the caller has no region of that name.
         """
         region = self._find_region(caller, name)
         first, size = (
@@ -168,7 +169,7 @@ class RegisteredRegions:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
-            # The same for a file that there is not and for another's.
+            # The error is the same for a missing file and for a file of another user.
             raise InvalidArgument(
                 f"key: expected a file of the user that the gateway runs as, got {describe_value(key)}"
             ) from None

@@ -1,6 +1,7 @@
-"""Tensors as the Open Inference Protocol has them, bytes or lists of values, to numpy arrays and back; without I/O.
+"""Conversion between numpy arrays and tensors of the Open Inference Protocol, as bytes or lists of values. No I/O.
 
-What is not exactly what it says is refused, with the name of the tensor: nothing is cut, rounded or guessed.
+A tensor that does not match its datatype and shape exactly is rejected with its name; values are never truncated,
+rounded or guessed.
 """
 
 from __future__ import annotations
@@ -25,50 +26,50 @@ Array = NDArray[Any]
 DTYPES: Mapping[str, np.dtype[Any]] = {name: np.dtype(text) for name, text in NUMPY_DTYPE.items()}
 _DATATYPES: Mapping[np.dtype[Any], str] = {dtype: name for name, dtype in DTYPES.items()}
 
-# What a value in JSON, or of a typed list, may be, by the kind of numpy's dtype. A boolean is an int for Python.
+# Allowed types of a value in JSON or a typed list, by the kind of numpy's dtype. In Python, bool is a subclass of int.
 _ALLOWED_TYPES: Mapping[str, frozenset[type]] = {
     "b": frozenset({bool}),
-    # JSON has one kind of number: many clients write 1 as 1.0.
+    # JSON has only one number type: many clients write 1 as 1.0.
     "i": frozenset({int, float}),
     "u": frozenset({int, float}),
     "f": frozenset({int, float}),
 }
 _KIND_NAMES: Mapping[str, str] = {"b": "booleans", "i": "integers", "u": "integers", "f": "numbers"}
 
-# What could not be described is refused even if a dimension is 0: offsets into it would not fit in 64 bits.
+# Larger shapes are rejected even if a dimension is 0, because offsets would not fit into 64 bits.
 _MAX_ELEMENTS = 2**59
 
-# Of a request, or of an answer, that are not in their bytes: each is an object of Python, and so many take the loop a
-# third of a second, in which nobody else is served.
+# Limit of the values of a request or response that are not sent as bytes. Each is a Python object, and this number
+# blocks the event loop for a third of a second.
 MAX_VALUES = 1024 * 1024
 
-# Made once: `json.dumps` makes one each time that it is asked for anything out of the ordinary.
+# Created once: `json.dumps` creates a new encoder for each call with options.
 to_json = json.JSONEncoder(separators=(",", ":")).encode
 
-# They have no form but their bytes.
+# Datatypes without a representation in JSON or typed lists.
 _RAW_ONLY = frozenset({"FP16"})
 
 
 def datatype_of(array: Array) -> str:
-    """Return the datatype of an answer of the daemon."""
+    """Return the protocol's datatype of an array."""
     return _DATATYPES[array.dtype]
 
 
 def nbytes_of(name: str, datatype: object, shape: object) -> int:
-    """Return how many bytes a tensor has.
+    """Return the size of a tensor in bytes.
 
     Raises:
-        InvalidArgument: weightd has no such datatype, or there is no such shape.
+        InvalidArgument: the datatype or the shape is not valid.
     """
     count = math.prod(check_shape(name, shape))
     return count * ITEM_BYTES[check_datatype(name, datatype)]
 
 
 def check_datatype(name: str, datatype: object) -> str:
-    """Return the datatype of a tensor.
+    """Return `datatype` if weightd supports it.
 
     Raises:
-        InvalidArgument: weightd has no such one.
+        InvalidArgument: weightd does not support it.
     """
     if type(datatype) is not str or datatype not in ITEM_BYTES:
         raise InvalidArgument(
@@ -78,10 +79,10 @@ def check_datatype(name: str, datatype: object) -> str:
 
 
 def check_shape(name: str, shape: object) -> Sequence[int]:
-    """Return the shape of a tensor.
+    """Return `shape` if it is a valid shape.
 
     Raises:
-        InvalidArgument: it is none.
+        InvalidArgument: it is not a list of integers within the limits.
     """
     dims = _as_sequence(shape)
     if dims is None or len(dims) > limits.MAX_RANK:
@@ -105,10 +106,10 @@ def _as_sequence(value: object) -> Sequence[object] | None:
 
 
 def from_bytes(name: str, datatype: str, shape: Sequence[int], content: memoryview) -> Array:
-    """Return the tensor that is in `content`: a view. Datatype and shape have been checked.
+    """Return a tensor that is a view of `content`. The caller has checked the datatype and the shape.
 
     Raises:
-        InvalidArgument: there are more or fewer bytes than the shape has.
+        InvalidArgument: the number of bytes does not match the shape.
     """
     dtype = DTYPES[datatype]
     expected = math.prod(shape) * dtype.itemsize
@@ -121,17 +122,17 @@ def from_bytes(name: str, datatype: str, shape: Sequence[int], content: memoryvi
 
 
 def _check_bool(name: str, array: Array) -> Array:
-    """The daemon looks at no tensor, and engines compute nonsense with a byte that is neither."""
+    """Check a BOOL, because the daemon does not, and bytes other than 0 and 1 make engines compute wrong results."""
     if array.size and array.view(np.uint8).max() > 1:
         raise InvalidArgument(f"{label(name)}: expected 0 or 1 in each byte of a BOOL")
     return array
 
 
 def from_values(name: str, datatype: str, shape: Sequence[int], values: object) -> Array:
-    """Return the tensor of a list of values, flat in C order or nested as its shape is, each of which it can hold.
+    """Return the tensor of a list of values, either flat in C order or nested like the shape.
 
     Raises:
-        InvalidArgument: it cannot, or they are more or fewer.
+        InvalidArgument: the datatype cannot represent a value, or the number of values does not match the shape.
     """
     if datatype in _RAW_ONLY:
         raise InvalidArgument(f"{label(name)}: {datatype} has no form but its bytes: send it as binary data")
@@ -152,13 +153,13 @@ def from_typed(
     source_dtype: str,
     max_values: int = MAX_VALUES,
 ) -> Array:
-    """Return the tensor of a list of values that are all of one type, numpy's `source_dtype`.
+    """Return the tensor of a flat list whose values all have numpy's type `source_dtype`.
 
-    And no more than others leave.
+    The list may have at most `max_values` values: the rest of the request's limit after its other tensors.
 
     Raises:
-        InvalidArgument: it cannot hold one of them, or they are more or fewer.
-        TooLarge: they are too many.
+        InvalidArgument: the datatype cannot represent a value, or the number of values does not match the shape.
+        TooLarge: the list has more than `max_values` values.
     """
     if len(values) > max_values:
         text = f"expected at most {MAX_VALUES} values in a request, got {len(values)} with {max_values} left"
@@ -204,11 +205,11 @@ def _make_array(name: str, datatype: str, flat: Sequence[Any]) -> Array:
         )
     try:
         with np.errstate(over="ignore"):
-            # Of a float numpy would not tell that it is too large.
+            # Without this conversion numpy would not report floats that exceed an integer datatype.
             array = np.array([*map(int, flat)] if dtype.kind in "iu" else flat, dtype)
     except OverflowError:
         array = None
-    # What is too large has become infinity, which JSON has not: for Python, 1e999 is.
+    # Values that are too large have become infinity, as have JSON numbers such as 1e999 when Python parses them.
     if array is None or (dtype.kind == "f" and not np.isfinite(array).all()):
         raise InvalidArgument(f"{label(name)}: data: expected values that {datatype} can hold")
     return array
@@ -219,10 +220,10 @@ def _is_whole(value: object) -> bool:
 
 
 def check_count(name: str, array: Array, max_values: int = MAX_VALUES) -> None:
-    """Check that the values of an output are no more than the others leave.
+    """Check that an output has at most `max_values` values: the rest of the response's limit after other outputs.
 
     Raises:
-        TooLarge: they are too many.
+        TooLarge: it has more.
     """
     if array.size > max_values:
         raise TooLarge(
@@ -232,10 +233,10 @@ def check_count(name: str, array: Array, max_values: int = MAX_VALUES) -> None:
 
 
 def to_values(name: str, array: Array) -> list[Any]:
-    """Return the values of an output, flat in C order, as JSON has them.
+    """Return the values of an output for JSON, flat in C order.
 
     Raises:
-        InvalidArgument: JSON does not have them.
+        InvalidArgument: JSON cannot represent a value.
     """
     if datatype_of(array) in _RAW_ONLY:
         raise InvalidArgument(f"output {label(name)}: FP16 has no form in JSON: ask for binary data")

@@ -1,6 +1,7 @@
-"""TLS handshakes of all protocols: in turns between peers, within a share of the event loop's time.
+"""TLS handshakes of all protocols: fair between peers, and limited to a share of the event loop's time.
 
-A client that replays one ClientHello pays nothing, and the gateway has to sign its answer to each one.
+The limit matters because a handshake is cheap for a client that replays one ClientHello, but costs the gateway a
+signature.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ MAX_STARTED = 64
 STARTED_TIMEOUT_S = 10.0
 """Seconds in which a handshake that has begun has to be complete."""
 
-# Between two lines of the log about refused handshakes of one peer.
+# Seconds between two log lines about refused handshakes of one peer.
 _LOG_INTERVAL_S = 10.0
 
 
 class FairThrottle:
-    """Runs pieces of work one by one, with pauses that keep them to a share of the time. Pure: no I/O.
+    """Runs work one piece at a time, with pauses that limit it to a share of the time. Pure: no I/O.
 
-    The next piece is one of the peer that has used the fewest seconds.
+    The next piece is taken from the peer that has used the least time.
 
     Args:
-        share: part of the time that the pieces may take.
-        call_later: calls a function after so many seconds.
-        clock: tells the time in seconds.
+        share: part of the time that the work may take.
+        call_later: schedules a function after a number of seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, share: float, call_later: Callable[[float, Work], object], clock: Callable[[], float]) -> None:
@@ -57,7 +58,7 @@ class FairThrottle:
         self._is_pausing = False
 
     def run(self, key: str, work: Work) -> None:
-        """Run a piece of work of a peer now, or when it is the turn of the peer."""
+        """Run work of a peer now or, during a pause, at the peer's turn."""
         self._waiting.put(key, work)
         if not self._is_pausing:
             self._run_next()
@@ -78,10 +79,10 @@ class FairThrottle:
 
 
 class HandshakeLimiter:
-    """Places of peers, for which further users of the same or other peers wait. Pure: no I/O.
+    """Limits concurrent handshakes, with a queue for those beyond the limit. Pure: no I/O.
 
     Args:
-        limit: places; how many each peer may have of that is for `FairLimit` to say.
+        limit: concurrent handshakes; `FairLimit` bounds each peer's part of them.
     """
 
     def __init__(self, limit: int) -> None:
@@ -89,14 +90,14 @@ class HandshakeLimiter:
         self._waiting: RoundRobinQueue[Work] = RoundRobinQueue()
 
     def take(self, key: str | None, begin: Work) -> None:
-        """Call a function when there is a place: now, or within `release` for another one."""
+        """Call `begin` once the handshake may start: now, or when another handshake calls `release`."""
         if key not in self._waiting and self._limit.take(key):
             begin()
         else:
             self._waiting.put(key, begin)
 
     def release(self, key: str | None, begin: Work) -> None:
-        """Free the place of a user, or have it wait no more."""
+        """End a handshake, or remove it from the queue, and start queued ones within the limit."""
         if self._waiting.remove(key, begin):
             return
         self._limit.release(key)
@@ -109,8 +110,8 @@ class Handshakes:
     """The TLS handshakes of all connections of this process.
 
     Args:
-        max_handshakes: connections whose handshake is not complete.
-        max_started: of them, those whose handshake has begun.
+        max_handshakes: limit of connections with an incomplete handshake.
+        max_started: limit of those whose handshake has started.
     """
 
     def __init__(self, max_handshakes: int = MAX_HANDSHAKES, max_started: int = MAX_STARTED) -> None:
@@ -122,7 +123,7 @@ class Handshakes:
 
     @property
     def in_progress(self) -> int:
-        """How many connections there are whose handshake is not complete."""
+        """Number of connections whose handshake is not complete."""
         return self._limit.in_use
 
     async def complete(
@@ -136,15 +137,15 @@ class Handshakes:
         """Complete the handshake of a connection and attach a protocol to it.
 
         Args:
-            connection: a connected socket. It is closed where the handshake fails.
-            peer: the other end.
-            context: of the server.
-            timeout_s: seconds until the handshake has to be complete.
-            protocol_factory: returns the protocol; called after the handshake.
+            connection: a connected socket; it is closed if the handshake fails.
+            peer: the peer of the connection.
+            context: the TLS context of the server.
+            timeout_s: seconds to wait for the start of the handshake, and then again for its completion.
+            protocol_factory: creates the protocol; called after the handshake.
 
         Raises:
-            OSError: the handshake fails, or the peer has as many under way as it may have.
-            asyncio.TimeoutError: other handshakes took all the time.
+            OSError: the handshake failed, or the peer has too many handshakes in progress.
+            asyncio.TimeoutError: the handshake could not start in time because of other handshakes.
         """
         key = None if peer.is_operator else peer.key
         if not self._limit.take(key):
@@ -188,7 +189,7 @@ class Handshakes:
             loop.start_tls(raw, early, context, server_side=True, ssl_handshake_timeout=timeout_s)
         )
         try:
-            # The task has set asyncio's protocol for TLS by then, which has received nothing yet.
+            # The task has installed asyncio's TLS protocol by then, which has not received any data yet.
             await asyncio.sleep(0)
             inner = raw.get_protocol()
             raw.set_protocol(_ThrottledProtocol(raw, inner, connection, partial(self._runner.run, peer.key)))
@@ -209,20 +210,20 @@ def _call_later(seconds: float, work: Work) -> object:
 
 
 class _Paused(asyncio.Protocol):
-    """Reads nothing until the handshake begins."""
+    """Does not read from the connection until the handshake starts."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         cast(asyncio.Transport, transport).pause_reading()
 
 
 class _ThrottledProtocol(asyncio.Protocol):
-    """Passes on what has been received to asyncio's TLS protocol when it is the peer's turn, and reads no more before.
+    """Forwards received data to asyncio's TLS protocol at the peer's turn, and does not read further data before that.
 
     Args:
         raw: the transport of the socket.
-        inner: asyncio's protocol for TLS.
+        inner: asyncio's TLS protocol.
         connection: the socket.
-        run_fairly: runs work when it is the peer's turn.
+        run_fairly: runs work at the peer's turn.
     """
 
     def __init__(
@@ -264,7 +265,7 @@ class _ThrottledProtocol(asyncio.Protocol):
 
 
 class _EarlyData(asyncio.Protocol):
-    """Keeps what comes between the handshake and `hand_over`."""
+    """Buffers data that arrives between the end of the handshake and `hand_over`."""
 
     def __init__(self) -> None:
         self._protocol: asyncio.BaseProtocol | None = None
@@ -272,7 +273,7 @@ class _EarlyData(asyncio.Protocol):
         self._has_ended = False
 
     def hand_over(self, transport: asyncio.Transport, protocol: asyncio.BaseProtocol) -> None:
-        """Attach the protocol that has the connection from now on."""
+        """Attach the protocol of the connection and deliver the buffered data to it."""
         self._protocol = protocol
         transport.set_protocol(protocol)
         protocol.connection_made(transport)
@@ -307,7 +308,7 @@ def _feed(protocol: asyncio.BaseProtocol, data: bytes) -> None:
 
 
 def _has_ended(connection: socket.socket) -> bool:
-    """Return whether the client has closed its end, which nobody does before the handshake is complete."""
+    """Return whether the client has closed its side of the connection, which aborts an incomplete handshake."""
     try:
         return not connection.recv(1, socket.MSG_PEEK)
     except (BlockingIOError, InterruptedError):

@@ -1,1 +1,1 @@
-"""The gateway's own configuration: a TOML file whose every mistake is told by its key."""
+"""The gateway's own configuration: a TOML file. Each error names the key that caused it."""

@@ -1,4 +1,4 @@
-"""Where callers connect: HOST:PORT, or unix:/PATH."""
+"""Addresses on which the gateway listens: HOST:PORT or unix:/PATH."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ UNIX_PREFIX = "unix:"
 
 
 class ListenAddress(NamedTuple):
-    """An address.
+    """An address to listen on.
 
     Attributes:
-        path: of a unix socket; "" of any other.
-        host: a name or a number; an IPv6 one without brackets.
-        port: 0: any that is free.
+        path: the path of a Unix socket; "" for TCP.
+        host: a host name or IP address; IPv6 without brackets.
+        port: the TCP port; 0: any free port.
     """
 
     path: str = ""
@@ -34,7 +34,7 @@ class ListenAddress(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Whether only who is on this host reaches it."""
+        """Whether only clients on this host can connect to the address."""
         if self.path or self.host == "localhost":
             return True
         try:
@@ -49,10 +49,10 @@ class ListenAddress(NamedTuple):
 
 
 def parse(address: str) -> ListenAddress:
-    """Return the address that a text is.
+    """Parse an address.
 
     Raises:
-        FieldError: it is none.
+        FieldError: the text is not an address.
     """
     if address.startswith(f"{UNIX_PREFIX}/"):
         path = address.removeprefix(UNIX_PREFIX)
@@ -67,13 +67,13 @@ def parse(address: str) -> ListenAddress:
 
 
 def address_of(listener: socket.socket) -> ListenAddress:
-    """Return where a socket listens."""
+    """Return the address on which a socket listens."""
     name = listener.getsockname()
     return ListenAddress(path=name) if listener.family == socket.AF_UNIX else ListenAddress(host=name[0], port=name[1])
 
 
 def check_addresses(addresses: tuple[str, ...]) -> Iterator[FieldError]:
-    """Say what is wrong with addresses, each with its index."""
+    """Yield an error, with its index, for each invalid address."""
     for index, each in enumerate(addresses):
         try:
             parse(each)

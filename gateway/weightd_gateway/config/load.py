@@ -1,4 +1,4 @@
-"""The file, read and checked."""
+"""Loads and validates the gateway's configuration file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEFAULT = Path("/etc/weightd/gateway.toml")
 
 _TABLES = ("gateway", "certificates", "users")
 
-# Of a table that names callers.
+# Maximum number of entries in a table of callers.
 _MAX_CALLERS = 65536
 
 _FILE_KEYS = ("tokens", "tls_cert", "tls_key", "client_ca")
@@ -40,10 +40,10 @@ _CALLER_TABLE = mapping(text(limits.MAX_NAME_BYTES), _MAX_CALLERS)["field_type"]
 
 
 class ConfigError(WeightdError):
-    """The configuration is not usable.
+    """The configuration is invalid.
 
     Attributes:
-        problems: all that is wrong, a line each: file, key and what was expected.
+        problems: one line for each problem, with the file, the key and what was expected.
     """
 
     def __init__(self, *problems: str) -> None:
@@ -52,23 +52,23 @@ class ConfigError(WeightdError):
 
 
 def default_path() -> Path:
-    """Return the file that is read where none is named."""
+    """Return the default path of the configuration file."""
     directory = os.environ.get("CONFIGURATION_DIRECTORY", "")
     return Path(directory, DEFAULT.name) if directory else DEFAULT
 
 
 def load(path: Path, listen_addresses: Sequence[str] = ()) -> tuple[GatewayFile, Authenticator]:
-    """Return what a file says, and who is who by it and its file of tokens.
+    """Return the configuration of a file, and the identities from it and its token file.
 
     Args:
-        path: of the TOML file.
-        listen_addresses: where a service manager listens for HTTP: these take the place of `http`.
+        path: the TOML file.
+        listen_addresses: addresses of the HTTP sockets from the service manager, which replace `http`.
 
     Raises:
-        ConfigError: it is unreadable, not TOML, or says something that it must not.
+        ConfigError: the file cannot be read, is not TOML, or has invalid content.
     """
     try:
-        # Some editors begin a text with a byte order mark.
+        # Some editors write a byte order mark at the beginning of a file.
         content = tomllib.loads(read_regular(path, MAX_CONFIG_BYTES).decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
@@ -89,11 +89,10 @@ def load(path: Path, listen_addresses: Sequence[str] = ()) -> tuple[GatewayFile,
 def parse(
     content: Mapping[str, Any], base: Path, problems: ErrorCollector, listen_addresses: Sequence[str] = ()
 ) -> GatewayFile:
-    """Return the configuration that parsed TOML is; relative paths are relative to `base`.
+    """Return the configuration from parsed TOML. Relative paths are relative to `base`.
 
-    `listen_addresses`: see `load`.
-
-    What is wrong is added to `problems`; what is returned is of use if there is nothing.
+    Every error is added to `problems`; the result is valid only if there are no errors. For `listen_addresses`, see
+    `load`.
     """
     gateway, certificates, users = GatewayConfig(), dict[str, str](), dict[int, str]()
     for key in content:
@@ -115,10 +114,10 @@ def parse(
 
 
 def make_authenticator(config: GatewayFile) -> Authenticator:
-    """Return who is who.
+    """Return the authenticator of a configuration.
 
     Raises:
-        TokenFileError: the file with tokens cannot be used.
+        TokenFileError: the token file cannot be used.
     """
     gateway = config.gateway
     return Authenticator(
@@ -166,7 +165,7 @@ def _check_tls(config: GatewayConfig) -> Iterator[FieldError]:
 
 
 def _check_exposure(config: GatewayConfig) -> Iterator[FieldError]:
-    """Say which addresses are open to whoever reaches them, unless that is what was said."""
+    """Yield an error for each address that is open to other hosts without protection, unless `insecure` allows it."""
     if config.insecure or (config.tls_cert and (config.client_ca or not config.anonymous)):
         return
     what = "lets them ask: expected no `anonymous`" if config.tls_cert else "is read on the way: expected tls_cert"
@@ -207,7 +206,7 @@ def _parse_user_id(name: str) -> int:
 
 
 def keys_needing_restart(before: GatewayFile, after: GatewayFile) -> list[str]:
-    """Return the keys of [gateway] that differ and take a restart."""
+    """Return the changed keys of [gateway] that take effect only after a restart."""
     reloadable = {"tokens", "anonymous"}
     fields = [each.name for each in toml_schema.table_keys(GatewayConfig)]
     return [

@@ -1,4 +1,4 @@
-"""The tables of the file, as frozen objects."""
+"""The tables of the gateway's configuration file as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from weightd_gateway.config.addresses import ListenAddress
 from weightd_protocol import limits
 from weightd_protocol.schema import boolean, integer, list_of, number, text
 
-# Of one protocol. Each is a socket.
+# Maximum number of addresses of one protocol; each is a listening socket.
 _MAX_ADDRESSES = 16
 
-# As many as a name of a host in DNS may have.
+# Maximum length of a host name in DNS.
 _MAX_HOST_BYTES = 253
 
 _MAX_HOSTS = 256
 
 _MAX_COUNT = 2**20
 
-# An hour: whoever may be silent longer may be gone.
+# One hour. A peer that may stay silent for longer could be gone without notice.
 _MAX_SECONDS = limits.MAX_TIMEOUT_US / 1e6
 
 _ADDRESSES = list_of(text(limits.MAX_PATH_BYTES), _MAX_ADDRESSES)
@@ -115,13 +115,13 @@ class GatewayConfig:
 
 @dataclass(frozen=True)
 class GatewayFile:
-    """A whole file.
+    """The whole configuration file.
 
     Attributes:
         gateway: the table [gateway].
-        certificates: the table [certificates]: by the common name of a certificate the tenant that its owner asks for,
-            or "-" for the gateway itself.
-        users: the table [users]: by the number of a user of this host, likewise.
+        certificates: the table [certificates]: a tenant, or "-" for the gateway's own identity, by the common name of a
+            client certificate.
+        users: the table [users]: a tenant, or "-", by the uid of a user of this host.
     """
 
     gateway: GatewayConfig

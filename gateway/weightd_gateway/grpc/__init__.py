@@ -1,1 +1,1 @@
-"""gRPC: the Open Inference Protocol, the health protocol and reflection, on the semantics that REST has, too."""
+"""gRPC frontend: Open Inference Protocol, health checks and reflection, with the same behaviour as the REST API."""

@@ -1,4 +1,4 @@
-"""Steps that all calls share: authenticate the caller, receive a message within bounds, and report errors."""
+"""Common steps of all gRPC calls: authenticate the caller, receive the message within limits, report errors."""
 
 from __future__ import annotations
 
@@ -35,41 +35,42 @@ _log = logging.getLogger("weightd.gateway.grpc")
 
 T = TypeVar("T")
 
-# gRPC's classes take no parameters but in what checkers read.
+# gRPC's classes are generic only in the type stubs.
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Parse = Callable[[bytes], Any]
 
-# An answer that is shorter is gone at once, and else no great loss: there are no more of them than calls.
+# Shorter responses need no permit: they are usually sent at once, and there are at most as many as calls.
 MIN_RESERVED_BYTES = 64 * 1024
 
-# Of HTTP: from here on it is not the caller who has erred.
+# From this HTTP status on, the error is not the caller's.
 _SERVER_ERROR = 500
 
-# Between two lines of the log about errors of one code to one caller: who asks again and again fills no log.
+# Seconds between two log lines about errors of the same code for the same caller, so that retries do not fill the log.
 _LOG_INTERVAL_S = 10.0
 
-# Of what is no tensor: names, and parameters of a region. gRPC's library would take as much as of a tensor, and make
-# a hundred times as much of it.
+# Limit of messages without tensors. gRPC's library would accept the size of a tensor, and parsed fields can take a
+# hundred times the size of the message.
 MAX_SMALL_MESSAGE_BYTES = 64 * 1024
 
-# Who has sent no whole message by then may be sending the longest one.
+# A client that has not sent its whole message by then is charged for a message of the maximum size.
 RECEIVE_GRACE_S = 1.0
 
-# A timer that runs so late shows that this process did not run.
+# A timer that is late by this many seconds indicates that the process was stopped.
 _OVERSLEPT_S = 0.5
 
-# Calls of whoever asks, without a token. None of them has a permit of those who have one.
+# Limit of unauthenticated calls, which is separate from the permits of authenticated callers.
 MAX_PROBES = 64
 
-# Calls beyond those under way whose answer is with gRPC's library, until it is sent.
+# Calls, beyond the limit of requests in flight, whose responses gRPC's library has not sent completely.
 MAX_UNSENT_CALLS = 256
 
 PROBE_CALLER = Caller(None, "probe")
 """Who asks no more than whether there is somebody: for the gateway itself, as nobody has to say who that is."""
 
-# Text and details go as headers, of which a client refuses more than 8 KiB at random and more than 16 KiB always. A
-# byte may take three in the one, and four thirds in the other.
+# The error text and its details are sent as headers. A client rejects headers of more than 8 KiB with some probability,
+# and of more than 16 KiB always. A byte of text takes up to three bytes there (percent-encoding), a byte of details
+# four thirds (base64).
 MAX_TEXT_BYTES = 1500
 
 _RETRY_INFO_TYPE = "type.googleapis.com/google.rpc.RetryInfo"
@@ -78,13 +79,13 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class RpcContext(NamedTuple):
-    """A call of somebody who may make one.
+    """A call of an authenticated caller.
 
     Attributes:
-        caller: who makes it.
-        permit: of the request that is made, or will be.
-        traceparent: of W3C Trace Context; "" where there is none.
-        time_left_s: seconds until its deadline; None where it has none.
+        caller: the caller.
+        permit: the permit of the request.
+        traceparent: the header of W3C Trace Context; "" without one.
+        time_left_s: seconds until the deadline; None without a deadline.
         is_local: whether the caller is on this host.
     """
 
@@ -96,41 +97,41 @@ class RpcContext(NamedTuple):
 
 
 class Unimplemented(InvalidArgument):
-    """A method whose purpose is not weightd's: gRPC has a status for that, which nothing else here has."""
+    """A method that weightd does not support; only gRPC has a status for this."""
 
 
-# From a call and its message to the bytes of the answer.
+# A function from a call and its parsed message to the bytes of the response.
 Method = Callable[[RpcContext, Any], Awaitable[bytes]]
 
 
 class RpcConnections(Protocol):
-    """The connections of clients, by what gRPC's library calls them."""
+    """The connections of clients, identified by the names that gRPC's library gives them."""
 
     def peer_of(self, library_name: str) -> Peer:
         """Return the peer of a connection."""
         ...
 
     def receiving(self, called: str) -> AbstractContextManager[None]:
-        """Let a connection send a long message within the block."""
+        """Allow a connection to send long messages within the block."""
         ...
 
     def is_full(self, called: str) -> bool:
-        """Return whether a connection has sent too many bytes of messages that no call waits for."""
+        """Return whether a connection has sent too many bytes of messages for which no call waits."""
         ...
 
 
 class RpcHandlers:
-    """Takes calls.
+    """Creates the handlers of gRPC calls.
 
-    What gRPC calls a handler of one message is a stream here, of which one message is read: so who calls is known, and
-    has a permit, before a byte of the message is kept.
+    Each unary method is registered as a client-streaming method from which the handler reads one message. In this way
+    the caller is authenticated, and has a permit, before any byte of the message is stored.
 
     Args:
-        authenticator: who is who; asked anew at each call.
-        admission: one for each request that is received or answered.
-        max_bytes: of a message.
-        receive_timeout_s: seconds within which a message comes that somebody has a permit for.
-        connections: of the clients.
+        authenticator: returns the current authenticator; called for each call.
+        admission: the limits for requests.
+        max_bytes: the maximum size of a message.
+        receive_timeout_s: seconds within which the message of an admitted call must arrive.
+        connections: the connections of the clients.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class RpcHandlers:
         max_bytes: int = MAX_SMALL_MESSAGE_BYTES,
         is_unauthenticated: bool = False,
     ) -> Handler:
-        """Return what answers one message, of so many bytes at most, with one; `is_unauthenticated`: whoever asks."""
+        """Return a handler that receives one message of at most `max_bytes` bytes and returns one response."""
 
         async def handle(messages: object, context: Context) -> bytes:
             begun, call = time.monotonic(), None
@@ -188,11 +189,11 @@ class RpcHandlers:
         return grpc.stream_unary_rpc_method_handler(report_errors(handle))
 
     async def receive_probe(self, context: Context, parse: Parse) -> Any:
-        """Return the message of whoever asks.
+        """Return the parsed message of an unauthenticated call.
 
         Raises:
-            ResourceExhausted: there are as many who ask as there may be.
-            RequestError: there is none, or it is not what it should be.
+            ResourceExhausted: too many such calls are in progress.
+            RequestError: the message is missing or invalid.
         """
         with self._probe_admission.admit(self.anonymous_caller(context)) as permit:
             return parse_message(
@@ -200,18 +201,18 @@ class RpcHandlers:
             )
 
     def anonymous_caller(self, context: Context) -> Caller:
-        """Return who calls without a token: strangers are told apart by user or host, so that none has all places."""
+        """Return a caller without credentials, named after its user or host, so that each peer gets its own share."""
         return Caller(None, self._connections.peer_of(context.peer()).key)
 
     @contextmanager
     def admit(self, context: Context, *, is_unauthenticated: bool = False) -> Generator[RpcContext, None, None]:
-        """Have a call of somebody who may make one, and has a permit within the block.
+        """Authenticate the caller and hold a permit within the block.
 
-        `is_unauthenticated`: of whoever asks.
+        Unauthenticated calls get the probe caller instead, and a permit of a separate limit.
 
         Raises:
-            Unauthenticated: nobody knows that one.
-            ResourceExhausted: there is no permit.
+            Unauthenticated: the credentials are missing or unknown.
+            ResourceExhausted: the limit of requests is reached.
         """
         token, parent = None, ""
         for key, value in context.invocation_metadata() or ():
@@ -235,13 +236,13 @@ class RpcHandlers:
             yield RpcContext(caller, permit, parent, context.time_remaining(), peer.is_local)
 
     def receiving(self, context: Context) -> AbstractContextManager[None]:
-        """Let the connection of a call send long messages within a block."""
+        """Allow the connection of a call to send long messages within the block."""
         return self._connections.receiving(context.peer())
 
     def log_call(
         self, name: str, call: RpcContext | None, started_at: float, error: RequestError | None = None
     ) -> None:
-        """Tell the log of a request that has ended: as a warning, but seldom, if it is the service that has failed."""
+        """Log the end of a request: at debug level, but errors of the service as rate-limited warnings."""
         caller, traceparent = ("nobody", "") if call is None else (call.caller.name, call.traceparent)
         now, more, level = time.monotonic(), "", logging.DEBUG
         if error is not None and status_of(error).http >= _SERVER_ERROR:
@@ -257,22 +258,22 @@ class RpcHandlers:
             _log.log(level, "%s%s%s", what, f", traceparent {traceparent}" if traceparent else "", more)
 
     async def _receive(self, context: Context, permit: Permit, max_bytes: int, *, is_unauthenticated: bool) -> bytes:
-        """Return the message, which the permit has from then on.
+        """Receive the message of a call and reserve its bytes in the permit.
 
-        gRPC's library tells nothing of a message before it is there, and keeps what has come of it. So who is not
-        prompt takes as many bytes as a message may have; of whoever asks, nobody waits for the rest. The relay passes
-        on only the beginning of a long message that is sent where a short one is expected.
+        gRPC's library does not report a message before it is complete, but stores the part that has arrived. After the
+        grace period, an authenticated call therefore reserves the maximum size of a message, and an unauthenticated
+        call fails. If the method expects a short message, the relay forwards only the beginning of a long one.
 
         Raises:
-            InvalidArgument: there is none.
-            TooLarge: it is longer than such a message may be.
-            DeadlineExceeded: it does not come in time.
-            ResourceExhausted: there is no room for it.
+            InvalidArgument: the client sent no message.
+            TooLarge: the message is too long for the method.
+            DeadlineExceeded: the message did not arrive in time.
+            ResourceExhausted: the bytes are in use at the moment.
         """
 
         def on_slow() -> None:
             if self._connections.is_full(context.peer()):
-                # The bytes may be those of another call, which gRPC's library does not say.
+                # The bytes may belong to another call of the connection; gRPC's library does not say to which.
                 raise TooLarge(
                     "the calls of this connection have sent too many bytes without an answer; a message of this method"
                     f" has at most {max_bytes} bytes"
@@ -297,20 +298,20 @@ class RpcHandlers:
 
 
 def check_length(message: Sized, max_bytes: int = MAX_SMALL_MESSAGE_BYTES) -> None:
-    """Look at how long a message is.
+    """Check the length of a message.
 
     Raises:
-        TooLarge: it is longer than such a message may be.
+        TooLarge: the message is longer than `max_bytes`.
     """
     if len(message) > max_bytes:
         raise TooLarge(f"expected a message of at most {max_bytes} bytes, got {len(message)}")
 
 
 def parse_message(message: bytes, parse: Parse) -> Any:
-    """Return what the bytes of a message say.
+    """Return the parsed message.
 
     Raises:
-        InvalidArgument: they are not what they should be.
+        InvalidArgument: the bytes are not such a message.
     """
     try:
         return parse(message)
@@ -319,16 +320,16 @@ def parse_message(message: bytes, parse: Parse) -> Any:
 
 
 def report_errors(handle: Callable[[Any, Context], Awaitable[T]]) -> Callable[[Any, Context], Awaitable[T]]:
-    """Return the same handler, whose errors are told to the caller: but those that nobody has foreseen, to the log."""
+    """Return the handler with error handling: errors are sent to the caller, unexpected errors are logged."""
 
     async def call(messages: Any, context: Context) -> T:
         try:
             return await handle(messages, context)
         except grpc.aio.BaseError:
-            raise  # gRPC's own, about a call that has ended
+            raise  # gRPC's own errors, which concern a call that has ended
         except WeightdError as error:
             await _abort(context, error)
-        except Exception as error:  # noqa: BLE001 - gRPC would tell the caller all of it
+        except Exception as error:  # noqa: BLE001 - gRPC would send its whole text to the caller
             log_failure(_log, "a call failed", error)
             await _abort(context, Internal("the gateway has failed; its log tells how"))
 
@@ -336,7 +337,7 @@ def report_errors(handle: Callable[[Any, Context], Awaitable[T]]) -> Callable[[A
 
 
 async def _abort(context: Context, error: WeightdError) -> NoReturn:
-    """End a call in an error."""
+    """End a call with an error."""
     if isinstance(error, Unimplemented):
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, str(error))
     code, text, metadata = rpc_status(to_request_error(error))
@@ -344,12 +345,12 @@ async def _abort(context: Context, error: WeightdError) -> NoReturn:
 
 
 class RpcStatus(NamedTuple):
-    """How a call ends.
+    """The status of a call that failed.
 
     Attributes:
-        code: the number of gRPC's status.
-        text: for people.
-        metadata: what goes with it.
+        code: the number of the gRPC status.
+        text: the error message.
+        metadata: the trailing metadata.
     """
 
     code: int
@@ -358,10 +359,10 @@ class RpcStatus(NamedTuple):
 
 
 def rpc_status(error: RequestError) -> RpcStatus:
-    """Return how a call ends in this error.
+    """Return the status for an error.
 
-    Where it helps to wait, two say so: `grpc-retry-pushback-ms`, which gRPC's own retries obey, and a
-    google.rpc.RetryInfo in `grpc-status-details-bin`, which people's code reads.
+    If a retry may succeed, the metadata says when, in two forms: `grpc-retry-pushback-ms` for gRPC's own retries, and a
+    google.rpc.RetryInfo in `grpc-status-details-bin` for applications.
     """
     code = status_of(error).grpc
     text = str(error).encode()[:MAX_TEXT_BYTES].decode(errors="ignore")
@@ -377,10 +378,10 @@ def rpc_status(error: RequestError) -> RpcStatus:
 
 @contextmanager
 def receive_deadline(timeout_s: float, setting: str = "") -> Generator[None, None, None]:
-    """Have a message come in so many seconds, in the block.
+    """Limit the time of the block, which receives a message.
 
     Raises:
-        DeadlineExceeded: it does not; `setting` says who has set the bound.
+        DeadlineExceeded: the time is over; `setting` names the setting in the error text.
     """
     with _call_after(timeout_s, partial(_raise_deadline_exceeded, timeout_s, setting)):
         yield
@@ -388,7 +389,7 @@ def receive_deadline(timeout_s: float, setting: str = "") -> Generator[None, Non
 
 @contextmanager
 def _call_after(seconds: float, on_timeout: Callable[[], None]) -> Generator[None, None, None]:
-    """Do something if the block takes longer; where that is an error, the block ends in it."""
+    """Call `on_timeout` if the block takes longer than `seconds`; if that raises an error, the block ends with it."""
     task, loop = cast("asyncio.Task[Any]", asyncio.current_task()), asyncio.get_running_loop()
     error: RequestError | None = None
     timer: asyncio.TimerHandle
@@ -396,7 +397,7 @@ def _call_after(seconds: float, on_timeout: Callable[[], None]) -> Generator[Non
     def on_timer() -> None:
         nonlocal error, timer
         if loop.time() > timer.when() + _OVERSLEPT_S:
-            # This process was stopped: what has come meanwhile has not been read yet.
+            # The process was stopped, so data that arrived in the meantime has not been read yet.
             timer = loop.call_later(seconds, on_timer)
             return
         try:
@@ -421,13 +422,14 @@ def _raise_deadline_exceeded(seconds: float, setting: str = "") -> None:
 
 
 def _hold_until_done(context: Any, limit: FairLimit, caller: Caller) -> None:
-    """Have a place until the call has ended.
+    """Count a call of the caller until the call has ended.
 
-    Its handler has long before, where nobody reads the answer, which gRPC's library lets nobody take back: of such
-    calls it keeps so many, whosesoever they are, and no more.
+    If the client does not read its response, the call ends long after its handler. gRPC's library does not let the
+    gateway withdraw the response, and has one limit of calls for all callers together. This limit keeps a single caller
+    from using it up.
 
     Raises:
-        ResourceExhausted: there is none for the caller; that is told without an answer that has to be read.
+        ResourceExhausted: the caller's share is used up. The error has no message that the client would have to read.
     """
     if not limit.take(caller):
         raise ResourceExhausted("the caller has its share of calls at this gateway whose answers are not read")
@@ -439,7 +441,7 @@ def _hold_until_done(context: Any, limit: FairLimit, caller: Caller) -> None:
 
 
 def _release_when_done(context: Any, permit: Permit) -> None:
-    """Keep a permit until the call has ended, in whatever way."""
+    """Hold a permit until the call has ended for any reason."""
 
     def release(_: object) -> None:
         permit.release()

@@ -1,7 +1,8 @@
-"""Relays connections of clients to gRPC's library, which listens at a Unix socket that only this process can reach.
+"""Relay between clients and gRPC's library, which listens on a Unix socket that only this process can reach.
 
-The library keeps what a client sends before it knows who that is: a flood of CONTINUATION frames takes gigabytes. The
-relay applies the limits of `frames` first, terminates TLS, and knows the peer of each connection.
+The library stores data of a client before the client is authenticated; a flood of CONTINUATION frames can take
+gigabytes. Therefore the relay first applies the limits of `http2_frames`. It also terminates TLS, and knows the peer of
+each connection.
 """
 
 from __future__ import annotations
@@ -27,33 +28,34 @@ from weightd_gateway.tls_handshakes import Handshakes
 
 _log = logging.getLogger("weightd.gateway.grpc")
 
-# How gRPC's library writes the name of an abstract Unix socket.
+# Prefix of gRPC's library for abstract Unix sockets.
 _ABSTRACT_PREFIX = "unix-abstract:"
 
-# A connection that is closed for a violation may take so long to receive the reason.
+# Seconds for which a connection stays open after a violation, so that the client can receive the reason.
 _CLOSE_TIMEOUT_S = 1.0
 
-# Between two lines of the log about violations of one peer.
+# Seconds between two log lines about violations of one peer.
 _LOG_INTERVAL_S = 10.0
 
-# The limit of calls of one peer: so many a second, beside one for each message that it was sent. A call that is
-# cancelled at once, or refused, costs the gateway time and brings no message.
+# Limit of calls of one peer per second; each message that the peer receives allows one more. Calls that are cancelled
+# at once or rejected use time of the gateway, but bring no message.
 CALLS_PER_S = 1000.0
 CALLS_BURST = 1000.0
 
-# So many bytes are counted before the limits are looked at; what exceeds them is tried again after so long.
+# Received data is counted in steps of this size, with a check of the limits before each. Data that exceeds them is held
+# back and tried again after the interval.
 _STEP_BYTES = 8192
 _RETRY_INTERVAL_S = 0.01
 
 
 class Http2Filter:
-    """The connections of all clients.
+    """The relay: the connections of all gRPC clients.
 
     Args:
-        path: where gRPC's library listens.
-        admission: of the connections.
-        timeout_s: seconds within which a client has to complete the handshake of TLS, and the preface of HTTP/2.
-        handshakes: TLS handshakes under way.
+        path: the Unix socket of gRPC's library.
+        admission: the connection limiter.
+        timeout_s: seconds within which a client must complete the TLS handshake and the HTTP/2 preface.
+        handshakes: the TLS handshakes in progress.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Http2Filter:
         self._admission = admission
         self._handshakes = handshakes
         self._timeout_s = timeout_s
-        # Nobody can take a name that cannot be guessed.
+        # The random part keeps other processes from binding the names of these abstract sockets first.
         self._prefix = f"weightd-{secrets.token_hex(8)}-"
         self._ids = itertools.count(1)
         self._by_name: dict[str, _Client] = {}
@@ -74,13 +76,13 @@ class Http2Filter:
         self._call_buckets = TokenBuckets(CALLS_PER_S, CALLS_BURST)
 
     def peer_of(self, library_name: str) -> Peer:
-        """Return the peer of a connection by what gRPC's library calls it."""
+        """Return the peer of a connection, given the library's name of the connection."""
         client = self._by_name.get(library_name.removeprefix(_ABSTRACT_PREFIX))
         return UNKNOWN if client is None else client.peer
 
     @contextmanager
     def receiving(self, called: str) -> Generator[None, None, None]:
-        """Let a connection send a long message within the block; `called`: what gRPC's library calls the connection."""
+        """Allow a connection, given by the library's name, to send long messages within the block."""
         client = self._by_name.get(called.removeprefix(_ABSTRACT_PREFIX))
         if client is None:
             yield
@@ -92,23 +94,23 @@ class Http2Filter:
             client.expect(-1)
 
     def is_full(self, called: str) -> bool:
-        """Return whether a connection has sent too many bytes of messages that no call waits for."""
+        """Return whether a connection has sent too many bytes of messages for which no call waits."""
         client = self._by_name.get(called.removeprefix(_ABSTRACT_PREFIX))
         return client is not None and client.is_full
 
     @property
     def peers(self) -> Mapping[str, Peer]:
-        """The peers of all connections that gRPC's library has."""
+        """The peers of all connections to gRPC's library, by the library's names."""
         return {name: client.peer for name, client in self._by_name.items()}
 
     def on_connection(self, connection: socket.socket, peer: Peer, tls: ssl.SSLContext | None) -> None:
-        """Take over a connection that is admitted."""
+        """Take over an admitted connection."""
         task = asyncio.get_running_loop().create_task(self._accept(connection, peer, tls))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def drain(self, seconds: float) -> None:
-        """Wait until gRPC's library has closed its ends and clients have what it sent, for at most so many seconds."""
+        """Wait, at most `seconds`, until the library has closed its connections and clients have received its data."""
         for client in [*self._clients]:
             if not client.is_connected:
                 client.abort()
@@ -117,7 +119,7 @@ class Http2Filter:
             await asyncio.wait([self._drained], timeout=seconds)
 
     def abort(self) -> None:
-        """Close all connections at once."""
+        """Close all connections immediately."""
         for task in [*self._tasks]:
             task.cancel()
         for each in [*self._clients]:
@@ -138,10 +140,10 @@ class Http2Filter:
             client.release()
             connection.close()
 
-    # --- for clients -------------------------------------------------------------------------------------------
+    # --- methods for `_Client` ---------------------------------------------------------------------------------
 
     def on_connect(self, client: _Client) -> asyncio.TimerHandle:
-        """Count a connection; it is closed at the end of the returned timer."""
+        """Add a connection; return the timer that closes it unless the timer is cancelled."""
         self._clients.add(client)
         return asyncio.get_running_loop().call_later(self._timeout_s, client.abort)
 
@@ -152,7 +154,7 @@ class Http2Filter:
         library.setblocking(False)
         try:
             library.bind(f"\0{name}")
-            # This is immediate, or fails where the backlog is full.
+            # Connecting to a Unix socket succeeds immediately, or fails if the backlog is full.
             library.connect(self._path)
         except OSError as error:
             _log.warning("gRPC's library does not take a connection: %s", error.strerror)
@@ -169,26 +171,26 @@ class Http2Filter:
         await loop.connect_accepted_socket(lambda: _Library(client, lambda: self._by_name.pop(name, None)), library)
 
     def on_violation(self, client: _Client, reason: str) -> None:
-        """Log a violation, and limit new connections of its peer."""
+        """Log a violation, and reduce the rate at which its peer may open connections."""
         now = time.monotonic()
         self._admission.penalize(client.peer, now)
         suppressed_count = self._violation_log.record(client.peer.key, now)
-        # Scanners of ports, which speak another protocol, fill no log.
+        # Port scanners, which speak other protocols, are not logged.
         if suppressed_count is not None and client.has_preface:
             more = f" ({suppressed_count} more since the last such line)" if suppressed_count else ""
             _log.warning("gRPC connection of %s closed: %s%s", client.peer.key, reason, more)
 
     def may_call(self, peer: Peer, now: float) -> bool:
-        """Return whether a peer may begin another call."""
+        """Return whether a peer may start another call."""
         return peer.is_operator or self._call_buckets.has_one(peer.key, now)
 
     def count_calls(self, peer: Peer, number: int, now: float) -> None:
-        """Count calls that a peer has begun, or, as a negative number, messages that it was sent."""
+        """Count calls that a peer has started or, as a negative number, messages that it has received."""
         if number and not peer.is_operator:
             self._call_buckets.charge(peer.key, number, now)
 
     def on_disconnect(self, client: _Client) -> None:
-        """Count a connection no more."""
+        """Remove a connection."""
         self._clients.discard(client)
         self._admission.remove_connection(client.peer)
         if self._drained is not None and not self._clients and not self._drained.done():
@@ -207,10 +209,10 @@ class _Client(asyncio.Protocol):
         self._library: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._early_data = bytearray()
-        # Bytes that are passed on when the peer may begin calls again and the connection is no longer full.
+        # Data that is held back until the peer may start calls again and the connection is no longer full.
         self._held = b""
         self._retry_timer: asyncio.TimerHandle | None = None
-        # Calls that wait for a long message.
+        # Number of calls that expect a long message.
         self._expecting = 0
         self._is_connecting = False
         self._is_released = False
@@ -231,24 +233,24 @@ class _Client(asyncio.Protocol):
         self.release()
 
     def release(self) -> None:
-        """Count the connection no more."""
+        """Remove the connection from the filter, once."""
         if not self._is_released:
             self._is_released = True
             self._filter.on_disconnect(self)
 
     @property
     def has_preface(self) -> bool:
-        """Whether the client speaks HTTP/2."""
+        """Whether the client has sent the HTTP/2 preface."""
         return self._frames.has_preface
 
     @property
     def is_connected(self) -> bool:
-        """Whether gRPC's library has, or had, the other end."""
+        """Whether the connection to gRPC's library is or was established."""
         return self._library is not None
 
     @property
     def is_full(self) -> bool:
-        """Whether no more is passed on before a call of the client has been answered, or waits for a long message."""
+        """Whether data is held back until a call gets a response or expects a long message."""
         return self._frames.is_full
 
     def data_received(self, data: bytes) -> None:
@@ -263,7 +265,7 @@ class _Client(asyncio.Protocol):
         if allowed < len(data):
             data, self._held = data[:allowed], data[allowed:]
             self._pause_reading()
-            # A connection that is full goes on when a call waits for a long message, has been answered, or has ended.
+            # No timer for a full connection: it continues when a call expects a long message, gets a response or ends.
             if self._retry_timer is None and not self._frames.is_full:
                 self._retry_timer = asyncio.get_running_loop().call_later(_RETRY_INTERVAL_S, self._retry_held)
         if self._library is not None:
@@ -277,7 +279,7 @@ class _Client(asyncio.Protocol):
             self._filter.connect_library(self)
 
     def _count_frames(self, data: bytes) -> int:
-        """Return how many bytes may be passed on now."""
+        """Count the frames in `data` up to the limits; return how many bytes may be forwarded now."""
         now = time.monotonic()
         allowed = 0
         while allowed < len(data) and self._filter.may_call(self.peer, now) and not self._frames.is_full:
@@ -289,14 +291,14 @@ class _Client(asyncio.Protocol):
         return allowed
 
     def expect(self, number: int) -> None:
-        """Count so many calls more, or fewer, that wait for a long message."""
+        """Change the number of calls that expect a long message."""
         self._expecting += number
         self._frames.forget()
         if self._held:
             self._retry_held()
 
     def _retry_held(self) -> None:
-        """Try again what is held."""
+        """Process held data again."""
         if self._retry_timer is not None:
             self._retry_timer.cancel()
             self._retry_timer = None
@@ -305,7 +307,7 @@ class _Client(asyncio.Protocol):
             self._resume_reading()
 
     def eof_received(self) -> bool:
-        # HTTP/2 has no use for a connection that is open in one direction.
+        # HTTP/2 does not use half-closed connections.
         return False
 
     def pause_writing(self) -> None:
@@ -317,14 +319,14 @@ class _Client(asyncio.Protocol):
             self._library.resume_reading()
 
     def abort(self) -> None:
-        """Close the connection at once."""
+        """Close the connection immediately."""
         if self._transport is not None:
             self._transport.abort()
 
-    # --- for the other end -------------------------------------------------------------------------------------
+    # --- methods for `_Library` --------------------------------------------------------------------------------
 
     def on_library_connected(self, library: asyncio.Transport) -> None:
-        """Pass on to gRPC's library what has come until now, and what comes."""
+        """Forward the data received so far to gRPC's library, and all later data."""
         if self._transport is None or self._transport.is_closing() or self._is_refused:
             library.abort()
             return
@@ -334,7 +336,7 @@ class _Client(asyncio.Protocol):
         self._resume_reading()
 
     def on_library_data(self, data: bytes) -> None:
-        """Send what gRPC's library sends."""
+        """Forward data of gRPC's library to the client."""
         if self._transport is None or self._is_refused:
             return
         messages = 0
@@ -348,18 +350,18 @@ class _Client(asyncio.Protocol):
             self._retry_held()
 
     def on_library_closed(self) -> None:
-        """Close the connection when everything has been sent: gRPC's library has closed its end."""
+        """Close the connection after all data has been sent, because gRPC's library has closed its end."""
         if self._transport is not None:
             self._transport.close()
 
     def set_library_full(self, *, is_full: bool) -> None:
-        """Read no more from the client until gRPC's library has taken what there is."""
+        """Pause reading from the client while the write buffer to gRPC's library is full."""
         if is_full:
             self._pause_reading()
         else:
             self._resume_reading()
 
-    # --- within ------------------------------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------------------
 
     def _pause_reading(self) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -381,7 +383,7 @@ class _Client(asyncio.Protocol):
             self._deadline = None
 
     def _close_with_reason(self, reason: str) -> None:
-        """Close the connection with the reason, as far as it can be told."""
+        """Close the connection, and send the reason in a GOAWAY frame if possible."""
         self._is_refused = True
         self._drop_held()
         self._early_data = bytearray()
@@ -390,7 +392,7 @@ class _Client(asyncio.Protocol):
             self._library.abort()
         transport = cast(asyncio.Transport, self._transport)
         transport.pause_reading()
-        # Before the first frame of a server a client takes GOAWAY for a reason to connect again at once.
+        # A client that gets GOAWAY before the server's first frame reconnects immediately, so this one gets no reason.
         if self._library is None or not self._sent_heads.is_at_boundary or transport.get_write_buffer_size():
             transport.abort()
             return

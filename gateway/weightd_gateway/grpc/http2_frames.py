@@ -1,6 +1,6 @@
-"""Limits of the HTTP/2 frames of one connection, applied before gRPC's library reads them. Pure: no I/O, no clock.
+"""Limits on the HTTP/2 frames of one connection, applied before gRPC's library reads them. Pure: no I/O, no clock.
 
-Only the 9 bytes before each frame are read: its length, type, flags and stream (RFC 9113, section 4.1).
+Only the 9-byte head of each frame is read: its length, type, flags and stream (RFC 9113, section 4.1).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _END_HEADERS = 0x4
 _END_STREAM = 0x1
 _HEAD = struct.Struct(">3sBBI")
 
-# Frames that are read before the first of them is looked at.
+# Maximum number of frame heads that are parsed at once.
 MAX_HEADS_AT_ONCE = 64
 _ENHANCE_YOUR_CALM = 0xB
 
@@ -70,7 +70,7 @@ class LimitExceeded(Exception):
 
 
 class FrameHeads:
-    """Finds the heads of frames in a stream of bytes, however it is cut.
+    """Finds the heads of frames in a byte stream that arrives in arbitrary parts.
 
     Attributes:
         is_at_boundary: whether the next byte begins a frame.
@@ -86,13 +86,13 @@ class FrameHeads:
         return not self._head and not self._payload_left
 
     def feed(self, data: bytes, position: int = 0) -> Iterable[tuple[int, int, int, int]]:
-        """Return type, flags, length and stream of each frame whose head ends in `data[position:]`, up to a limit.
+        """Return type, flags, length and stream of each frame whose head ends in `data[position:]`.
 
-        More than `MAX_HEADS_AT_ONCE` frames come one by one, so that the caller may leave.
+        After `MAX_HEADS_AT_ONCE` frames the rest is generated lazily, so that the caller can stop early.
         """
         end = len(data)
         if not self._head:
-            # Most often the bytes are whole frames.
+            # Fast path: the data usually consists of whole frames.
             found: list[tuple[int, int, int, int]] = []
             position += self._payload_left
             while position + HEAD_BYTES <= end and len(found) < MAX_HEADS_AT_ONCE:
@@ -125,14 +125,14 @@ class FrameHeads:
 
 
 class FrameCounter:
-    """Counts the frames that one client sends.
+    """Counts the frames that one client sends and enforces the limits.
 
     Args:
-        now: the time, in seconds, as in all methods.
+        now: the current time in seconds, as in all methods.
     """
 
     def __init__(self, now: float) -> None:
-        # The calls under way, with the bytes of their messages that no answer has followed.
+        # Unanswered bytes of messages by call in progress.
         self._calls: dict[int, int] = {}
         self._unanswered_bytes = 0
         self._heads = FrameHeads()
@@ -145,22 +145,22 @@ class FrameCounter:
 
     @property
     def has_preface(self) -> bool:
-        """Whether the client has sent the whole preface of HTTP/2."""
+        """Whether the client has sent the complete HTTP/2 preface."""
         return not self._preface_left
 
     @property
     def is_full(self) -> bool:
-        """Whether the calls under way have sent more than short messages, and have not been answered."""
+        """Whether the calls in progress have sent more than short messages, without a response."""
         return self._unanswered_bytes > MAX_UNANSWERED_BYTES + SHORT_BYTES * len(self._calls)
 
     def forget(self) -> None:
-        """Count no bytes of messages that have come until now."""
+        """Reset the count of unanswered bytes."""
         if self._unanswered_bytes:
             self._calls = dict.fromkeys(self._calls, 0)
             self._unanswered_bytes = 0
 
     def answered(self, kind: int, flags: int, stream: int) -> None:
-        """Count a frame that was sent to the client."""
+        """Update the unanswered bytes for a frame that was sent to the client."""
         if kind == RST_STREAM or (kind == HEADERS and flags & _END_STREAM):
             self._ended(stream)
         elif kind == DATA and self._calls.get(stream):
@@ -171,14 +171,14 @@ class FrameCounter:
         self._unanswered_bytes -= self._calls.pop(stream, 0)
 
     def count_sent(self, nbytes: int) -> None:
-        """Count bytes that were sent to the client."""
+        """Add the allowance for bytes that were sent to the client."""
         self._tokens += nbytes * TOKENS_PER_BYTE
 
     def feed(self, data: bytes, now: float) -> int:
-        """Count the frames in what the client has sent; return how many calls begin in it.
+        """Count the frames in received data and return the number of calls that begin in it.
 
         Raises:
-            LimitExceeded: the connection has to be closed, and nothing of `data` may be used.
+            LimitExceeded: the connection must be closed without using any of `data`.
         """
         self._tokens = min(BURST_TOKENS, self._tokens + (now - self._updated_at) * TOKENS_PER_S)
         self._updated_at = now
@@ -241,7 +241,7 @@ class FrameCounter:
 
 
 def goaway_frame(reason: str) -> bytes:
-    """Return the frame that tells a client why its connection is closed."""
+    """Return a GOAWAY frame that tells the client why its connection is closed."""
     text = reason.encode()[:1024]
     payload = bytes(4) + _ENHANCE_YOUR_CALM.to_bytes(4, "big") + text
     return len(payload).to_bytes(3, "big") + bytes([GOAWAY, 0]) + bytes(4) + payload

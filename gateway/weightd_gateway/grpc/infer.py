@@ -1,4 +1,4 @@
-"""`ModelInfer` and `ModelStreamInfer`: runs models, and encodes the responses, each output copied once."""
+"""`ModelInfer` and `ModelStreamInfer`: run models and encode the responses, copying each output only once."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ from weightd_protocol.tensors import frame_of
 
 _Response, _Streamed = INFERENCE["ModelInferResponse"], INFERENCE["ModelStreamInferResponse"]
 
-# Fields 3, 6 and 2, of bytes, of which the length follows.
+# Tags of fields 3, 6 and 2. All have the wire type of bytes, so a length follows.
 _ID_TAG = b"\x1a"
 _RAW_OUTPUT_TAG = b"\x32"
 _INFER_RESPONSE_TAG = b"\x12"
 
-# Of a protobuf, by what its libraries read.
+# Maximum size of a protobuf message.
 _MAX_BYTES = 2**31 - 1
 
-# What clients of streams wait for: the answer to a request has one response here.
+# Triton's parameter that marks the last response to a request. Here every request has exactly one response.
 _FINAL_PARAMETER = "triton_final_response"
 
 
 class GrpcInference:
-    """Has models run.
+    """Runs inference requests.
 
     Args:
-        daemon_client: the daemon.
-        shm_resolver: where tensors may be that are not in messages.
-        streams: calls with many requests are among them.
+        daemon_client: the client of the daemon.
+        shm_resolver: gives access to tensors in shared memory.
+        streams: the limit of `ModelStreamInfer` calls.
     """
 
     def __init__(self, daemon_client: DaemonClient, shm_resolver: ShmResolver, streams: WaitingCalls) -> None:
@@ -60,13 +60,13 @@ class GrpcInference:
         self._streams = streams
 
     def handlers(self, calls: RpcHandlers) -> dict[str, Handler]:
-        """Return what gRPC wants for each method."""
+        """Return the gRPC handler of each method, by the method's name."""
 
         async def stream(messages: object, context: Context) -> None:
             with calls.admit(context) as call:
                 caller = call.caller
             with self._streams.admit(caller), calls.receiving(context):
-                # What is sent ahead waits where it is: at most one message has been read.
+                # Only one message is read at a time; further messages of the client wait in the relay.
                 while (message := await self._streams.wait(context.read)) is not grpc.aio.EOF:
                     call = call._replace(time_left_s=context.time_remaining())
                     answer = await self._infer_streamed(calls, call, message)
@@ -86,7 +86,7 @@ class GrpcInference:
         return encode_response(request, await self._daemon_client.infer(call.caller, request.request))
 
     async def _infer_streamed(self, calls: RpcHandlers, call: RpcContext, message: bytes) -> bytes:
-        """Return the answer to one request of a stream, which goes on if that is an error."""
+        """Return the response to one request of a stream; an error becomes a message, and the stream continues."""
         started_at = time.monotonic()
         try:
             with calls.admission.admit(call.caller) as permit:
@@ -110,15 +110,15 @@ def _as_received(message: bytes) -> bytes:
 
 
 def encode_response(infer_request: InferRequest, result: InferenceResult, *, is_final: bool = False) -> bytes:
-    """Return the bytes of the response; what is to be in shared memory is written there.
+    """Return the bytes of a response, and write outputs to shared memory where the request says so.
 
     Args:
-        infer_request: what was asked.
-        result: what was answered.
-        is_final: whether it says that no other one follows.
+        infer_request: the parsed request.
+        result: the outputs.
+        is_final: whether to mark the response as the last one.
 
     Raises:
-        InvalidArgument: an output does not fit where it is to be.
+        InvalidArgument: an output does not fit into its region.
     """
     request, targets = infer_request
     if targets:
@@ -137,7 +137,7 @@ def encode_response(infer_request: InferRequest, result: InferenceResult, *, is_
 
 @functools.lru_cache(maxsize=256)
 def _encode_head(model: str, shapes: tuple[tuple[str, str, tuple[int, ...]], ...], *, is_final: bool) -> bytes:
-    """Return the bytes of a response but for its id and its contents: the same for many."""
+    """Return the bytes of a response without its id and contents, which are the same for many responses."""
     head = _new_response(model, is_final=is_final)
     for name, datatype, shape in shapes:
         head.outputs.add(name=name, datatype=datatype, shape=shape)
@@ -148,7 +148,7 @@ def _encode_head(model: str, shapes: tuple[tuple[str, str, tuple[int, ...]], ...
 def _encode_placed(
     infer_request: InferRequest, result: InferenceResult, *, is_final: bool
 ) -> tuple[bytes, list[memoryview]]:
-    """Return the same, and the contents, where outputs are to be elsewhere."""
+    """Return the same for a response with outputs in shared memory, and the contents of its outputs."""
     head = _new_response(infer_request.request.model, is_final=is_final)
     contents: list[memoryview] = []
     for name, array in result.items():
@@ -173,12 +173,12 @@ def _join(parts: Sequence[bytes | memoryview]) -> bytes:
 
 
 def encode_stream_response(response: bytes) -> bytes:
-    """Return the bytes of a `ModelStreamInferResponse` with a response."""
+    """Return the bytes of a `ModelStreamInferResponse` that contains a response."""
     return b"".join((_INFER_RESPONSE_TAG, _encode_varint(len(response)), response))
 
 
 def encode_stream_error(request_id: bytes, text: str) -> bytes:
-    """Return the bytes of a `ModelStreamInferResponse` with the error of a request."""
+    """Return the bytes of a `ModelStreamInferResponse` that contains the error of a request."""
     message = _Streamed(error_message=text)
     message.infer_response.id = request_id.decode(errors="replace")
     message.infer_response.parameters[_FINAL_PARAMETER].bool_param = True
@@ -187,7 +187,7 @@ def encode_stream_error(request_id: bytes, text: str) -> bytes:
 
 
 def _write_output(name: str, array: Array, target: OutputTarget, output: Any) -> memoryview:
-    """Write an output where it is wanted, say so in what describes it, and return what is sent in its place."""
+    """Write an output to its region, describe the location in `output`, and return the content for the message."""
     region, shm_slice = target
     if array.nbytes > shm_slice.nbytes:
         raise InvalidArgument(f"output {label(name)}: {SIZE}: expected at least {array.nbytes}, got {shm_slice.nbytes}")
@@ -195,7 +195,7 @@ def _write_output(name: str, array: Array, target: OutputTarget, output: Any) ->
     output.parameters[REGION].string_param = region
     output.parameters[OFFSET].int64_param = shm_slice.offset
     output.parameters[SIZE].int64_param = array.nbytes
-    # Contents are counted by clients as outputs are: it has one that is empty.
+    # Clients match contents to outputs by their position, so the output needs an empty content.
     return memoryview(b"")
 
 

@@ -1,4 +1,4 @@
-"""The methods of `inference.GRPCInferenceService` that run no model: each says in messages what the daemon says."""
+"""Methods of `inference.GRPCInferenceService` for health, metadata, statistics and shared memory: all but inference."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from weightd_gateway.oip_view import View
 from weightd_gateway.system_shared_memory import RegisteredRegions
 from weightd_protocol.errors import InvalidArgument, Unavailable
 
-# For probes, which have no token.
+# Methods for health probes, which have no token.
 _UNAUTHENTICATED = frozenset({"ServerLive", "ServerReady"})
 
-# What Triton would say that traces nothing, each in a list.
+# The settings of a Triton server whose tracing is off; each value becomes a list.
 _TRACE_SETTINGS = {
     "trace_level": "OFF",
     "trace_rate": "0",
@@ -40,12 +40,12 @@ _READ_ONLY_SETTING = "this setting is the operator's, in the configuration of we
 
 
 class ModelApi:
-    """Answers each method.
+    """Implements the methods that do not run a model.
 
     Args:
-        daemon_client: the daemon.
-        regions: what callers have registered.
-        has_shared_memory: whether they may.
+        daemon_client: the client of the daemon.
+        regions: the shared-memory regions that callers have registered.
+        has_shared_memory: whether callers may register regions.
     """
 
     def __init__(self, daemon_client: DaemonClient, regions: RegisteredRegions, *, has_shared_memory: bool) -> None:
@@ -54,7 +54,7 @@ class ModelApi:
         self._has_shared_memory = has_shared_memory
 
     def handlers(self, calls: RpcHandlers) -> dict[str, Handler]:
-        """Return what gRPC wants for each method by its name."""
+        """Return the gRPC handler of each method, by the method's name."""
         methods: Mapping[str, Method] = {
             "ServerLive": self._server_live,
             "ServerReady": self._server_ready,
@@ -149,7 +149,7 @@ class ModelApi:
         raise Unimplemented("weightd has no memory of CUDA devices")
 
     async def _cuda_unregister(self, call: RpcContext, request: Any) -> bytes:
-        # There is none, which is what was asked for: some clients do so to begin with, whatever they use.
+        # No region exists, so there is nothing to remove. Some clients call this method first, whatever they use.
         return _encode("CudaSharedMemoryUnregisterResponse", {})
 
     async def _trace_setting(self, call: RpcContext, request: Any) -> bytes:

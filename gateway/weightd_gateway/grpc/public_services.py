@@ -1,8 +1,9 @@
-"""Services that need no token: gRPC health checks for probes, and reflection for tools.
+"""gRPC services without authentication: health checks for probes, and reflection for tools.
 
-Anybody who reaches the port may call them. They tell whether all models are ready, and what docs/gateway.md says of the
-methods. grpcio-health-checking is not used: its asyncio servicer forgets all watchers of a service when one of them
-leaves, parses a message before its fields are counted, and has no limit of watchers.
+Every client that can connect may call them. They only reveal whether all models are ready, and the methods that
+docs/gateway.md describes. grpcio-health-checking is not used: when one watcher of a service leaves, its asyncio
+servicer drops all watchers of this service. It also parses messages before it counts their fields, and does not limit
+the number of watchers.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ from weightd_gateway.grpc.streams import WaitingCalls
 from weightd_gateway.grpc.wire_format import checked_parser
 from weightd_protocol.errors import NotFound, RequestError
 
-# A tool that asks nothing for so long leaves its place to others: it has no more right to it.
+# A reflection stream without a request for this many seconds is closed, so that other tools can use its place.
 REFLECTION_TIMEOUT_S = 10.0
 
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
 
-# How old an answer may be, and how often those who watch look: what strangers ask costs the daemon no more than this.
+# Maximum age of a status and interval of watches, so that unauthenticated clients cause little load on the daemon.
 CACHE_TTL_S = 1.0
 
 _Response = HEALTH["HealthCheckResponse"]
@@ -57,10 +58,10 @@ class Health:
     """Reports whether all models are ready.
 
     Args:
-        daemon_client: the daemon.
-        names: of the services whose health that is; "" is the whole server.
-        streams: those who watch are among them.
-        clock: of seconds.
+        daemon_client: the client of the daemon.
+        names: the services with this status; "" is the whole server.
+        streams: the limit of watches.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class Health:
         self._fetched_at = float("-inf")
 
     def handlers(self, calls: RpcHandlers) -> dict[str, Handler]:
-        """Return the handler of each method, by its name."""
+        """Return the gRPC handler of each method, by the method's name."""
 
         async def watch(messages: object, context: Context) -> None:
             with self._streams.admit(calls.anonymous_caller(context)):
@@ -91,7 +92,7 @@ class Health:
         }
 
     async def status(self, service: str) -> int:
-        """Return the status of a service, as it was a second ago at most."""
+        """Return the status of a service, at most one second old."""
         if service not in self._names:
             return SERVICE_UNKNOWN
         async with self._lock:
@@ -127,10 +128,10 @@ def _response(status: int) -> bytes:
 
 
 class _MethodPool:
-    """The descriptor pool, which also finds the file of a method: protobuf finds that of a service alone."""
+    """A descriptor pool that also finds the file of a method; protobuf's own only finds the file of a service."""
 
     def FindFileContainingSymbol(self, name: str) -> Any:  # noqa: N802 - protobuf's name
-        """Return the file that describes a symbol; raises `KeyError` if there is none."""
+        """Return the file that describes a symbol; raise `KeyError` if there is no such symbol."""
         try:
             return POOL.FindFileContainingSymbol(name)
         except KeyError:
@@ -141,13 +142,14 @@ class _MethodPool:
 
 
 class Reflection:
-    """Answers which services and messages exist, for `grpcurl` and similar tools.
+    """The reflection service, which lists services and messages for `grpcurl` and similar tools.
 
-    grpcio-reflection makes the answers. The calls are limited here: the library has no limit of streams, of time or of
-    the fields of a question. It has version 1alpha alone, whose messages have the same bytes as those of version 1.
+    grpcio-reflection creates the responses. This class adds what the library lacks: limits of the number of streams, of
+    their duration and of the fields of a request. The library only implements v1alpha, but the messages of v1 have the
+    same encoding.
 
     Args:
-        streams: the calls that ask are among them.
+        streams: the limit of reflection streams.
     """
 
     def __init__(self, streams: WaitingCalls) -> None:
@@ -157,7 +159,7 @@ class Reflection:
         self._streams = streams
 
     def handlers(self, calls: RpcHandlers) -> dict[str, Handler]:
-        """Return the handler of each method, by its name."""
+        """Return the gRPC handler of each method, by the method's name."""
 
         async def info(messages: object, context: Context) -> None:
             with self._streams.admit(calls.anonymous_caller(context)):

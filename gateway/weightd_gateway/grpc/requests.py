@@ -1,4 +1,4 @@
-"""A `ModelInferRequest`, as the question that it asks; what is not exactly what it says is refused by its field."""
+"""Parses and validates `ModelInferRequest` messages; errors name the invalid field."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weightd_protocol import limits
 from weightd_protocol.errors import DeadlineExceeded, InvalidArgument, NotFound
 from weightd_protocol.schema import describe_value, label
 
-# Where the values of a datatype are that are not in `raw_input_contents`.
+# The field of `contents` for values of a datatype that are not in `raw_input_contents`.
 _CONTENTS: Mapping[str, str] = {
     "BOOL": "bool_contents",
     "INT8": "int_contents",
@@ -37,7 +37,7 @@ _CONTENTS: Mapping[str, str] = {
     "FP64": "fp64_contents",
 }
 
-# What those fields hold.
+# numpy's types of the values in these fields.
 _SOURCE_DTYPES: Mapping[str, str] = {
     "bool_contents": "?",
     "int_contents": "<i4",
@@ -50,10 +50,10 @@ _SOURCE_DTYPES: Mapping[str, str] = {
 
 REGION, OFFSET, SIZE = "shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"
 
-# Of a request, or of one of its tensors: clients send a few.
+# Limit of the parameters of a request or tensor; clients send a few.
 MAX_PARAMETERS = 64
 
-# What only makes sense if requests know of each other. 0, false and "" are what clients send who want nothing.
+# Parameters of stateful sequences, which weightd does not support. Clients send 0, false and "" for "not set".
 _SEQUENCE_PARAMETERS = ("sequence_id", "sequence_start", "sequence_end")
 
 _NO_CONTENTS = INFERENCE["InferTensorContents"]()
@@ -61,27 +61,27 @@ _NO_CONTENTS = INFERENCE["InferTensorContents"]()
 _Request = INFERENCE["ModelInferRequest"]
 _LAYOUT = layout_of(_Request.DESCRIPTOR)
 
-# Of a message but for its raw contents, as of JSON: it takes the loop a while, in which nobody else is served.
+# Limit of a message without its raw contents, as for JSON, because parsing blocks the event loop.
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 
-# Of one with more fields than requests have: two bytes of it may become a message of a hundred.
+# Limit of a message with more fields than usual: two bytes of it may become an object of a hundred bytes.
 MAX_UNUSUAL_BYTES = 1024 * 1024
 
 PARSER_PROCESS_BYTES = 16 * 1024
 """A header that is longer is parsed by the parser process, as JSON is."""
 
-# Of a header that is remembered with what it means: a client sends the same again and again.
+# Limit of headers whose parsed form is cached, because clients send the same headers repeatedly.
 _MAX_CACHED_BYTES = 2048
 _CACHE_SIZE = 1024
 
 
 class ShmResolver(NamedTuple):
-    """Where tensors may be that are not in the message.
+    """Gives access to tensors in shared memory, and to the parser processes.
 
     Attributes:
-        regions: what callers have registered.
-        allocate: returns an array of so many bytes to read a tensor into.
-        parsers: the processes that parse many values.
+        regions: the regions that callers have registered.
+        allocate: returns an array of the given number of bytes for a tensor.
+        parsers: the processes that parse long headers.
     """
 
     regions: RegisteredRegions
@@ -90,11 +90,11 @@ class ShmResolver(NamedTuple):
 
 
 class OutputTarget(NamedTuple):
-    """Where an output is to be.
+    """The location of an output in shared memory.
 
     Attributes:
-        region: what the caller calls it.
-        shm_slice: the same.
+        region: the caller's name of the region.
+        shm_slice: the part of the region for the output.
     """
 
     region: str
@@ -102,11 +102,11 @@ class OutputTarget(NamedTuple):
 
 
 class InferRequest(NamedTuple):
-    """A request.
+    """A parsed request.
 
     Attributes:
-        request: what it asks.
-        targets: of outputs that are not to be in the answer, by their names.
+        request: the inference request for the daemon.
+        targets: the locations of outputs in shared memory, by output name.
     """
 
     request: InferenceRequest
@@ -114,7 +114,7 @@ class InferRequest(NamedTuple):
 
 
 class InputTensor(NamedTuple):
-    """One input, and where it is: `values`, or in a region, or else among the raw contents."""
+    """An input and the source of its data: `values`, a region, or the raw contents otherwise."""
 
     name: str
     datatype: str
@@ -124,11 +124,11 @@ class InputTensor(NamedTuple):
 
 
 class ParsedHeader(NamedTuple):
-    """What a request says, but for its tensors: the same for many.
+    """The parsed message without its tensors, which is the same for many requests.
 
     Attributes:
-        regions: of outputs that are to be in one: its parameters, by their names.
-        contents, id: of a message that was not cut.
+        regions: parameters of the outputs that are to be written to shared memory, by output name.
+        contents, id: set only if `fast_parse` did not split the message.
     """
 
     model: str
@@ -142,16 +142,16 @@ class ParsedHeader(NamedTuple):
 
 
 async def parse_infer_request(message: bytes, call: RpcContext, shm_resolver: ShmResolver) -> InferRequest:
-    """Return what the bytes of a request ask.
+    """Parse the bytes of a request.
 
     Raises:
-        InvalidArgument: they are not what the protocol says; the text names the field.
-        NotFound: the version, or a region, is none.
-        TooLarge: what is no raw content is longer than it may be.
-        ResourceExhausted: there is no room for its tensors now.
+        InvalidArgument: a field is invalid; the text names it.
+        NotFound: the version or a region does not exist.
+        TooLarge: the part that is not raw content is too long.
+        ResourceExhausted: the bytes of its tensors are in use at the moment.
     """
     if len(message) > PARSER_PROCESS_BYTES:
-        # A message that is refused for its fields costs less here than in pieces, and on its way to a parser process.
+        # Checking the fields here is cheaper than splitting an invalid message and sending it to a parser process.
         parse_message(message, _check_fields)
     header, request_id, contents = fast_parse(message)
     _check_header(len(header), MAX_UNUSUAL_BYTES if header is message else MAX_HEADER_BYTES)
@@ -160,7 +160,7 @@ async def parse_infer_request(message: bytes, call: RpcContext, shm_resolver: Sh
     elif len(header) <= PARSER_PROCESS_BYTES:
         form = _parse_header(header)
     else:
-        # The copy on its way.
+        # The parser process receives a copy.
         call.permit.reserve(len(header))
         form = await shm_resolver.parsers.run(call.caller, len(header), _parse_header, PickleBuffer(header))
     request = InferenceRequest(
@@ -216,19 +216,19 @@ _parse_cached = functools.lru_cache(_CACHE_SIZE)(_parse_header)
 
 
 def model_of(name: str) -> str:
-    """Return the name of a model.
+    """Return the model name of a request.
 
     Raises:
-        InvalidArgument: it is none.
+        InvalidArgument: the name is empty or too long.
     """
     return _check_name("model_name", name)
 
 
 def check_version(version: str) -> None:
-    """Look at the version of a model that is asked for: there is one at a time.
+    """Check the requested model version; every model has exactly one.
 
     Raises:
-        NotFound: it is another.
+        NotFound: the version does not exist.
     """
     if version not in ("", VERSION):
         raise NotFound(f"model_version: expected {VERSION!r} or none, got {describe_value(version)}")
@@ -278,7 +278,7 @@ def _make_inputs(
         elif each.values is not None:
             if contents:
                 raise InvalidArgument(f"{label(each.name)}: contents: expected none beside raw_input_contents")
-            # A byte of the message may be a value of eight.
+            # A value of one byte in the message may have eight bytes in the array.
             call.permit.reserve(each.values.nbytes)
             inputs[each.name] = each.values
         elif used_contents < len(contents):
@@ -287,7 +287,7 @@ def _make_inputs(
         elif contents:
             raise InvalidArgument(f"raw_input_contents: expected one for {label(each.name)}, too")
         else:
-            # One without elements is said so.
+            # An input without any data is valid only if its shape has no elements.
             inputs[each.name] = _parse_typed(each.name, each.datatype, each.shape, _NO_CONTENTS, 0)
     if used_contents != len(contents):
         raise InvalidArgument(
@@ -297,7 +297,7 @@ def _make_inputs(
 
 
 def _read_shared(input_tensor: InputTensor, shm_slice: ShmSlice, call: RpcContext, shm_resolver: ShmResolver) -> Array:
-    """Return a tensor that is in shared memory: a copy, that nobody else changes."""
+    """Return a copy of a tensor in shared memory, so that clients cannot change it during the request."""
     name, datatype, shape, _, _ = input_tensor
     expected = tensors.nbytes_of(name, datatype, shape)
     if shm_slice.nbytes != expected:
@@ -312,7 +312,7 @@ def _read_shared(input_tensor: InputTensor, shm_slice: ShmSlice, call: RpcContex
 
 
 def _parse_typed(name: str, datatype: str, shape: Sequence[int], contents: Any, max_values: int) -> Array:
-    """Return the tensor whose values are in the field for its datatype, and in no other one; so many at most."""
+    """Return the tensor of typed values: at most `max_values`, all in the field for its datatype."""
     expected = _CONTENTS.get(datatype)
     if expected is None:
         raise InvalidArgument(f"{label(name)}: {datatype} has no form but its bytes, in raw_input_contents")
@@ -353,14 +353,14 @@ def _check_name(field: str, name: str) -> str:
     return name
 
 
-# --- parameters: what a request says beside its tensors ---------------------------------------------------------------
+# --- parameters: options of a request beside its tensors --------------------------------------------------------------
 
 
 def parse_parameters(field: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value of each `InferParameter` in a field; None of one that has none.
+    """Return the values of `InferParameter` messages by name; None for a parameter without a value.
 
     Raises:
-        TooLarge: they are too many.
+        TooLarge: there are too many parameters.
     """
     if len(parameters) > MAX_PARAMETERS:
         raise TooLarge(f"{field}: expected at most {MAX_PARAMETERS}, got {len(parameters)}")
@@ -372,10 +372,10 @@ def parse_parameters(field: str, parameters: Mapping[str, Any]) -> dict[str, Any
 
 
 def check_parameters(parameters: Mapping[str, Any]) -> None:
-    """Look at the parameters of a request: those that nobody knows are let pass.
+    """Check the parameters of a request; unknown parameters are ignored.
 
     Raises:
-        InvalidArgument: one asks for what is not in weightd.
+        InvalidArgument: a parameter requests a feature that weightd does not have.
     """
     for name in _SEQUENCE_PARAMETERS:
         if parameters.get(name):
@@ -383,10 +383,10 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
 
 
 def timeout_of(parameters: Mapping[str, Any]) -> float | None:
-    """Return the seconds that a request says it may take; None: it does not.
+    """Return the timeout parameter in seconds; None if it is not set.
 
     Raises:
-        InvalidArgument: it says something else.
+        InvalidArgument: the value is invalid.
     """
     timeout_us = parameters.get("timeout", 0)
     if type(timeout_us) is not int or not 0 <= timeout_us <= limits.MAX_TIMEOUT_US:
@@ -398,10 +398,10 @@ def timeout_of(parameters: Mapping[str, Any]) -> float | None:
 
 
 def earlier_timeout(requested_s: float | None, time_left_s: float | None) -> float | None:
-    """Return the seconds that a request may take, by what it says and by its call; None: as many as it takes.
+    """Return the earlier of the requested timeout and the call's deadline in seconds; None without either.
 
     Raises:
-        DeadlineExceeded: its call has none left.
+        DeadlineExceeded: the deadline has passed.
     """
     if time_left_s is None:
         return requested_s
@@ -411,10 +411,10 @@ def earlier_timeout(requested_s: float | None, time_left_s: float | None) -> flo
 
 
 def priority_of(parameters: Mapping[str, Any]) -> int | None:
-    """Return the priority of a request; None: the model's default.
+    """Return the priority parameter; None for the model's default.
 
     Raises:
-        InvalidArgument: it is none.
+        InvalidArgument: the value is invalid.
     """
     priority = parameters.get("priority", 0)
     if type(priority) is not int or not 0 <= priority <= limits.MAX_PRIORITY:
@@ -425,21 +425,21 @@ def priority_of(parameters: Mapping[str, Any]) -> int | None:
 
 
 def shm_slice_of(parameters: Mapping[str, Any], call: RpcContext, regions: RegisteredRegions) -> ShmSlice:
-    """Return where a tensor is, by its parameters.
+    """Return the location of a tensor from its parameters.
 
     Raises:
-        InvalidArgument: the caller may have none there, or it is not within the region.
-        NotFound: the caller has no such region.
+        InvalidArgument: the caller is not on this host, or the tensor extends beyond the region.
+        NotFound: the caller has no region of that name.
     """
     check_local(call)
     return regions.resolve(call.caller, parameters[REGION], parameters.get(OFFSET, 0), parameters.get(SIZE))
 
 
 def check_local(call: RpcContext) -> None:
-    """Look at where a caller is who speaks of shared memory.
+    """Check that the caller is on this host, as shared memory requires.
 
     Raises:
-        InvalidArgument: not on this host.
+        InvalidArgument: the caller is on another host.
     """
     if not call.is_local:
         raise InvalidArgument("shared memory is for callers on the host of the gateway")

@@ -1,8 +1,8 @@
 """Protobuf message classes of the gateway's gRPC services, from a descriptor set compiled from `proto/*.proto`.
 
-The package has no generated code: that would be bound to the release of protobuf that it was generated for. The
-messages are in a descriptor pool of their own, because a pool takes no two files that describe the same messages, and
-a process may also load those of another client.
+There is no generated code, because that would require the protobuf release for which it was generated. The messages are
+in a separate descriptor pool: a pool rejects a second file with the same messages, which another client library in this
+process may have loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _new_pool() -> Any:
     pool: Any = DescriptorPool()
     for file in _DESCRIPTORS.file:
         pool.AddSerializedFile(file.SerializeToString())
-    # The older version of reflection has the same messages in another package.
+    # Reflection v1alpha has the same messages as v1, in another package.
     pool.AddSerializedFile(reflection_pb2.DESCRIPTOR.serialized_pb)
     return pool
 

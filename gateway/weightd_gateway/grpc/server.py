@@ -1,4 +1,4 @@
-"""gRPC, at all its addresses."""
+"""The gRPC frontend: its listening sockets and services, from start to stop."""
 
 from __future__ import annotations
 
@@ -37,43 +37,44 @@ from weightd_gateway.grpc.schema import (
 from weightd_gateway.grpc.streams import MAX_REFLECTION_STREAMS, MAX_STREAMS, MAX_WATCH_STREAMS, WaitingCalls
 from weightd_gateway.listening import GatewayAcceptor
 
-# Calls of whoever asks.
+# Limit of unauthenticated calls.
 MAX_UNAUTHENTICATED = MAX_PROBES + MAX_WATCH_STREAMS + MAX_REFLECTION_STREAMS
 
-# Calls beyond those, and those that have a place, or are streams: such as are told that there is none.
+# Calls beyond all limits that the library still accepts, so that the handlers can reject them with a proper error.
 SPARE_CALLS = 256
 
-# Of one connection. HTTP/2 asks for no fewer than 100.
+# Concurrent calls of one connection. HTTP/2 recommends at least 100.
 MAX_CALLS_PER_CONNECTION = 256
 
-# A client that is stopped, or behind a net that is gone, answers no ping: after both it is hung up.
+# Keepalive of the library: a client that does not reply to a ping in time is disconnected.
 KEEPALIVE_S = 60
 KEEPALIVE_TIMEOUT_S = 20
 
-# Clients that ping more often are hung up: the tenth of a minute is what cautious ones are set to.
+# Clients that ping more often are disconnected; cautious clients ping every six seconds.
 MIN_PING_INTERVAL_S = 5
 
-# A token, a context of a trace, and what libraries add; what is longer than the first is refused more and more often.
+# Limits of metadata: a token, a trace context, and what libraries add. Above the first limit, the library rejects calls
+# with a probability that grows with the size; above the second one, it always does.
 _METADATA_BYTES = 8 * 1024
 MAX_METADATA_BYTES = 16 * 1024
 
-# Descriptors of one connection, beside those for everything else: the client's, and both ends to gRPC's library.
+# File descriptors of one connection: the client's socket, the two ends of the socket to the library, and a reserve.
 _FDS_PER_CONNECTION = 4
 
-# gRPC's library has much to say of its peers, to stderr past every log, and to the log whenever one leaves while it is
-# answered. What goes wrong in handlers is told by themselves.
+# The library writes messages about its peers to stderr, and logs an error whenever a client leaves during a call. The
+# handlers log their own errors.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 logging.getLogger("grpc").setLevel(logging.CRITICAL)
 
 
 class GrpcServer:
-    """Speaks gRPC.
+    """The gRPC frontend.
 
     Args:
-        gateway: what it is made of.
+        gateway: the state that all frontends share.
 
     Attributes:
-        http2_filter: the connections, once it has started.
+        http2_filter: the relay between clients and gRPC's library; set by `start`.
     """
 
     def __init__(self, gateway: Gateway) -> None:
@@ -88,14 +89,14 @@ class GrpcServer:
         self._paths: list[Path] = []
 
     async def start(self) -> Sequence[str]:
-        """Listen; return where, for people.
+        """Start listening and return the addresses for the log.
 
         Raises:
-            OSError: an address cannot be had; the text names it.
+            OSError: an address cannot be bound; the text names it.
         """
         config = self._gateway.config
         max_calls = config.max_in_flight + MAX_UNSENT_CALLS + MAX_STREAMS + MAX_UNAUTHENTICATED + SPARE_CALLS
-        # Others may not enter it: the relay is the only client of gRPC's library.
+        # Only this user has access to the directory, so the relay is the only client of gRPC's library.
         self._directory = tempfile.TemporaryDirectory(prefix="weightd-grpc-")
         inner = Path(self._directory.name, "grpc")
         self.http2_filter = Http2Filter(inner, self._admission, config.receive_timeout, self._gateway.handshakes)
@@ -120,7 +121,7 @@ class GrpcServer:
         return urls
 
     async def stop(self, grace_s: float) -> None:
-        """Take nothing new, and return when what is under way has been answered, or after so many seconds."""
+        """Stop accepting calls; return when those in flight have ended, or after `grace_s` seconds."""
         for accepting in self._acceptors:
             accepting.close()
         for each in (self._streams, self._watch_streams, self._reflection_streams):
@@ -129,7 +130,7 @@ class GrpcServer:
             return
         end = time.monotonic() + grace_s
         await self._server.stop(grace_s)
-        # Answers may still be on their way to the clients.
+        # The relay may still have to send responses to the clients.
         await self.http2_filter.drain(max(0.0, end - time.monotonic()))
         self.http2_filter.abort()
         self._peers.close()
@@ -174,7 +175,7 @@ def _max_connections(config: GatewayConfig) -> int:
 
 def _options(config: GatewayConfig) -> list[tuple[str, Any]]:
     return [
-        # Of a message, before and after it is decompressed: what is longer is refused by its announcement.
+        # Applies to a message before and after decompression. The library rejects longer ones by their length prefix.
         ("grpc.max_receive_message_length", config.max_body_bytes),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", _METADATA_BYTES),

@@ -1,4 +1,4 @@
-"""Calls that last: how many there are, and that they end when the gateway does."""
+"""Limits for long-lived calls, and their termination when the gateway stops."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ MAX_REFLECTION_STREAMS = 8
 
 
 class WaitingCalls:
-    """Calls that wait for their caller, or for something to happen, as often as not.
+    """Long-lived calls, which mostly wait for a message of the caller or for an event.
 
     Args:
-        max_streams: of them.
+        max_streams: the limit of calls.
     """
 
     def __init__(self, max_streams: int = MAX_STREAMS) -> None:
@@ -38,10 +38,10 @@ class WaitingCalls:
 
     @contextlib.contextmanager
     def admit(self, caller: Caller | None) -> Generator[None, None, None]:
-        """Have one within the block; None: of whoever asks.
+        """Count a call within the block; with None, only the total is limited.
 
         Raises:
-            ResourceExhausted: there are as many as there may be.
+            ResourceExhausted: the limit, or the caller's share of it, is reached.
         """
         if not self._limit.take(caller):
             raise ResourceExhausted(
@@ -53,10 +53,10 @@ class WaitingCalls:
             self._limit.release(caller)
 
     async def wait(self, start_wait: Callable[[], Awaitable[T]]) -> T:
-        """Wait for what need not happen, and return what comes of it.
+        """Await `start_wait()`, which `stop` may interrupt, and return its result.
 
         Raises:
-            Unavailable: the gateway stops before it does.
+            Unavailable: the gateway is stopping.
         """
         task = cast("asyncio.Task[object]", asyncio.current_task())
         self._waiting.add(task)
@@ -72,7 +72,7 @@ class WaitingCalls:
             self._waiting.discard(task)
 
     def stop(self) -> None:
-        """End what waits; what does something first finishes that."""
+        """Interrupt the calls that wait, now and in future; other calls finish their current work first."""
         self._is_stopping = True
         for task in [*self._waiting]:
             task.cancel()

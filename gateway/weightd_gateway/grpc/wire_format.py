@@ -1,8 +1,9 @@
 """Reads the protobuf wire format of messages without protobuf. Pure: no I/O.
 
-Protobuf makes objects of all fields of a message, a hundred times as many bytes. `check_fields` bounds their number
-first. `fast_parse` separates the tensors and the id of a `ModelInferRequest`, which differ from request to request,
-from the header that is the same in many; it copies no tensor.
+Protobuf creates objects for all fields of a message, which can take a hundred times the size of the message. Therefore
+`check_fields` limits the number of fields first. `fast_parse` separates the tensors and the id of a
+`ModelInferRequest`, which differ from request to request, from the rest, which is often the same and can be cached. No
+tensor is copied.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ so many takes the event loop about two milliseconds.
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED_SIZE = {_FIXED64: 8, _FIXED32: 4}
 
-# protobuf accepts no longer ones.
+# The maximum that protobuf accepts.
 _MAX_VARINT_BYTES = 10
 
-# Tags of fields of bytes: the number times eight, and 2.
+# Tags of bytes fields: the field number times eight, plus the wire type 2.
 _ID = 3 << 3 | 2
 _RAW_INPUT_CONTENTS = 7 << 3 | 2
 
-# As many as any request has: one for each tensor of three kinds, and parameters.
+# Enough for any ordinary request: one field for each tensor of three kinds, and parameters.
 MAX_FAST_FIELDS = 512
 
-# Of a length: more than a message has.
+# Maximum length of a length prefix; five bytes exceed the size of any message.
 _MAX_LENGTH_BYTES = 5
 
 
@@ -78,9 +79,9 @@ def _parse(message_class: Any, layout: Layout, message: bytes) -> Any:
 
 
 def check_fields(message: bytes, layout: Layout, max_fields: int = MAX_FIELDS) -> None:
-    """Check the number of fields in a message and in all messages inside it.
+    """Check the number of fields in a message and in all nested messages.
 
-    The check ends at the first field beyond the bound, so that its own cost is bounded, too.
+    The check ends at the first field beyond the limit, so that its own cost is bounded, too.
 
     Raises:
         TooLarge: the message has more than `max_fields` fields.
@@ -91,7 +92,7 @@ def check_fields(message: bytes, layout: Layout, max_fields: int = MAX_FIELDS) -
     while ranges:
         path, inner, position, end = ranges.pop()
         while position < end:
-            # Most tags and lengths have one byte, for which no call is needed.
+            # Most tags and lengths have one byte and need no function call.
             tag = message[position]
             position += 1
             if tag > 0x7F:
@@ -121,7 +122,7 @@ def check_fields(message: bytes, layout: Layout, max_fields: int = MAX_FIELDS) -
 
 
 def _skip_number(kind: int, message: bytes, position: int, end: int) -> int:
-    """Return the position behind a number, for the wire type of a field."""
+    """Return the position after a number of the given wire type."""
     if kind == _VARINT:
         return _read_varint(message, position, end)[1]
     if kind in _FIXED_SIZE:
@@ -130,7 +131,7 @@ def _skip_number(kind: int, message: bytes, position: int, end: int) -> int:
 
 
 def _field_path(path: str, layout: Layout, number: int) -> str:
-    """Return the path of a field that is a message, and of the message around any other field."""
+    """Return the path of a nested message; for any other field, the path of the message that contains it."""
     if number not in layout.nested:
         return path
     name, _ = layout.nested[number]
@@ -138,7 +139,7 @@ def _field_path(path: str, layout: Layout, number: int) -> str:
 
 
 def _read_varint(message: bytes, position: int, end: int) -> tuple[int, int]:
-    """Return the number at a position, and the position behind it."""
+    """Return the number at a position, and the position after it."""
     value = 0
     for index in range(position, min(end, position + _MAX_VARINT_BYTES)):
         byte = message[index]
@@ -152,12 +153,12 @@ def _read_varint(message: bytes, position: int, end: int) -> tuple[int, int]:
 
 
 class ParsedRequest(NamedTuple):
-    """A message in pieces.
+    """A message that was split.
 
     Attributes:
-        header: the message, but for what follows.
-        id: the field of that name, not decoded.
-        contents: `raw_input_contents`.
+        header: the message without the parts below.
+        id: the bytes of the field `id`.
+        contents: the field `raw_input_contents`.
     """
 
     header: bytes
@@ -166,7 +167,7 @@ class ParsedRequest(NamedTuple):
 
 
 def fast_parse(message: bytes) -> ParsedRequest:
-    """Return the message in pieces. One that is unusual is its own header, with all that is in it."""
+    """Split a message. A message with unusual fields is returned unsplit, as its own header."""
     header, contents, request_id = bytearray(), list[memoryview](), b""
     view = memoryview(message)
     position, end = 0, len(message)
@@ -175,7 +176,7 @@ def fast_parse(message: bytes) -> ParsedRequest:
             return ParsedRequest(bytes(header), request_id, tuple(contents))
         tag = message[position]
         value, begin = _read_short_varint(message, position + 1)
-        # A tag of two bytes is of a field that nobody knows here.
+        # A tag of two bytes belongs to an unknown field.
         if begin == 0 or tag > 0x7F or tag & 7 not in (_VARINT, _BYTES):
             break
         after = begin if tag & 7 == _VARINT else begin + value
@@ -185,7 +186,7 @@ def fast_parse(message: bytes) -> ParsedRequest:
             contents.append(view[begin:after])
         elif tag == _ID:
             if not request_id.isascii():
-                break  # protobuf looks whether an id that a later one replaces is text
+                break  # protobuf also validates an id that a later one overrides
             request_id = message[begin:after]
         else:
             header += view[position:after]
@@ -194,7 +195,7 @@ def fast_parse(message: bytes) -> ParsedRequest:
 
 
 def _read_short_varint(message: bytes, position: int) -> tuple[int, int]:
-    """Return the number that is there, and where it ends; 0 where there is none."""
+    """Return the number at a position and the position after it; the position is 0 if the number is too long."""
     value = 0
     for shift, byte in enumerate(message[position : position + _MAX_LENGTH_BYTES]):
         value |= (byte & 0x7F) << 7 * shift

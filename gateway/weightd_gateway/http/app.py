@@ -1,4 +1,4 @@
-"""The ASGI application: the REST form of the Open Inference Protocol, Triton's extensions of it, and the page."""
+"""The ASGI application: REST API of the Open Inference Protocol, Triton's extensions to it, and the status page."""
 
 from __future__ import annotations
 
@@ -38,26 +38,28 @@ from weightd_protocol.schema import label
 
 _log = logging.getLogger("weightd.gateway.http")
 
-# What is not a tensor is short: the parameters of a region, or of an index.
+# Limit of bodies without tensors, such as the parameters of a region or an index.
 _MAX_PARAMETER_BYTES = 64 * 1024
 
-# What is asked of no model, and answered with no more than whether there is somebody: for probes, which have no token.
-# The files of the page are the same for everybody.
+# Operations without authentication. Health probes have no token, and their responses reveal only whether the server is
+# up and ready. The files of the status page are the same for everyone.
 _UNAUTHENTICATED = frozenset({Operation.LIVE, Operation.READY, Operation.PAGE})
 _PROBE = Caller(None, "probe")
 
-# Of those who wait for the daemon: should it hang, strangers do not have all connections.
+# Limit of readiness probes that wait for the daemon. Without it, they could take all connections while the daemon
+# hangs.
 MAX_PROBES = 64
 
 _SERVER_ERROR = 500
 
-# Of a WebSocket that is closed, for there are none here.
+# The code with which WebSockets are closed, because the application does not support them.
 _CLOSE_UNSUPPORTED = 1003
 
-# Between two lines of the log about errors of one status to one caller: who asks again and again fills no log.
+# Seconds between two log lines about errors of the same status for the same caller, so that retries do not fill the
+# log.
 _LOG_INTERVAL_S = 10.0
 
-# What Triton would say that traces nothing.
+# The response of a Triton server whose tracing is off.
 _TRACE_SETTINGS: Mapping[str, Any] = {
     "trace_level": ["OFF"],
     "trace_rate": "0",
@@ -79,13 +81,14 @@ Handler = Callable[[HttpRequest, Caller, str], Awaitable[HttpReply]]
 
 
 class HttpApi:
-    """Answers requests: an application of ASGI, for the gateway's own server and for any other one.
+    """The ASGI application, for the gateway's own server and for any other ASGI server.
 
     Args:
-        gateway: what all protocols share.
-        hosts: names under which callers may know this host.
-        caller: who sends each request, where another server's proxy has seen to that; None: whom the request names.
-        body_timeout_s: seconds in which the body of a request has to come; None where the server limits them.
+        gateway: the state that all frontends share.
+        hosts: allowed values of the Host header.
+        caller: the caller of every request, if a proxy of the other server authenticates them; None: authenticate each
+            request.
+        body_timeout_s: seconds within which the body of a request must arrive; None if the server enforces a limit.
     """
 
     def __init__(
@@ -130,12 +133,12 @@ class HttpApi:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, as ASGI wants it."""
+        """Handle an ASGI connection: requests, lifespan events, and WebSockets, which are closed."""
         if scope["type"] == "http":
             request = HttpRequest(scope, receive, self._body_timeout_s)
             await (await self._reply(request)).send(request, send)
         elif scope["type"] == "lifespan":
-            # Nothing is to be waited for.
+            # The application does nothing at startup and shutdown.
             while (message := await receive())["type"] != "lifespan.shutdown":
                 await send({"type": f"{message['type']}.complete"})
             await send({"type": "lifespan.shutdown.complete"})
@@ -143,7 +146,7 @@ class HttpApi:
             await send({"type": "websocket.close", "code": _CLOSE_UNSUPPORTED})
 
     async def _reply(self, request: HttpRequest) -> HttpReply:
-        """Return the reply to a request, whatever comes of it."""
+        """Return the response to a request; exceptions become error responses."""
         started_at, traceparent = time.monotonic(), request.traceparent
         caller = _PROBE
         try:
@@ -160,7 +163,7 @@ class HttpApi:
             reply = error_reply(to_request_error(error))
         except HttpError as refused:
             reply = refused.reply()
-        except Exception as error:  # noqa: BLE001 - the caller is told, and the process goes on
+        except Exception as error:  # noqa: BLE001 - the caller gets status 500, and the process continues
             log_failure(_log, f"a request fails: {request.method} {request.raw_path}", error)
             reply = HttpError(_SERVER_ERROR, "the gateway fails; its log says why").reply()
         if traceparent:
@@ -182,7 +185,7 @@ class HttpApi:
             what = f"{request.method} {request.raw_path} for {caller.name}: {reply.status} in {1000 * seconds:.1f} ms"
             _log.log(level, "%s%s%s", what, f", traceparent {traceparent}" if traceparent else "", more)
 
-    # --- health, metadata --------------------------------------------------------------------------------------
+    # --- health and metadata -----------------------------------------------------------------------------------
 
     async def _live(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         return json_reply({"live": True})
@@ -226,20 +229,20 @@ class HttpApi:
 
     async def _metrics(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         metrics = await self._daemon_client.metrics(caller)
-        # The same for everybody who asks within a second, as the service returns the same metrics.
+        # The client returns the same object to all callers within a second, so its text is rendered once.
         latest = self._expositions.get(caller.tenant)
         if latest is None or latest[0] is not metrics:
             latest = self._expositions[caller.tenant] = metrics, exposition(metrics).encode()
         return HttpReply([latest[1]], CONTENT_TYPE)
 
-    # --- the page ----------------------------------------------------------------------------------------------
+    # --- status page -------------------------------------------------------------------------------------------
 
     async def _page(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         self._check_page()
         file = FILES[name]
         if request.header(b"if-none-match") == file.etag:
             reply = HttpReply([], file.content_type, 304, file.headers)
-            reply.body_length = len(file.body)  # that of what the browser has
+            reply.body_length = len(file.body)  # the length of the file that the browser has
             return reply
         return HttpReply([file.body], file.content_type, headers=file.headers)
 
@@ -251,7 +254,7 @@ class HttpApi:
         if not self._gateway.config.page:
             raise NotFound("there is no page: so says the gateway's configuration (page)")
 
-    # --- what Triton has and weightd does otherwise ------------------------------------------------------------
+    # --- Triton's trace and log settings, which are read-only --------------------------------------------------
 
     async def _trace(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         return json_reply(_TRACE_SETTINGS)
@@ -282,13 +285,13 @@ class HttpApi:
         return json_reply({})
 
     async def _no_cuda_regions(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
-        """There is none of it, and so it is when it is gone."""
+        """List no regions, or confirm the removal of regions that cannot exist."""
         return json_reply([] if request.method == "GET" else {})
 
-    # --- within ------------------------------------------------------------------------------------------------
+    # --- helpers -----------------------------------------------------------------------------------------------
 
     async def _read_parameters(self, request: HttpRequest, caller: Caller) -> dict[str, Any]:
-        """Return the map that a request has, which may be empty."""
+        """Return the JSON object in the body of a request; an empty body is an empty object."""
         with self._daemon_client.admission.admit(caller) as permit:
             content = await read_body(request, permit, _MAX_PARAMETER_BYTES, bytearray)
             return infer_json.parse_map(bytes(content)) if content else {}

@@ -1,4 +1,4 @@
-"""Connections of HTTP/1.1: how long each may be silent, and which one is closed where there is no room for more."""
+"""HTTP/1.1 connections: their phases and timeouts, and which one is closed when the connection limit is reached."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ SWEEP_S = 1.0
 RECEIVE_BYTES = 64 * 1024
 """Bytes that are received at once, but for a large body, and that a connection may have received ahead."""
 
-# A body that is received to where it belongs comes in pieces of this size, so that others have their turn.
+# Maximum size of a receive directly into the buffer of a body, so that other connections get their turn.
 _MAX_RECEIVED_BYTES = 256 * 1024
 
-# A sweep that comes so late shows that the process did not run.
+# A sweep that is late by this many seconds indicates that the process was stopped.
 _OVERSLEPT_S = 0.5
 
-# Where there is no room for others, a reply has to be read within this.
+# At the connection limit, a connection may be closed once its client has not read a response for this many seconds.
 _SLOW_S = 1.0
 
-# The part of all connections that a peer keeps whatever other peers do.
+# The connections that a peer can keep regardless of other peers: the limit divided by this number.
 _RESERVED_DIVISOR = 32
 
 
 class ConnectionPhase(enum.Enum):
-    """What is waited for."""
+    """The phases of a connection; the value says what the connection waits for."""
 
     IDLE = "a request"
     HEADER = "the rest of its header"
@@ -51,17 +51,17 @@ class ConnectionPhase(enum.Enum):
     LINGERING = "the end of what the client sends and nobody reads, so that it can read the reply"
 
 
-# Those in which a connection may be closed for another one.
+# In these phases, a connection may be closed in favour of a new one.
 _IDLE_PHASES = frozenset({ConnectionPhase.IDLE, ConnectionPhase.LINGERING})
 
 
 class HttpConnections:
-    """All connections.
+    """The set of open connections; enforces the connection limit and the timeouts.
 
     Args:
-        max_connections: of them.
-        phase_timeouts: seconds that a phase may take; a phase without may take any time.
-        clock: tells the time.
+        max_connections: the limit of connections.
+        phase_timeouts: maximum seconds of each phase; phases without an entry have no limit.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class HttpConnections:
         self.clock = clock
         self._next_sweep = clock() + SWEEP_S
         self._all: dict[HttpConnection, None] = {}
-        # How many each peer has.
+        # Number of connections of each peer.
         self._count_by_peer: Counter[str] = Counter()
-        # Those without a request, in the order in which that began; with a part of a header, too.
+        # Connections without a complete request head, in the order in which they began to wait.
         self._idle: dict[HttpConnection, None] = {}
 
     def __len__(self) -> int:
@@ -84,19 +84,18 @@ class HttpConnections:
         return iter([*self._all])
 
     def on_connect(self, connection: HttpConnection) -> None:
-        """Add a connection; where that is one too many, close one.
+        """Add a connection; if that exceeds the limit, close one connection.
 
-        The peer that has the most loses one, if it has more than a thirty-second of all; otherwise peers are not
-        compared, so that many peers with one connection each push out nobody who has two. Of the connections in
-        question, that which has sent no request for longest is closed, or else that whose client has not read a reply
-        for longest, or else the new one.
+        If the peer with the most connections has more than a thirty-second of the limit, one of its connections is
+        closed. Otherwise the choice ignores peers, so that many peers with one connection each cannot displace a peer
+        with two. Among the candidates, the connection that has waited longest for a request is closed; without such a
+        connection, the one whose client has not read a response for longest; otherwise the new connection.
         """
         self._all[connection] = self._idle[connection] = None
         self._count_by_peer[connection.peer.key] += 1
         if len(self._all) > self._max_connections:
             key, count = max(self._count_by_peer.items(), key=lambda each: each[1])
             largest = key if count > max(1, self._max_connections // _RESERVED_DIVISOR) else None
-            # Many may come before the loop reports the one that is closed.
             victim = next((each for each in self._idle if largest in (None, each.peer.key)), connection)
             if victim is connection:
                 limit = self.clock() - _SLOW_S
@@ -108,6 +107,7 @@ class HttpConnections:
                     and largest in (None, each.peer.key)
                 )
                 victim = min(reading, key=lambda each: each.phase_started_at, default=connection)
+            # The event loop reports the closed connection later, and many new ones may arrive before that.
             self.on_disconnect(victim)
             victim.abort()
 
@@ -121,7 +121,7 @@ class HttpConnections:
         self._idle.pop(connection, None)
 
     def on_phase(self, connection: HttpConnection, phase: ConnectionPhase) -> None:
-        """Note that a connection waits for something else."""
+        """Record the new phase of a connection."""
         if phase in _IDLE_PHASES:
             if connection in self._all:
                 self._idle[connection] = None
@@ -129,7 +129,7 @@ class HttpConnections:
             self._idle.pop(connection, None)
 
     def sweep(self) -> None:
-        """Close those that waited for too long, without the time in which this process was stopped."""
+        """Close connections that exceeded a timeout. Time during which this process was stopped does not count."""
         now = self.clock()
         overdue_s, self._next_sweep = now - self._next_sweep, now + SWEEP_S
         if overdue_s > _OVERSLEPT_S:
@@ -142,13 +142,13 @@ class HttpConnections:
 
 
 class ConnectionParts(NamedTuple):
-    """What all connections of a server use.
+    """The objects that all connections of a server share.
 
     Attributes:
-        app: answers requests.
-        connections: all connections.
-        fair_runner: divides the time of the event loop among the peers.
-        buffer: what is received from any connection comes here first; nothing stays there.
+        app: the ASGI application.
+        connections: the set of open connections.
+        fair_runner: divides the time of the event loop among peers.
+        buffer: receives data of every connection, which is consumed immediately.
     """
 
     app: AsgiApp
@@ -158,20 +158,20 @@ class ConnectionParts(NamedTuple):
 
 
 class HttpConnection(asyncio.BufferedProtocol):
-    """One connection: receives a request, has the application answer it, and goes on with the next one.
+    """One connection: receives requests one after another and passes them to the application.
 
     Args:
-        parts: what all connections use.
-        peer: the other end.
+        parts: the objects that all connections share.
+        peer: the peer of the connection.
 
     Attributes:
         peer: as above.
-        uid: the number of the user at the other end, which the kernel tells of a Unix socket; None of any other.
-        phase: what is waited for.
-        phase_started_at: when that began.
-        common_name: that of the certificate of the other end, which TLS has verified; None where there is none.
-        unparsed: what has been received and not been used.
-        task: answers the request; None: there is none.
+        uid: the uid of the peer of a Unix socket, from the kernel; None for TCP.
+        phase: the current phase.
+        phase_started_at: when the phase began, by the clock of `HttpConnections`.
+        common_name: the common name of the client certificate that TLS has verified; None without one.
+        unparsed: received bytes that have not been consumed.
+        task: the task that handles the current request; None between requests.
     """
 
     def __init__(self, parts: ConnectionParts, peer: Peer) -> None:
@@ -186,13 +186,13 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._transport: asyncio.Transport | None = None
         self._parser: RequestParser | None = None
         self._exchange: HttpExchange | None = None
-        # Whether `_parse` is going to be called.
+        # Whether a call of `_parse` is scheduled.
         self._is_queued = False
         self._is_reading_paused = False
-        # While the client has to read first.
+        # Set while the write buffer is full, until the client has read enough.
         self._writable: asyncio.Future[None] | None = None
 
-    # --- what the event loop calls -----------------------------------------------------------------------------
+    # --- callbacks of the event loop ---------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:  # noqa: D102
         self._transport = cast(asyncio.Transport, transport)
@@ -242,7 +242,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     # --- requests ----------------------------------------------------------------------------------------------
 
     def _parse(self) -> None:
-        """Parse the head of a request, and begin to answer it."""
+        """Parse the head of a request and start its task."""
         self._is_queued = False
         if self._transport is None or self._transport.is_closing() or self._exchange is not None:
             return
@@ -265,7 +265,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     async def _answer(self, exchange: HttpExchange) -> None:
         try:
             await self._parts.app(exchange.scope(), exchange.receive, exchange.send)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it ends this connection alone
+        except Exception as error:  # noqa: BLE001 - an unexpected error ends only this connection
             if self._transport is not None:
                 log_failure(_log, "a request fails", error)
         finally:
@@ -286,7 +286,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._linger(exchange)
 
     def _linger(self, exchange: HttpExchange) -> None:
-        """Go on where the end of a body that nobody reads has come."""
+        """Continue with the next request once the unread body has been received and dropped."""
         if exchange.is_body_complete and self._exchange is exchange and self.task is None:
             self._go_on()
 
@@ -295,13 +295,13 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._exchange = None
         self.set_phase(ConnectionPhase.IDLE)
         if self.unparsed and not self._is_queued:
-            # A request that the client has sent ahead is answered when it is the peer's turn.
+            # A pipelined request is handled at the peer's turn.
             self._is_queued = True
             self._parts.fair_runner.pipelined.run(self.peer.key, self._parse)
         self._resume_reading()
 
     def _refuse(self, error: HttpParserError) -> None:
-        """Answer what is no HTTP."""
+        """Reply to data that is not valid HTTP, and close the connection."""
         reason = error.__context__ if isinstance(error.__context__, ValueError) else error
         body = to_json({"error": f"expected a request of HTTP: {reason}"}).encode()
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: {JSON}\r\ncontent-length: {len(body)}\r\n"
@@ -309,7 +309,11 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._close(is_body_complete=False)
 
     def _close(self, *, is_body_complete: bool) -> None:
-        """Close the connection once the client has all of the reply: an unread body would have it lost."""
+        """Close the connection after the client has received the response.
+
+        Unread data in the receive buffer would make the kernel reset the connection, and the client could lose the
+        response. In this case the connection shuts down its sending side and lingers.
+        """
         if self._transport is None:
             return
         if (is_body_complete and not self.unparsed) or not self._transport.can_write_eof():
@@ -325,10 +329,10 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._is_reading_paused = False
             self._transport.resume_reading()
 
-    # --- what the exchange uses --------------------------------------------------------------------------------
+    # --- methods for the exchange ------------------------------------------------------------------------------
 
     async def receive_into(self, view: memoryview) -> None:
-        """Receive that many bytes of the body."""
+        """Fill `view` with bytes of the body."""
         if self._exchange is None:
             raise ConnectionResetError("the client has gone")
         await self._exchange.receive_into(view)
@@ -341,24 +345,24 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._transport.write(each)
 
     async def drain(self) -> None:
-        """Return when the client has read enough of what was sent."""
+        """Wait until the client has read enough of the sent bytes."""
         if self._writable is not None:
             self.set_phase(ConnectionPhase.READING)
             await self._writable
 
     def begin_body(self) -> None:
-        """More of the body is waited for."""
+        """Enter the phase BODY, in which the timeout for the body applies."""
         if self.phase is not ConnectionPhase.BODY:
             self.set_phase(ConnectionPhase.BODY)
         self._resume_reading()
 
     def end_body(self) -> None:
-        """All of the body has been received."""
+        """Leave the phase BODY, because the body is complete."""
         if self.phase is ConnectionPhase.BODY:
             self.set_phase(ConnectionPhase.ANSWER)
 
     def run_fairly(self, exchange: HttpExchange) -> None:
-        """Decode a piece of a body in chunks when it is the peer's turn."""
+        """Decode the next part of a chunked body at the peer's turn."""
         self._parts.fair_runner.run(self.peer.key, lambda: self._decode(exchange))
 
     def _decode(self, exchange: HttpExchange) -> None:
@@ -377,16 +381,16 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self.phase is ConnectionPhase.LINGERING:
             self._linger(exchange)
 
-    # --- what the server and the other connections call --------------------------------------------------------
+    # --- methods for the server and for `HttpConnections` ------------------------------------------------------
 
     def set_phase(self, phase: ConnectionPhase) -> None:
-        """Wait for something else from now on."""
+        """Enter a phase; its timeout begins now."""
         self._parts.connections.on_phase(self, phase)
         self.phase = phase
         self.phase_started_at = self._parts.connections.clock()
 
     def on_timeout(self) -> None:
-        """Give up: what is waited for has not come in time."""
+        """Handle the timeout of the current phase: fail the read of the body, or close the connection."""
         if self.phase is ConnectionPhase.BODY and self._exchange is not None:
             self._exchange.fail_body()
             self.set_phase(ConnectionPhase.ANSWER)
@@ -394,13 +398,13 @@ class HttpConnection(asyncio.BufferedProtocol):
             self.abort()
 
     def finish(self) -> None:
-        """Close the connection after the reply that is under way, or now where there is none."""
+        """Close the connection after the current response, or now if no request is in progress."""
         if self._exchange is not None and self.task is not None:
             self._exchange.keep_alive = False
         elif self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """Close the connection at once."""
+        """Close the connection immediately."""
         if self._transport is not None:
             self._transport.abort()

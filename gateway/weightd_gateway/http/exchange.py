@@ -1,4 +1,4 @@
-"""One request on a connection of HTTP/1.1, and its reply: llhttp parses, ASGI is spoken with the application."""
+"""One HTTP/1.1 request and its response: llhttp parses the request, and ASGI connects it to the application."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MAX_HEAD_BYTES = 32 * 1024
 
 MAX_HEADERS = 64
 
-# Bytes of a chunked body that are decoded at once: those of the smallest chunks take a third of a millisecond.
+# Bytes of a chunked body that are decoded at a time. With the smallest chunks this takes a third of a millisecond.
 _PIECE_BYTES = 2 * 1024
 
-# Bytes that chunks may take for each byte that is in them; the smallest chunk takes five.
+# Maximum overhead of chunks for each byte of the body; a chunk of one byte has five bytes of overhead.
 _MAX_CHUNK_OVERHEAD = 16
 
 _END = b"\r\n\r\n"
@@ -37,15 +37,15 @@ _STATUS_LINES = {
 
 
 class RequestParser:
-    """Parses one request: its head, and a body in chunks. A body whose length is known is not for this.
+    """Parses one request: its head and, if the body is chunked, its body. Other bodies bypass this parser.
 
     Attributes:
-        target: what stands in the request line.
-        headers: names in lower case, and values.
-        keep_alive: whether the client expects the connection to go on.
-        is_head_complete: whether all headers are there.
-        is_complete: whether the parser expects nothing more.
-        chunks: what has been decoded of the body.
+        target: the request target.
+        headers: pairs of a lower-case name and a value.
+        keep_alive: whether the client wants to reuse the connection.
+        is_head_complete: whether all headers have been parsed.
+        is_complete: whether the parser expects no further data.
+        chunks: decoded parts of the body.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class RequestParser:
         self.is_head_complete = False
         self.is_complete = False
         self.chunks: list[bytes] = []
-        # Bytes that may still come until there are more in the body.
+        # Bytes that the parser still accepts; decoded bytes of the body add to it.
         self._allowance = MAX_HEAD_BYTES
 
     @property
@@ -66,22 +66,23 @@ class RequestParser:
 
     @property
     def version(self) -> str:
-        """The version of HTTP, such as "1.1"."""
+        """The HTTP version, such as "1.1"."""
         return str(self._parser.get_http_version())
 
     def feed(self, data: bytearray, limit: int = MAX_HEAD_BYTES) -> bool:
-        """Parse the first part of `data` that belongs to this request, and remove it; return whether there was one.
+        """Parse the next part of `data` that belongs to this request and remove it; return whether there was one.
 
-        A head, and a body in chunks, can end nowhere but after an empty line: so nothing of the next request is parsed.
+        A head or a chunked body always ends with an empty line. By stopping there, the parser never consumes bytes of
+        the next request.
 
         Raises:
-            HttpParserError: that is no HTTP, or there is too much of it.
+            HttpParserError: the data is not valid HTTP, or a limit is exceeded.
         """
         found = data.find(_END, 0, limit)
         if found >= 0:
             size = found + len(_END)
         else:
-            # The last bytes may be the first ones of an empty line.
+            # The last bytes may be the beginning of an empty line.
             part = bytes(memoryview(data)[:limit])
             size = max(len(part.rstrip(b"\r\n")), len(part) - len(_END) + 1)
         if not size:
@@ -94,7 +95,8 @@ class RequestParser:
         try:
             self._parser.feed_data(taken)
         except HttpParserUpgrade:
-            # It goes on as HTTP: nothing else is spoken here.
+            # The upgrade is ignored, because the server only supports HTTP; the connection is closed after the
+            # response.
             self.keep_alive = False
         return True
 
@@ -123,10 +125,10 @@ class RequestParser:
 
 
 class ExchangeConnection(ServerConnection, Protocol):
-    """What an exchange uses of its connection.
+    """The interface of a connection for its exchange.
 
     Attributes:
-        unparsed: what has been received and not been used.
+        unparsed: received bytes that have not been consumed.
     """
 
     unparsed: bytearray
@@ -136,34 +138,34 @@ class ExchangeConnection(ServerConnection, Protocol):
         ...
 
     async def drain(self) -> None:
-        """Return when the client has read enough of what was sent."""
+        """Wait until the client has read enough of the sent bytes."""
         ...
 
     def begin_body(self) -> None:
-        """More of the body is waited for."""
+        """Notify the connection that the exchange waits for more of the body."""
         ...
 
     def end_body(self) -> None:
-        """All of the body has been received."""
+        """Notify the connection that the body is complete."""
         ...
 
     def run_fairly(self, exchange: HttpExchange) -> None:
-        """Call `HttpExchange.decode` when it is the peer's turn."""
+        """Call `HttpExchange.decode` at the peer's turn."""
         ...
 
 
 class HttpExchange:
-    """A request from its head to the end of its reply.
+    """A request, from its head to the end of the response.
 
     Args:
-        parser: has parsed the head.
-        connection: the connection.
+        parser: the parser that has parsed the head.
+        connection: the connection of the request.
 
     Attributes:
-        keep_alive: whether the connection can go on.
-        target: where the body is to be received; None: where everything is.
-        is_started: whether a part of the reply was sent.
-        is_replied: whether all of it was sent.
+        keep_alive: whether the connection can be reused.
+        target: the buffer that receives the body directly from the socket; None: data goes to the shared buffer.
+        is_started: whether a part of the response has been sent.
+        is_replied: whether all of the response has been sent.
     """
 
     def __init__(self, parser: RequestParser, connection: ExchangeConnection) -> None:
@@ -175,7 +177,7 @@ class HttpExchange:
         self.is_replied = False
         self._start: Message = {}
         headers = dict(parser.headers)
-        # None: in chunks, or nothing.
+        # None for a chunked body and for requests without a body.
         self._bytes_left = None if parser.is_complete else _length_of(headers)
         self._expects_continue = headers.get(b"expect", b"").lower() == b"100-continue"
         self._waiter: asyncio.Future[None] | None = None
@@ -185,11 +187,11 @@ class HttpExchange:
 
     @property
     def is_body_complete(self) -> bool:
-        """Whether all of the body has been taken out of what was received."""
+        """Whether the whole body has been consumed from the received data."""
         return self._parser.is_complete if self._bytes_left is None else not self._bytes_left
 
     def scope(self) -> Scope:
-        """Return the scope of ASGI."""
+        """Return the ASGI scope of the request."""
         parser = self._parser
         raw_path, _, query = parser.target.partition(b"?")
         path = raw_path.decode("utf-8", "surrogateescape")
@@ -207,13 +209,13 @@ class HttpExchange:
             "extensions": {CONNECTION: self._connection},
         }
 
-    # --- the body ----------------------------------------------------------------------------------------------
+    # --- request body ------------------------------------------------------------------------------------------
 
     async def receive(self) -> Message:
-        """Return what has come of the body, when something has, as ASGI wants it.
+        """Wait for data of the body and return it as an ASGI message.
 
         Raises:
-            HttpError: it has not come in time.
+            HttpError: the data did not arrive in time, or the body is malformed.
         """
         self._ask_for_body()
         while not (body := self._take()) and not self.is_body_complete:
@@ -224,10 +226,10 @@ class HttpExchange:
         return {"type": "http.request", "body": body, "more_body": has_more}
 
     async def receive_into(self, view: memoryview) -> None:
-        """Receive that many bytes of the body, whose length is known.
+        """Fill `view` with the next bytes of a body whose length is known.
 
         Raises:
-            HttpError: they have not come in time.
+            HttpError: the bytes did not arrive in time.
         """
         if self._bytes_left is None or len(view) > self._bytes_left:
             raise ValueError("expected no more bytes than the body has left")
@@ -249,7 +251,7 @@ class HttpExchange:
             self._connection.write(_CONTINUE)
 
     def _take(self, limit: int | None = None) -> bytes:
-        """Remove what has come of the body, and return it."""
+        """Remove the received part of the body and return it, at most `limit` bytes."""
         if self._bytes_left is None:
             body = b"".join(self._parser.chunks)
             self._parser.chunks.clear()
@@ -273,7 +275,7 @@ class HttpExchange:
             self._waiter = None
 
     def on_data(self) -> None:
-        """More has been received."""
+        """Process newly received data in the connection's buffer."""
         if self._bytes_left is None:
             if (
                 (self._waiter is not None or self._is_discarding)
@@ -288,7 +290,7 @@ class HttpExchange:
             self._wake()
 
     def on_received(self, count: int) -> None:
-        """So many bytes have been received into `target`."""
+        """Account for `count` bytes that were received into `target`."""
         if self.target is not None and self._bytes_left is not None:
             self._bytes_left -= count
             self.target = self.target[count:] or None
@@ -296,10 +298,10 @@ class HttpExchange:
                 self._wake()
 
     def decode(self) -> None:
-        """Decode a piece of a body in chunks.
+        """Decode the next part of a chunked body.
 
         Raises:
-            HttpParserError: it is none.
+            HttpParserError: the encoding is invalid.
         """
         self._is_decoding = False
         parser, unparsed = self._parser, self._connection.unparsed
@@ -315,12 +317,12 @@ class HttpExchange:
             self.on_data()
 
     def discard_body(self) -> None:
-        """Drop what is left of the body from now on."""
+        """Drop the rest of the body as it arrives."""
         self._is_discarding = True
         self.on_data()
 
     def fail_body(self, error: HttpError | None = None) -> None:
-        """Have reading the body fail: it has not come in time, or is not what it says."""
+        """Make reads of the body fail, by default because it did not arrive in time."""
         self.keep_alive = False
         self._error = error or HttpError(408, _BODY_TIMEOUT)
         if self._waiter is not None and not self._waiter.done():
@@ -330,10 +332,10 @@ class HttpExchange:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # --- the reply ---------------------------------------------------------------------------------------------
+    # --- response ----------------------------------------------------------------------------------------------
 
     async def send(self, message: Message) -> None:
-        """Send a part of the reply, and return when the client has read enough of it."""
+        """Send a part of the response and wait until the client has read enough of it."""
         if message["type"] == "http.response.start":
             self._start = message
             return
@@ -358,6 +360,6 @@ class HttpExchange:
 
 
 def _length_of(headers: dict[bytes, bytes]) -> int | None:
-    # The parser has looked at it.
+    # The parser has validated the value.
     length = headers.get(b"content-length")
     return None if length is None else int(length)

@@ -1,4 +1,4 @@
-"""POST …/infer: the path that is to be fast, so it is flat."""
+"""Inference over HTTP: `POST .../infer`. This path is optimized, so it has few layers."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ PARSER_PROCESS_BYTES = 16 * 1024
 PARSER_PROCESS_VALUES = 4 * 1024
 """An output with more values than this is rendered by a parser process, for the same reason."""
 
-# Of a value in JSON, with its comma.
+# Estimated size of a value in JSON, including its comma.
 _RENDERED_VALUE_BYTES = 16
 
 
 class HttpInference:
-    """Asks models.
+    """Runs inference requests.
 
     Args:
-        gateway: what all protocols share.
+        gateway: the state that all frontends share.
     """
 
     def __init__(self, gateway: Gateway) -> None:
@@ -48,21 +48,21 @@ class HttpInference:
         self._max_bytes = gateway.config.max_body_bytes
 
     async def infer(self, request: HttpRequest, caller: Caller, model: str) -> HttpReply:
-        """Return what a model answers.
+        """Return the response to an inference request.
 
         Raises:
-            RequestError: that is what comes of it.
+            RequestError: the request failed.
         """
         with self._daemon_client.admission.admit(caller) as request_permit:
             length = _header_length(request)
-            # Memory that the workers see is kept for the next request: only tensors are worth it.
+            # The client keeps shared memory for reuse by later requests, which is only worthwhile for tensors.
             allocate = bytearray if length is None else partial(self._daemon_client.allocate, caller)
             content = await read_body(request, request_permit, self._max_bytes, allocate, header_bytes=length or 0)
             header, binary = _split_body(content, length)
             parsed = await self._read_json(caller, header, model, request_permit)
             inputs = self._make_inputs(caller, parsed, binary, request_permit)
             write_output = self._output_writer(caller, parsed)
-            # The lists of values are many times as large as the tensors that they have become.
+            # Drop the lists of values, which are many times larger than the arrays made from them.
             parsed = dataclasses.replace(parsed, inputs=())
             result = await self._daemon_client.infer(
                 caller,
@@ -79,22 +79,22 @@ class HttpInference:
             summary = infer_response.summarize(model, parsed, result, write_output)
             buffers = summary.content
             text = await self._render(caller, summary)
-        # Whoever does not read keeps no more than there may be of all.
+        # A permit covers the response until the client has read it, so that slow readers are limited, too.
         permit = self._daemon_client.admission.reserve_response(caller, len(text) + sum(map(len, buffers)))
         if not buffers:
             return HttpReply([text], JSON, permit=permit)
         return HttpReply([text, *buffers], BINARY, headers={HEADER_LENGTH: str(len(text))}, permit=permit)
 
     async def _read_json(self, caller: Caller, header: memoryview, model: str, permit: Permit) -> InferRequestJson:
-        """Return what the JSON of a request says; a long one is parsed by a parser process."""
+        """Parse the JSON of a request, in a parser process if it is long."""
         if len(header) <= PARSER_PROCESS_BYTES:
             return infer_json.read(header, model)
-        # The copy on its way.
+        # The parser process receives a copy.
         permit.reserve(len(header))
         return await self._parsers.run(caller, len(header), infer_json.read_values, PickleBuffer(header), model)
 
     async def _render(self, caller: Caller, summary: infer_response.ResponseSummary) -> bytes:
-        """Return the JSON of an answer; many values are rendered by a parser process."""
+        """Return the JSON of a response, rendered in a parser process if it has many values."""
         if summary.value_count <= PARSER_PROCESS_VALUES:
             return infer_response.render(summary.header)
         nbytes = summary.value_count * _RENDERED_VALUE_BYTES
@@ -131,7 +131,7 @@ class HttpInference:
         return tensors.from_bytes(input_json.name, input_json.datatype, input_json.shape, content)
 
     def _output_writer(self, caller: Caller, parsed: InferRequestJson) -> infer_response.WriteOutput:
-        """Return what puts outputs where they are wanted; that there is room is known before it runs."""
+        """Return a function that writes outputs to their regions; the regions are resolved before the model runs."""
         slices = {
             each.name: self._regions.resolve(caller, *_region_parameters(each.region))
             for each in parsed.outputs or ()
@@ -159,7 +159,7 @@ def _region_parameters(parameters: Any) -> tuple[object, object, object]:
 
 
 def _header_length(request: HttpRequest) -> int | None:
-    """Return how many bytes of the body are JSON, once it is decompressed; None: all of them."""
+    """Return the number of JSON bytes at the beginning of the decompressed body; None if all of it is JSON."""
     values = request.header_values(_HEADER_LENGTH)
     if not values:
         return None

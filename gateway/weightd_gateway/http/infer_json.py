@@ -1,4 +1,4 @@
-"""An inference request as JSON describes it, and the tensors that are cut from what follows; without I/O."""
+"""Parses the JSON of inference requests and splits the binary data that follows it. No I/O."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.schema import describe_value, label
 
-# Of the JSON of a request, of which a value may have many digits. Binary data has no such bound.
+# Limit of the JSON of a request; a value may have many digits. Binary data has no such limit.
 MAX_JSON_BYTES = 16 * 1024 * 1024
 
-# Of all maps: a request has some for each tensor, and others take the loop longer than as many values.
+# Limit of keys in all JSON objects. A request needs a few per tensor, and keys are more expensive to parse than values.
 MAX_KEYS = 16 * 1024
 
-# Of a header that is remembered with what it means: a client sends the same again and again.
+# Limit of JSON whose parsed form is cached, because clients send the same headers repeatedly.
 _MAX_CACHED_BYTES = 2048
 
 _FIELDS = frozenset({"id", "parameters", "inputs", "outputs", "model_name", "model_version"})
 
-# What only makes sense if requests know of each other.
+# Parameters of stateful sequences of requests, which weightd does not support.
 _SEQUENCE_PARAMETERS = ("sequence_id", "sequence_start", "sequence_end")
 
 _REGION_PARAMETER = "shared_memory_region"
@@ -38,7 +38,7 @@ _REGION_PARAMETER = "shared_memory_region"
 
 @dataclass(frozen=True)
 class InputJson:
-    """One input, and where it is: `values`, or `nbytes` of binary data, or a region."""
+    """An input and the source of its data: `values`, or `nbytes` of binary data, or a region."""
 
     name: str
     datatype: str
@@ -51,7 +51,7 @@ class InputJson:
 
 @dataclass(frozen=True)
 class OutputJson:
-    """One output that is wanted, and in which form: binary data, in a region, or else values."""
+    """A requested output and its form: binary data, a region, or values in JSON otherwise."""
 
     name: str
     is_binary: bool = False
@@ -60,10 +60,10 @@ class OutputJson:
 
 @dataclass(frozen=True)
 class InferRequestJson:
-    """What the JSON of a request says.
+    """The parsed JSON of a request.
 
     Attributes:
-        outputs: those that are wanted; None: all, as binary data or as values, as `is_binary` says.
+        outputs: the requested outputs; None: all outputs, as binary data if `is_binary`, otherwise as JSON.
     """
 
     inputs: Sequence[InputJson]
@@ -75,16 +75,16 @@ class InferRequestJson:
 
     @property
     def output_names(self) -> Sequence[str] | None:
-        """The names of the outputs that are wanted; None: all."""
+        """The names of the requested outputs; None: all outputs."""
         return None if self.outputs is None else [each.name for each in self.outputs]
 
 
 def read(header: memoryview, model: str) -> InferRequestJson:
-    """Return what the JSON of a request says.
+    """Parse the JSON of a request.
 
     Raises:
-        InvalidArgument: it is no request; the text names the field.
-        TooLarge: it is longer than JSON may be.
+        InvalidArgument: a field is invalid; the text names it.
+        TooLarge: the JSON exceeds a limit.
     """
     if len(header) <= _MAX_CACHED_BYTES:
         return _read_cached(bytes(header), model)
@@ -93,12 +93,12 @@ def read(header: memoryview, model: str) -> InferRequestJson:
             f"expected at most {MAX_JSON_BYTES} bytes of JSON, got {len(header)}: send tensors as binary data"
         )
     text = bytes(header)
-    # Each value but the first of a list or a map has a comma before it.
+    # Every value except the first of a list or object follows a comma.
     if sum(map(text.count, (b",", b"[", b"{"))) > arrays.MAX_VALUES:
         raise TooLarge(f"expected at most {arrays.MAX_VALUES} values in JSON: send tensors as binary data")
     if text.count(b":") > MAX_KEYS:
         raise TooLarge(f"expected at most {MAX_KEYS} keys in JSON")
-    # A million lists would be looked through for circles again and again, which JSON cannot have.
+    # Parsing creates up to a million lists, which would trigger many collections; JSON cannot contain cycles.
     gc.disable()
     try:
         return _read(text, model)
@@ -107,11 +107,11 @@ def read(header: memoryview, model: str) -> InferRequestJson:
 
 
 def read_values(header: bytes, model: str) -> InferRequestJson:
-    """Return what the JSON of a request says, with an array as the values of each input that has values.
+    """Parse the JSON of a request and convert values of inputs to arrays.
 
     Raises:
-        InvalidArgument: as `read`, and `arrays.from_values`.
-        TooLarge: as `read`.
+        InvalidArgument: as in `read` and `arrays.from_values`.
+        TooLarge: as in `read`.
     """
     form = read(memoryview(header), model)
     return dataclasses.replace(form, inputs=[_with_array(each) for each in form.inputs])
@@ -126,10 +126,10 @@ def _with_array(input_json: InputJson) -> InputJson:
 
 
 def array_of(input_json: InputJson) -> arrays.Array:
-    """Return the tensor of an input that has values.
+    """Return the tensor of an input with values.
 
     Raises:
-        InvalidArgument: its datatype or shape cannot hold them.
+        InvalidArgument: the values do not match the datatype or shape.
     """
     values = input_json.values
     if _is_array(values):
@@ -149,10 +149,10 @@ _read_cached = functools.lru_cache(maxsize=1024)(_read)
 
 
 def parse_map(text: bytes) -> dict[str, Any]:
-    """Return a map of JSON.
+    """Parse a JSON object.
 
     Raises:
-        InvalidArgument: it is none.
+        InvalidArgument: the text is not a JSON object.
     """
     try:
         content = json.loads(text.decode(), parse_constant=_refuse_constant)
@@ -197,7 +197,7 @@ def _parse_request(json_map: Mapping[str, Any], model: str) -> InferRequestJson:
 
 
 def _without_nulls(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what is null: many clients write so what they do not say."""
+    """Return the map without null values, which many clients send for fields that are not set."""
     return {name: value for name, value in content.items() if value is not None}
 
 
@@ -294,10 +294,10 @@ def _check_boolean(what: str, value: object) -> bool:
 
 
 def split_binary(form: InferRequestJson, content: memoryview) -> dict[str, memoryview]:
-    """Return the bytes of each input that has binary data, in the order in which they follow.
+    """Return the binary data of each input that has binary data.
 
     Raises:
-        InvalidArgument: there are more or fewer than were announced.
+        InvalidArgument: the length of the data differs from the sum of the announced sizes.
     """
     parts: dict[str, memoryview] = {}
     begin = 0

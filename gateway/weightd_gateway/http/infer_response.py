@@ -1,4 +1,4 @@
-"""An answer as a caller wants it: JSON, and the bytes of tensors that are not in it; without I/O."""
+"""Responses to inference requests: JSON, followed by the binary data of tensors that are not in it. No I/O."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from weightd_gateway.http.infer_json import InferRequestJson, OutputJson
 from weightd_gateway.oip_view import VERSION
 from weightd_protocol.tensors import frame_of
 
-# Puts the bytes of an output where the caller wants it.
+# Writes the bytes of an output into its shared-memory region.
 WriteOutput = Callable[[OutputJson, memoryview], None]
 
 
 def encode(
     model: str, form: InferRequestJson, result: InferenceResult, write_output: WriteOutput
 ) -> tuple[bytes, Sequence[memoryview]]:
-    """Return the JSON of an answer, and what follows it.
+    """Return the JSON of a response and the binary data that follows it.
 
     Raises:
-        InvalidArgument: an output has no form in JSON; or what `write_output` raises.
+        InvalidArgument: an output cannot be represented in JSON, or `write_output` raised it.
         TooLarge: an output is too large for JSON.
     """
     header, content, _ = summarize(model, form, result, write_output)
@@ -31,12 +31,12 @@ def encode(
 
 
 class ResponseSummary(NamedTuple):
-    """An answer before its values are rendered.
+    """A response before its values are rendered as JSON.
 
     Attributes:
-        header: what is to be JSON, with arrays in it.
-        content: the binary data that follows.
-        value_count: how many values the header has.
+        header: the content of the JSON, with arrays instead of lists of values.
+        content: the binary data that follows the JSON.
+        value_count: the number of values in the header.
     """
 
     header: Mapping[str, Any]
@@ -45,10 +45,10 @@ class ResponseSummary(NamedTuple):
 
 
 def render(header: Mapping[str, Any]) -> bytes:
-    """Return the JSON of a description.
+    """Return the JSON of a response header.
 
     Raises:
-        InvalidArgument: an output has no form in JSON.
+        InvalidArgument: an output cannot be represented in JSON.
     """
     outputs = [
         {**each, "data": tensors.to_values(each["name"], each["data"])} if "data" in each else each
@@ -60,10 +60,10 @@ def render(header: Mapping[str, Any]) -> bytes:
 def summarize(
     model: str, form: InferRequestJson, result: InferenceResult, write_output: WriteOutput
 ) -> ResponseSummary:
-    """Return an answer as it is to be rendered; outputs that are wanted in shared memory are written there.
+    """Return the response in the requested forms, and write outputs to shared memory where the request says so.
 
     Raises:
-        InvalidArgument: what `write_output` raises.
+        InvalidArgument: from `write_output`.
         TooLarge: an output is too large for JSON.
     """
     outputs: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""A request and its reply, as the application receives and sends them by ASGI: headers, body, errors."""
+"""Requests and responses of the ASGI application: headers, bodies and errors."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ CONNECTION = "weightd.connection"
 
 ENCODINGS = GZIP, DEFLATE, IDENTITY = ("gzip", "deflate", "identity")
 
-# A body that is shorter is copied in no time.
+# Shorter bodies are received through a buffer, because copying them is cheap.
 _MIN_BUFFER_BYTES = 64 * 1024
 
-# Bytes that are decompressed at once, before others have their turn.
+# Bytes that are decompressed at a time, before the event loop runs other tasks.
 _SLICE_BYTES = 256 * 1024
 
-# Processors read fastest at addresses that are a multiple of this.
+# Alignment of tensors in bytes: processors read fastest at such addresses.
 _ALIGNMENT = 64
 
 MAX_COPIED_BYTES = 64 * 1024
@@ -55,36 +55,36 @@ Buffer = bytes | memoryview
 
 
 class ServerConnection(Protocol):
-    """The connection of a request, where the server is the gateway's own."""
+    """The connection of a request that the gateway's own server received."""
 
     @property
     def uid(self) -> int | None:
-        """The number of the user at the other end of a Unix socket; None for any other connection."""
+        """The uid of the peer of a Unix socket; None for other connections."""
         ...
 
     @property
     def common_name(self) -> str | None:
-        """The common name of the verified certificate of the other end; None without one."""
+        """The common name of the client certificate that TLS has verified; None without one."""
         ...
 
     async def receive_into(self, view: memoryview) -> None:
-        """Receive that many bytes of the body, from the socket to where they belong."""
+        """Fill `view` with bytes of the body, directly from the socket."""
         ...
 
 
 class HttpRequest:
-    """A request.
+    """An HTTP request.
 
     Args:
-        scope: of ASGI, of type http.
-        receive: of ASGI.
-        body_timeout_s: seconds in which the body has to come; None where the server limits them.
+        scope: the ASGI scope, of type http.
+        receive: ASGI's receive function.
+        body_timeout_s: seconds within which the body must arrive; None if the server enforces a limit.
 
     Attributes:
-        method: "GET", or another.
-        raw_path: the path as it was sent, below the prefix of the application and without the query.
-        content_length: how many bytes the body has; None where the client does not say.
-        connection: None where another server than the gateway's own has the connection.
+        method: the method, such as "GET".
+        raw_path: the percent-encoded path below the application's root path, without the query.
+        content_length: the length of the body in bytes; None if the client does not send it.
+        connection: the connection; None if another server than the gateway's own received the request.
     """
 
     def __init__(self, scope: Scope, receive: Receive, body_timeout_s: float | None = None) -> None:
@@ -95,30 +95,30 @@ class HttpRequest:
         self._headers: Sequence[tuple[bytes, bytes]] = scope["headers"]
         self._first: dict[bytes, bytes] = dict(reversed(self._headers))
         length = self._first.get(b"content-length", b"")
-        # The server has looked at it already.
+        # The server has validated the value.
         self.content_length = int(length) if length.isdigit() else None
         self._receive = receive
         self._deadline = None if body_timeout_s is None else time.monotonic() + body_timeout_s
         self._has_more = True
 
     def header(self, name: bytes) -> str:
-        """Return the first value of a header, whose name is in lower case; "" where there is none."""
+        """Return the first value of a header, given its lower-case name; "" if the header is missing."""
         return self._first.get(name, b"").decode("latin-1")
 
     def header_values(self, name: bytes) -> list[str]:
-        """Return all values of a header, whose name is in lower case."""
+        """Return all values of a header, given its lower-case name."""
         return [value.decode("latin-1") for each, value in self._headers if each == name]
 
     @property
     def traceparent(self) -> str:
-        """The traceparent of the request; "" where there is no valid one."""
+        """The traceparent of the request; "" if it is missing or invalid."""
         return valid_traceparent(self.header(TRACEPARENT.encode()))
 
     def check_host(self, hosts: Collection[str]) -> None:
-        """Check that the request is for this host: a page in a browser can have a name of its own point here.
+        """Check the Host header against DNS rebinding, in which a web page makes its own name resolve to this host.
 
         Raises:
-            PermissionDenied: it is for another one.
+            PermissionDenied: the host is not allowed.
         """
         host = _PORT.sub("", ",".join(self.header_values(b"host"))).lower()
         if host in hosts or ANY_HOST in hosts or (self.connection is not None and self.connection.uid is not None):
@@ -128,10 +128,10 @@ class HttpRequest:
         )
 
     def caller(self, authenticator: Authenticator) -> Caller:
-        """Return who sent the request.
+        """Return the authenticated caller of the request.
 
         Raises:
-            Unauthenticated: nobody whom the gateway knows.
+            Unauthenticated: the credentials are missing or unknown.
         """
         authorization = self.header_values(b"authorization")
         if len(authorization) > 1:
@@ -143,10 +143,10 @@ class HttpRequest:
         )
 
     async def read_chunk(self) -> bytes:
-        """Return a part of the body, or b"" at its end.
+        """Return the next part of the body, or b"" at its end.
 
         Raises:
-            HttpError: it has not come in time, or never will.
+            HttpError: the body did not arrive in time, or the client disconnected.
         """
         while self._has_more:
             message = await self._next_message()
@@ -159,11 +159,11 @@ class HttpRequest:
         return b""
 
     async def read_into(self, view: memoryview) -> None:
-        """Read that many bytes of the body.
+        """Fill `view` with the next bytes of the body.
 
         Raises:
-            HttpError: they have not come in time, or never will.
-            InvalidArgument: the body has fewer or more.
+            HttpError: the body did not arrive in time, or the client disconnected.
+            InvalidArgument: the length of the body differs from Content-Length.
         """
         if self.connection is not None:
             await self.connection.receive_into(view)
@@ -199,20 +199,20 @@ def _path_below_root(scope: Scope) -> str:
 async def read_body(
     request: HttpRequest, permit: Permit, max_bytes: int, allocate: Callable[[int], Any], header_bytes: int = 0
 ) -> memoryview:
-    """Return the body of a request in one piece of memory; the limits hold for what it is when decompressed.
+    """Return the body of a request as one buffer. The limits apply to the decompressed body.
 
     Args:
-        request: nothing of its body has been read.
-        permit: takes the bytes before there is memory for them.
-        max_bytes: bytes that the body may have.
-        allocate: returns an array of so many bytes.
-        header_bytes: so many bytes are not tensors; what follows them begins at an aligned address.
+        request: a request whose body has not been read.
+        permit: reserves the bytes before they are allocated.
+        max_bytes: the maximum size of the body.
+        allocate: returns an array of the given number of bytes.
+        header_bytes: the size of the JSON at the beginning; the tensors after it begin at an aligned address.
 
     Raises:
-        InvalidArgument: the body is not what its headers say.
-        TooLarge: it has more bytes.
-        ResourceExhausted: there is no memory for it now.
-        HttpError: it has an unknown encoding, has not come in time, or never will.
+        InvalidArgument: the body does not match its headers.
+        TooLarge: the body exceeds a limit that does not depend on other requests.
+        ResourceExhausted: the memory is in use at the moment.
+        HttpError: the encoding is unknown, the body did not arrive in time, or the client disconnected.
     """
     encoding = request.header(b"content-encoding").strip().lower() or IDENTITY
     if encoding not in ENCODINGS:
@@ -230,7 +230,7 @@ async def read_body(
         view = memoryview(allocate(offset + length))[offset:]
         await request.read_into(view)
         return view
-    # What has come already, and is all of it, is one piece mostly.
+    # A short body has usually arrived completely by now, in one chunk.
     first = await request.read_chunk()
     if len(first) == length:
         return memoryview(first)
@@ -259,7 +259,7 @@ async def _chunks_of(request: HttpRequest) -> AsyncIterator[bytes]:
 
 
 async def _decompress(chunks: AsyncIterator[bytes], encoding: str) -> AsyncIterator[bytes]:
-    """Yield what is compressed in slices: a few bytes can be a thousand times as many."""
+    """Yield decompressed data in bounded slices, because it can be a thousand times larger than the input."""
     inflater = None
     async for chunk in chunks:
         inflater = inflater or _make_inflater(encoding, chunk)
@@ -284,24 +284,24 @@ async def _decompress(chunks: AsyncIterator[bytes], encoding: str) -> AsyncItera
 def _make_inflater(encoding: str, first: bytes) -> Any:
     if encoding == GZIP:
         return zlib.decompressobj(16 + zlib.MAX_WBITS)
-    # Some clients send the format without the header of zlib.
+    # Some clients send raw deflate data without the zlib header.
     has_header = first[0] & 0x0F == zlib.DEFLATED
     return zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
 
 
 class HttpReply:
-    """The reply to a request.
+    """An HTTP response.
 
     Args:
-        content: of it, in pieces that stay as they are until they are sent.
-        content_type: its media type.
-        status: of HTTP.
-        headers: more of them, with values that hold no line breaks.
-        permit: counts the content until it is sent, or given up.
+        content: the body as a sequence of buffers, which must not change until they are sent.
+        content_type: the media type.
+        status: the HTTP status.
+        headers: further headers; their values must not contain line breaks.
+        permit: covers the memory of the content until it has been sent or dropped.
 
     Attributes:
-        headers: as above; more may be added.
-        body_length: bytes of the content.
+        headers: as above; entries may be added.
+        body_length: the length of the content in bytes.
     """
 
     def __init__(
@@ -320,7 +320,7 @@ class HttpReply:
         self._permit = permit
 
     async def send(self, request: HttpRequest, send: Send) -> None:
-        """Send the reply, and release its content."""
+        """Send the response and release its content."""
         headers = [
             (b"content-type", self.content_type.encode("latin-1")),
             (b"content-length", b"%d" % self.body_length),
@@ -331,7 +331,7 @@ class HttpReply:
             if request.method == "HEAD":
                 await send({"type": "http.response.body", "body": b""})
             elif self.body_length <= MAX_COPIED_BYTES or request.connection is None:
-                # Another server may copy it into a message of its own, so it is one piece.
+                # The content is joined because another server may copy each message.
                 await send({"type": "http.response.body", "body": b"".join(self.content)})
             else:
                 last = len(self.content) - 1
@@ -344,12 +344,12 @@ class HttpReply:
 
 
 def json_reply(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> HttpReply:
-    """Return a reply in JSON."""
+    """Return a JSON response."""
     return HttpReply([to_json(content).encode()], JSON, status, headers)
 
 
 def error_reply(error: RequestError) -> HttpReply:
-    """Return the reply for an error: always JSON, for Triton's client reads no other."""
+    """Return the response for an error. The body is always JSON, the only form that Triton's client reads."""
     retry_after_s = retry_after(error)
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     if isinstance(error, Unauthenticated):
@@ -358,12 +358,12 @@ def error_reply(error: RequestError) -> HttpReply:
 
 
 class HttpError(Exception):
-    """A request ends in an error that is HTTP's alone.
+    """An error that exists only in HTTP.
 
     Args:
-        status: of it.
-        text: for people.
-        allowed: methods, where the method was wrong.
+        status: the HTTP status.
+        text: the message for the client.
+        allowed: the methods for the Allow header, if the method was wrong.
     """
 
     def __init__(self, status: int, text: str, allowed: str = "") -> None:
@@ -372,5 +372,5 @@ class HttpError(Exception):
         self._headers = {"Allow": allowed} if allowed else {}
 
     def reply(self) -> HttpReply:
-        """Return the reply for the error."""
+        """Return the response for the error."""
         return json_reply({"error": str(self)}, self._status, self._headers)

@@ -1,4 +1,4 @@
-"""Which path is what: pure."""
+"""Routing of HTTP paths to operations. Pure: no I/O."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightd_protocol.schema import label
 
 
 class Operation(enum.Enum):
-    """What is asked."""
+    """The operations of the HTTP API."""
 
     LIVE = enum.auto()
     READY = enum.auto()
@@ -41,17 +41,17 @@ class Operation(enum.Enum):
 
 
 class Route(NamedTuple):
-    """A path: by method what is asked there, and of which model, region or file; "" of all."""
+    """A path's operations by method, and the model, region or file that it names; "" where it names none."""
 
     methods: Mapping[str, Operation]
     name: str = ""
 
 
 def parse_route(path: str) -> Route:
-    """Return what a path is, which is as it was sent, without a query.
+    """Return the route of a path in its percent-encoded form, without the query.
 
     Raises:
-        NotFound: nothing.
+        NotFound: no route has this path.
     """
     segments = path.strip("/").split("/")
     if "%" in path:
@@ -117,7 +117,7 @@ def _server_route(rest: list[str]) -> Route:
 
 
 def _model_route(name: str, rest: list[str]) -> Route:
-    # As Triton has it: no model can be asked about by this name.
+    # As in Triton, /v2/models/stats is for all models, so the metadata of a model named "stats" cannot be requested.
     if name == "stats" and not rest:
         return Route({"GET": Operation.STATISTICS})
     if rest[:1] == ["versions"] and len(rest) > 1:

@@ -1,4 +1,4 @@
-"""The front that speaks HTTP: its sockets, from start to stop."""
+"""The HTTP frontend: its listening sockets and connections, from start to stop."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from weightd_gateway.http.messages import JSON
 from weightd_gateway.listening import GatewayAcceptor
 from weightd_gateway.tensors import to_json
 
-# Descriptors for all that is no caller's connection: to the daemon, regions, files of Python.
+# File descriptors for everything except connections of callers: the daemon, regions, Python's files.
 _RESERVED_FDS = 128
 
-# What follows a request that was refused is received and dropped for so long, so that its sender reads why.
+# Seconds for which data after a rejected request is received and dropped, so that the client can read the error.
 _LINGERING_S = 5.0
 
 
 class HttpServer:
-    """Speaks HTTP.
+    """The HTTP frontend.
 
     Args:
-        gateway: what all protocols share.
+        gateway: the state that all frontends share.
 
     Attributes:
-        connections: the connections there are.
+        connections: the open connections.
     """
 
     def __init__(self, gateway: Gateway) -> None:
@@ -54,7 +54,7 @@ class HttpServer:
         self.connections = _make_connections(gateway.config)
         self._api = HttpApi(gateway, _allowed_hosts(gateway.config))
         self._peers = Peers()
-        # How many connections a peer may have is for the crowd to decide, which closes idle ones.
+        # `HttpConnections` limits the connections of a peer instead, because it can close idle ones.
         self._admission = GatewayConnectionLimiter(sys.maxsize, gateway.config.max_connection_rate)
         self._acceptors: list[GatewayAcceptor] = []
         self._handshakes: set[asyncio.Task[None]] = set()
@@ -62,10 +62,10 @@ class HttpServer:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> Sequence[str]:
-        """Listen; return where, for people.
+        """Start listening and return the addresses for the log.
 
         Raises:
-            OSError: an address cannot be had.
+            OSError: an address cannot be bound.
         """
         config, loop = self._gateway.config, asyncio.get_running_loop()
         self._tasks.append(asyncio.create_task(self._sweep()))
@@ -83,7 +83,7 @@ class HttpServer:
         return urls
 
     async def stop(self, grace_s: float) -> None:
-        """Take nothing new, and return when what is under way has been answered, or after so many seconds."""
+        """Stop accepting requests; return when those in flight have ended, or after `grace_s` seconds."""
         for accepting in self._acceptors:
             accepting.close()
         for task in [*self._handshakes]:
@@ -93,7 +93,8 @@ class HttpServer:
         await self._wait_replied(grace_s)
         for each in self.connections:
             each.abort()
-        # Those that were aborted are cancelled in the next pass of the loop, and end in the one after that.
+        # The tasks of aborted connections are cancelled in the next pass of the event loop, and end in the one after
+        # it.
         await asyncio.sleep(0)
         await self._wait_replied(None)
         for task in self._tasks:
@@ -149,7 +150,7 @@ def _refusal_response(reason: str) -> bytes:
 
 
 def _allowed_hosts(config: GatewayConfig) -> frozenset[str]:
-    """Return what requests may be for: what is configured, and the addresses themselves."""
+    """Return the allowed values of the Host header: the configured names and the addresses of the listeners."""
     own_hosts = {str(address).rpartition(":")[0] for address in config.http_addresses if address.host}
     return frozenset(each.lower() for each in {*config.hosts, *own_hosts})
 

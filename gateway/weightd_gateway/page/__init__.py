@@ -1,1 +1,1 @@
-"""The status page: its files, and the numbers that it shows. Who serves them decides who may see these."""
+"""The status page: its files and its data. The server of the page decides who may access it."""

@@ -1,4 +1,4 @@
-"""The numbers of the page, as JSON."""
+"""The data of the status page as JSON."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 from weightd_common.dashboard.overview import Overview, to_json_values
 
-# A browser draws no more of them.
+# Limit of processes on the page, for the browser's sake.
 _MAX_PROCESSES = 1024
 
-# What is nobody's who looks at a page: numbers and paths of this host.
+# Fields with numbers and paths of this host, which the viewers of the page should not see.
 _PRIVATE_FIELDS = ("note",)
 _PRIVATE_PROCESS_FIELDS = ("pid",)
 
 
 def status_json(overview: Overview | None, age_s: float = 0.0, error: str = "") -> bytes:
-    """Return what is told to the page.
+    """Return the content of status.json.
 
     Args:
-        overview: the last picture; None where there is none yet.
-        age_s: how old it is.
-        error: why there is no newer one, if there is none.
+        overview: the latest overview; None before the first one.
+        age_s: its age in seconds.
+        error: the reason why the overview could not be refreshed; "" if it was.
     """
     daemon = {"age_s": round(age_s, 1), "error": error}
     content = {"daemon": daemon, "overview": None if overview is None else _overview_json(overview)}

@@ -1,4 +1,4 @@
-"""The files of the page, which are the same for everybody, and what a browser is told of them."""
+"""The static files of the status page and their HTTP headers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 
-# The page takes scripts, styles and numbers from here alone, is shown in no other page, and sends nothing anywhere.
+# The page loads scripts, styles and data only from this server, cannot be embedded, and cannot send data elsewhere.
 _POLICY = {
     "default-src": "'none'",
     "script-src": "'self'",
@@ -36,13 +36,13 @@ STATUS_HEADERS: Mapping[str, str] = {**HEADERS, "Cache-Control": "no-store"}
 
 @dataclass(frozen=True)
 class PageFile:
-    """A file of the page.
+    """A static file of the page.
 
     Attributes:
         body: its content.
         content_type: its media type.
-        etag: by which a browser knows that it has it.
-        headers: of the answer, besides its type.
+        etag: the entity tag with which a browser revalidates its copy.
+        headers: the response headers except the content type.
     """
 
     body: bytes
@@ -54,7 +54,7 @@ class PageFile:
 def _load_file(name: str, media_type: str) -> PageFile:
     body = resources.files("weightd_gateway.page").joinpath(name).read_bytes()
     etag = f'"{hashlib.sha256(body).hexdigest()[:16]}"'
-    # Asked for each time, and mostly answered with 304: an upgrade is seen at once.
+    # The browser revalidates on each request, mostly with a 304 response, so an upgrade takes effect immediately.
     return PageFile(body, f"{media_type}; charset=utf-8", etag, {**HEADERS, "Cache-Control": "no-cache", "ETag": etag})
 
 

@@ -1,4 +1,4 @@
-"""Looks at the daemon for whoever has the page open, and at no other time."""
+"""Polls the daemon for the status page, but only while a browser has the page open."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from weightd_protocol.errors import DeadlineExceeded, Unavailable
 from weightd_protocol.messages.metrics import MetricsResponse
 from weightd_protocol.messages.status import StatusResponse
 
-# A page asks each second; if nobody has for so long, nobody has it open.
+# The page polls each second. After a longer gap, no browser has had the page open, and the rates start anew.
 _MAX_GAP_S = 10.0
 
 
 class StatusSource(Protocol):
-    """The daemon, as a caller sees it."""
+    """The daemon's interface for the poller."""
 
     def metrics(self, caller: Caller) -> Awaitable[MetricsResponse]:
-        """Return what it has counted."""
+        """Return the daemon's metrics."""
         ...
 
     def status(self, caller: Caller) -> Awaitable[StatusResponse]:
-        """Return what it is doing."""
+        """Return the daemon's status."""
         ...
 
 
 class StatusPoller:
-    """What the page is told, by the tenant for whom it is asked: all who look for one see the same.
+    """Provides the data of the status page. All viewers of a tenant share one overview.
 
     Args:
-        daemon: is asked.
+        daemon: the source of metrics and status.
     """
 
     def __init__(self, daemon: StatusSource) -> None:
@@ -43,10 +43,10 @@ class StatusPoller:
         self._by_tenant: dict[str | None, _TenantOverview] = {}
 
     async def status_json(self, caller: Caller) -> bytes:
-        """Return the answer to a page.
+        """Return the content of status.json for a caller.
 
         Raises:
-            RequestError: the caller may not look; a daemon that is away is no error, but told.
+            RequestError: the caller has no access. A daemon that cannot be reached is reported in the content instead.
         """
         if caller.tenant not in self._by_tenant:
             self._by_tenant[caller.tenant] = _TenantOverview()
@@ -54,7 +54,7 @@ class StatusPoller:
 
 
 class _TenantOverview:
-    """The last picture for a tenant."""
+    """The latest overview of one tenant."""
 
     def __init__(self) -> None:
         self._history = History(_MAX_GAP_S)
@@ -77,7 +77,7 @@ class _TenantOverview:
         self._overview, self._polled_at = self._history.overview(), time.monotonic()
 
 
-# The code alone is told: the daemon's text names paths of this host.
+# Texts by error code. The daemon client's own texts are not shown because they contain paths of this host.
 _ERROR_TEXTS = {
     Unavailable.code: "The daemon cannot be reached: it is stopped, or restarts.",
     DeadlineExceeded.code: "The daemon does not answer.",
