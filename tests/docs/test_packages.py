@@ -1,4 +1,4 @@
-"""The diagram of packages in docs/design.md, the import contracts in pyproject.toml and the code say the same."""
+"""Compares the package diagram of docs/architecture.md with the import contracts in pyproject.toml and the code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def packages() -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def diagram() -> set[tuple[str, str]]:
-    text = (ROOT / "docs/design.md").read_text()
+    text = (ROOT / "docs/architecture.md").read_text()
     graph = text.split("## Packages", 1)[1].split("```mermaid", 1)[1].split("```", 1)[0]
     return {(above, below) for above, below in re.findall(r"(\w+) --> (\w+)", graph)}
 

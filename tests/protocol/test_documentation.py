@@ -1,4 +1,8 @@
-"""docs/protocol.md and docs/children.md say what the code does: each message, field, limit, code and example."""
+"""docs/protocol.md describes each client message, field, limit, error code and example as the code has them.
+
+The messages between the daemon and its children are listed in docs/architecture.md. Their fields and examples are in
+child_messages.json: the bytes on the wire, which may change only together with CHILD_PROTOCOL_VERSION.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +30,20 @@ from weightd_protocol.schema import describe_fields
 
 DOCS = Path(__file__).parents[2] / "docs"
 WIRE = (DOCS / "protocol.md").read_text("utf-8")
-CHILDREN = (DOCS / "children.md").read_text("utf-8")
+ARCHITECTURE = (DOCS / "architecture.md").read_text("utf-8")
+CHILD: Dict[str, Any] = json.loads(Path(__file__).with_name("child_messages.json").read_text("utf-8"))
 
-CHAPTERS: Mapping[str, Mapping[str, Type[Any]]] = {
+CLIENT_CHAPTERS: Mapping[str, Mapping[str, Type[Any]]] = {
     "Client to daemon": FROM_CLIENT,
     "Daemon to client": TO_CLIENT,
+}
+CHILD_CHAPTERS: Mapping[str, Mapping[str, Type[Any]]] = {
     "Child to daemon": FROM_CHILD,
     "Daemon to child": TO_CHILD,
 }
-MESSAGES: Dict[str, Type[Any]] = {tag: cls for table in CHAPTERS.values() for tag, cls in table.items()}
+CLIENT_MESSAGES: Dict[str, Type[Any]] = {tag: cls for table in CLIENT_CHAPTERS.values() for tag, cls in table.items()}
+CHILD_MESSAGES: Dict[str, Type[Any]] = {tag: cls for table in CHILD_CHAPTERS.values() for tag, cls in table.items()}
+MESSAGES: Dict[str, Type[Any]] = {**CLIENT_MESSAGES, **CHILD_MESSAGES}
 RECORDS: Dict[str, Type[Any]] = {
     name: cls
     for module in (messages, regions, control, status, events, metrics, accounts, worker_common, ranks, worker_messages)
@@ -84,23 +93,52 @@ def default(value: object) -> str:
 
 
 CHAPTER = sections(WIRE, 2)
-OF_CHILDREN = sections(CHILDREN, 2)
-SECTION = {**sections(WIRE, 3), **sections(CHILDREN, 3)}
+SECTION = sections(WIRE, 3)
+CHILD_SECTION = sections(ARCHITECTURE, 3)
+CLIENT_RECORDS = {name: cls for name, cls in RECORDS.items() if name not in CHILD["records"]}
 
 
-@pytest.mark.parametrize("chapter", CHAPTERS)
-def test_a_chapter_holds_the_messages_of_its_direction(chapter: str) -> None:
-    # None that has messages stands on both pages.
-    section = {**OF_CHILDREN, **CHAPTER}[chapter]
-    assert re.findall(r"\n### `(\w+)`\n", section) == [*CHAPTERS[chapter]]
+@pytest.mark.parametrize("chapter", CLIENT_CHAPTERS)
+def test_chapter_holds_the_messages_of_its_direction(chapter: str) -> None:
+    assert re.findall(r"\n### `(\w+)`\n", CHAPTER[chapter]) == [*CLIENT_CHAPTERS[chapter]]
 
 
-def test_each_record_is_there_and_no_other() -> None:
-    named = [name for page in (CHAPTER, OF_CHILDREN) for name in re.findall(r"\n### (\w+)\n", page["Records"])]
+@pytest.mark.parametrize("chapter", CHILD_CHAPTERS)
+def test_table_lists_the_child_messages_of_its_direction(chapter: str) -> None:
+    described = rows(CHILD_SECTION[chapter])
+    assert [row[0] for row in described] == [f"`{tag}`" for tag in CHILD_CHAPTERS[chapter]]
+    assert all(len(row) == 3 and all(row) for row in described)
+
+
+def test_every_record_is_described_once() -> None:
+    named = [*re.findall(r"\n### (\w+)\n", CHAPTER["Records"]), *CHILD["records"]]
     assert sorted(named) == sorted(RECORDS)
 
 
-@pytest.mark.parametrize(("heading", "cls"), [*((f"`{tag}`", cls) for tag, cls in MESSAGES.items()), *RECORDS.items()])
+@pytest.mark.parametrize(
+    ("fields", "cls"),
+    [
+        *((CHILD["messages"][tag]["fields"], cls) for tag, cls in CHILD_MESSAGES.items()),
+        *((fields, RECORDS[name]) for name, fields in CHILD["records"].items()),
+    ],
+)
+def test_child_field_has_the_recorded_kind_and_default(fields: Mapping[str, List[str]], cls: Type[Any]) -> None:
+    assert {name: tuple(field) for name, field in fields.items()} == {
+        name: (kind, default(value).strip("`")) for name, kind, value in describe_fields(cls)
+    }
+
+
+@pytest.mark.parametrize("cls", [*CHILD_MESSAGES.values(), *(RECORDS[name] for name in CHILD["records"])])
+def test_child_field_is_described_in_the_code(cls: Type[Any]) -> None:
+    source = inspect.getsource(cls)
+    for field in dataclasses.fields(cls):
+        below = rf'\n    {field.name}: [^\n]*(?:\n        [^\n]*|\n    \)[^\n]*)*\n    """'
+        assert f"`{field.name}`" in (cls.__doc__ or "") or re.search(below, source), f"{cls.__name__}.{field.name}"
+
+
+@pytest.mark.parametrize(
+    ("heading", "cls"), [*((f"`{tag}`", cls) for tag, cls in CLIENT_MESSAGES.items()), *CLIENT_RECORDS.items()]
+)
 def test_each_field_is_described_with_its_kind_and_default(heading: str, cls: Type[Any]) -> None:
     described = rows(SECTION[heading])
     assert [row[:3] for row in described] == [
@@ -110,21 +148,29 @@ def test_each_field_is_described_with_its_kind_and_default(heading: str, cls: Ty
     assert described or "It has no fields." in SECTION[heading]
 
 
+def example_frames(tag: str) -> List[bytes]:
+    """Return the frames of the example of a message."""
+    if tag in CHILD_MESSAGES:
+        return [bytes.fromhex(frame) for frame in CHILD["messages"][tag]["frames"]]
+    return examples(SECTION[f"`{tag}`"])
+
+
 @pytest.mark.parametrize("tag", MESSAGES)
 def test_each_example_is_such_a_message_and_these_are_its_bytes(tag: str) -> None:
-    frames = examples(SECTION[f"`{tag}`"])
+    frames = example_frames(tag)
     message = decode(frames, MESSAGES)
     assert type(message) is MESSAGES[tag]
     header = encode(message)
     assert header == frames[: len(header)]
-    blocks = re.findall(r"```json\n(.*?)\n```", SECTION[f"`{tag}`"], re.DOTALL)
+    section = "" if tag in CHILD_MESSAGES else SECTION[f"`{tag}`"]
+    blocks = re.findall(r"```json\n(.*?)\n```", section, re.DOTALL)
     for block, frame in zip(blocks, header):
         assert json.loads(block) == msgpack.unpackb(frame)
 
 
 def test_the_examples_answer_each_other() -> None:
     def example(tag: str) -> Any:
-        return decode(examples(SECTION[f"`{tag}`"]), MESSAGES)
+        return decode(example_frames(tag), MESSAGES)
 
     for tag in ("infer", "server_metadata", "model_metadata", "status", "metrics"):
         assert example(tag).id == example(f"{tag}_response").id
@@ -142,7 +188,7 @@ def test_the_examples_answer_each_other() -> None:
 
 def test_each_limit_is_there_with_its_value_and_a_reason() -> None:
     values = {name: value for name, value in vars(limits).items() if name.isupper()}
-    described = rows(CHAPTER["Limits"]) + rows(OF_CHILDREN["Limits"])
+    described = rows(CHAPTER["Limits"]) + rows(CHILD_SECTION["Limits"])
     assert sorted(row[:2] for row in described) == sorted([f"`{name}`", f"{value:,}"] for name, value in values.items())
     assert all(row[2] for row in described)
 
@@ -175,7 +221,7 @@ def test_the_diagrams_show_messages_in_their_directions() -> None:
         "D>>W": TO_CHILD,
         "W>>D": FROM_CHILD,
     }
-    diagrams = "".join(re.findall(r"```mermaid\n(.*?)```", WIRE + CHILDREN, re.DOTALL))
+    diagrams = "".join(re.findall(r"```mermaid\n(.*?)```", WIRE + ARCHITECTURE, re.DOTALL))
     arrows = [
         each for each in re.findall(r"(\w+--?>>\w+): (\w+)(.*)", diagrams) if each[1:] != ("starts", " the process")
     ]
@@ -197,7 +243,7 @@ def test_the_page_shows_an_error_as_it_is() -> None:
     assert f"\n```\n{caught.value}\n```\n" in SECTION["Strictness"]
 
 
-@pytest.mark.parametrize("page", ["protocol.md", "children.md", "design.md"])
+@pytest.mark.parametrize("page", ["protocol.md", "architecture.md"])
 def test_links_lead_somewhere(page: str) -> None:
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", (DOCS / page).read_text("utf-8")):
         assert (DOCS / (target or page)).exists()

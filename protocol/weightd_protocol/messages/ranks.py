@@ -32,8 +32,11 @@ class RankSlice:
     """Which rank a process is, and what the file of its slice says of the model's tensors."""
 
     rank: int = field(metadata=integer(0, limits.MAX_DEVICES - 1))
+    """Number of the rank, from 0."""
     inputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
+    """Inputs of the model according to the file; equal for all ranks."""
     outputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
+    """Outputs of the model according to the file; equal for all ranks."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,9 @@ class GroupModelSignature:
     """One of the models of a process that has several: what it takes and gives."""
 
     inputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
+    """Inputs of the model."""
     outputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
+    """Outputs of the model."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,9 @@ class SelfTestResult:
     """What the self-test of one model of a process has shown: the digest of its answer, "" where it has none."""
 
     selftest_digest: str = field(metadata=DIGEST)
+    """Sha256 of the answer; empty if the model has no self-test."""
     selftest_cases: SelfTestCases = field(metadata=list_of(SELFTEST_CASE, 1))
+    """Input shapes on which the self-test ran."""
 
 
 @dataclass(frozen=True)
@@ -112,3 +119,4 @@ class PredictDone:
     """rank → daemon: the `Predict` is run, and what came of it another rank tells."""
 
     request: int = field(metadata=integer(0, limits.MAX_COUNT))
+    """As in `Predict`."""

@@ -55,8 +55,11 @@ class MappedInput:
     """An `InputLocation`, for a worker, which knows regions by numbers."""
 
     tensor_index: int = field(metadata=_TENSOR)
+    """Position in `inputs` of the request."""
     region: int = field(metadata=_NUMBER)
+    """Number of the region, as in `MapRegion`."""
     offset: int = field(metadata=_BYTES)
+    """First byte in the region."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,13 @@ class MappedOutput:
     """An `OutputLocation`, for a worker, which knows regions by numbers."""
 
     tensor_index: int = field(metadata=_TENSOR)
+    """Position in `outputs` of the result."""
     region: int = field(metadata=_NUMBER)
+    """Number of the region, as in `MapRegion`."""
     offset: int = field(metadata=_BYTES)
+    """First byte in the region."""
     nbytes: int = field(metadata=_BYTES)
+    """Size of the space for the output."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,9 @@ class MappedRegions:
     """`Regions`, for a worker, which knows them by numbers."""
 
     inputs: Tuple[MappedInput, ...] = field(default=(), metadata=list_of(record(MappedInput), limits.MAX_TENSORS))
+    """Inputs without a frame."""
     outputs: Tuple[MappedOutput, ...] = field(default=(), metadata=list_of(record(MappedOutput), limits.MAX_TENSORS))
+    """Space where the worker may write outputs."""
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,9 @@ class Hello:
     engine_pid: str = field(metadata=text(limits.MAX_PID_BYTES))
     sha256: str = field(metadata=text(limits.MAX_DIGEST_BYTES))
     versions: Dict[str, str] = field(metadata=mapping(text(limits.MAX_NAME_BYTES, empty=True), limits.MAX_VERSIONS))
+    """Versions of `weightd`, `python`, `numpy` and the engine; `weightd` must be the version of the daemon."""
     sharing_traits: SharingTraits = field(metadata=record(SharingTraits))
+    """What the engine's way of sharing weights can do."""
     origin: str = field(default="spawned", metadata=one_of(ORIGINS))
     origin_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     concurrency: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
@@ -82,6 +84,7 @@ class Fork:
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    """Name of the new process, under which it connects."""
     arguments: Tuple[str, ...] = field(metadata=_ARGUMENTS)
     log: str = field(metadata=text(limits.MAX_PATH_BYTES))
 
@@ -91,7 +94,9 @@ class Forked:
     """fork server or template → daemon: the process is there, and begins now; or there is none, for this `error`."""
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    """As in `Fork`."""
     pid: int = field(default=0, metadata=integer(0, limits.MAX_PID))
+    """Pid of the new process; 0 if there is an `error`."""
     error: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
 
 
@@ -118,6 +123,7 @@ class Build:
     """
 
     engine_pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
+    """`Hello.engine_pid` of each process that will attach."""
     search_selftest: bool = field(default=True, metadata=boolean())
     selftest_cases: SelfTestCases = field(default=(), metadata=SELFTEST_CASES)
     failed_cases: SelfTestCases = field(default=(), metadata=_FAILED_CASES)
@@ -158,10 +164,13 @@ class Built:
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
     inputs: Tuple[TensorSignature, ...] = field(metadata=list_of(record(TensorSignature), limits.MAX_TENSORS))
+    """Inputs of the model."""
     outputs: Tuple[TensorSignature, ...] = field(metadata=list_of(record(TensorSignature), limits.MAX_TENSORS))
+    """Outputs of the model."""
     selftest_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
     selftest_digest: str = field(metadata=DIGEST)
     shared_bytes: int = field(metadata=BYTES)
+    """Bytes of the model that the holder shares."""
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after the build; None on the CPU."""
@@ -186,6 +195,7 @@ class AllowAttach:
     """daemon → holder: let these processes attach too, though they were not there at the build."""
 
     engine_pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
+    """As in `Build`."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +214,9 @@ class Attach:
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
+    """`Built.handle`; empty to build a private copy."""
     selftest_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
+    """As in `Built`."""
     max_rows: int = field(default=1, metadata=ROW_COUNT)
     allowed_batch_sizes: Tuple[int, ...] = field(default=(), metadata=BATCH_SIZES)
     exact: bool = field(default=True, metadata=boolean())
@@ -221,6 +233,7 @@ class Attached:
 
     selftest_digest: str = field(metadata=DIGEST)
     shared_bytes: int = field(metadata=BYTES)
+    """Bytes of the model that this worker shares."""
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after the build; None on the CPU."""
@@ -235,6 +248,7 @@ class ProcessFailed:
     """
 
     reason: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    """Cause for people; it becomes the `reason` of the generation."""
     is_out_of_memory: bool = field(default=False, metadata=boolean())
     is_transient: bool = field(default=False, metadata=boolean())
 
@@ -249,7 +263,9 @@ class Predict:
     """
 
     request: int = field(metadata=_REQUEST)
+    """Number that the daemon assigns to the request and never uses twice."""
     description: RequestDescription = field(metadata=in_own_frame(RequestDescription))
+    """Description of the tensors as the client sent it, byte for byte."""
     regions: Optional[MappedRegions] = field(default=None, metadata=record(MappedRegions))
     """Which tensors are in regions that were mapped; none where it is absent."""
     step: int = field(default=0, metadata=omit_default(_STEP))
@@ -266,7 +282,9 @@ class PredictResult:
     """worker → daemon: the answer to a `Predict`."""
 
     request: int = field(metadata=_REQUEST)
+    """As in `Predict`."""
     description: ResponseDescription = field(metadata=in_own_frame(ResponseDescription))
+    """Description of the outputs as the client receives it, byte for byte."""
     shared_outputs: Optional[Tuple[int, ...]] = field(default=None, metadata=POSITIONS)
     """The positions of the outputs that were written where there was room, and have no frame."""
 
@@ -285,8 +303,11 @@ class PredictFailed:
     """
 
     request: int = field(metadata=_REQUEST)
+    """As in `Predict`."""
     code: str = field(metadata=one_of(ERRORS))
+    """Error code that the client receives."""
     error: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+    """Error text that the client receives."""
     is_exiting: bool = field(metadata=boolean())
 
 
@@ -302,6 +323,7 @@ class BeginBatch:
     """
 
     items: int = field(metadata=integer(1, limits.MAX_BATCH_ITEMS))
+    """Number of `Predict` messages in the batch."""
     rows: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
     principal_ids: Tuple[int, ...] = field(
         default=(), metadata=omit_default(list_of(_PRINCIPAL_ID, limits.MAX_BATCH_ITEMS))
@@ -327,6 +349,7 @@ class CancelPredict:
     """daemon → worker: nobody waits for this `Predict` any more; if it has not begun, do not run it."""
 
     request: int = field(metadata=_REQUEST)
+    """As in `Predict`."""
 
 
 @dataclass(frozen=True)
@@ -334,6 +357,7 @@ class PredictCancelled:
     """worker → daemon: the answer to a `Predict` that a `CancelPredict` has come in time for: it was not run."""
 
     request: int = field(metadata=_REQUEST)
+    """As in `Predict`."""
 
 
 @dataclass(frozen=True)
@@ -341,6 +365,7 @@ class MapRegion:
     """daemon → worker: from now on this number is the memory whose descriptor comes with the message."""
 
     region: int = field(metadata=_REQUEST)
+    """Number of the region, never used for another one."""
 
 
 @dataclass(frozen=True)
@@ -348,6 +373,7 @@ class UnmapRegion:
     """daemon → worker: no further predict names the region."""
 
     region: int = field(metadata=_REQUEST)
+    """As in `MapRegion`."""
 
 
 @dataclass(frozen=True)

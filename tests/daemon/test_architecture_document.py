@@ -1,3 +1,6 @@
+"""Compares the state diagrams and the paths of docs/architecture.md with the code."""
+
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,8 @@ from weightd_daemon.generations.states import ATTACH_TRANSITIONS, CHILD_TRANSITI
 from weightd_daemon.models.deployment_state import DEPLOYMENT_TRANSITIONS
 from weightd_daemon.models.readiness import MODEL_PHASE_TRANSITIONS
 
-_DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "design.md"
+_ROOT = Path(__file__).resolve().parents[2]
+_DOCUMENT = _ROOT / "docs" / "architecture.md"
 _TABLES = {
     "generation": GENERATION_TRANSITIONS,
     "child": CHILD_TRANSITIONS,
@@ -22,3 +26,10 @@ _TABLES = {
 def test_the_diagram_is_the_table(name: str, table: Mapping[tuple[Any, Any], Any]) -> None:
     lines = "\n".join(diagram(table))
     assert f"<!-- {name} -->\n```mermaid\n{lines}\n```\n" in _DOCUMENT.read_text("utf-8")
+
+
+def test_named_modules_exist() -> None:
+    named = set(re.findall(r"`([a-z0-9_./]+(?:\.py|/))`", _DOCUMENT.read_text("utf-8")))
+    roots = (_ROOT, _ROOT / "daemon/weightd_daemon")
+    assert len(named) > 50
+    assert sorted(name for name in named if not any((root / name).exists() for root in roots)) == []
