@@ -2,7 +2,7 @@
 
 Reads every identifier of the product and of the benchmarks, and every string that is one: configuration keys, fields
 and tags of messages, names and labels of metrics, keys of JSON, command-line options, column headings. Each is split
-into words. The naming rule is in CONTRIBUTING.md, the terms are in the glossary of docs/design.md.
+into words. The naming rule is in CONTRIBUTING.md, the terms are in the glossary of docs/architecture.md.
 """
 
 from __future__ import annotations

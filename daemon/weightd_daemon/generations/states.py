@@ -2,7 +2,7 @@
 
 Two rules: all legality is in the tables of this file, and an unlisted pair of state and event raises; and a state is
 changed by `Machine.advance` alone, also where what an earlier daemon has loaded is taken over.
-The diagrams of docs/design.md are drawn from these tables (``python -m weightd_daemon.generations.states``).
+The diagrams of docs/architecture.md are drawn from these tables (``python -m weightd_daemon.generations.states``).
 """
 
 from __future__ import annotations
