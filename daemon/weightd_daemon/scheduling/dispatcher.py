@@ -243,7 +243,10 @@ class Dispatcher:
     # --- from the model -----------------------------------------------------------------------------------------
 
     def reconfigure(self, config: ModelConfig) -> None:
-        """Apply a configuration that differs from the previous one in `batching`, `split` or `default_priority` only."""
+        """Apply a configuration that differs from the previous one only in `batching`, `split` or the default priority.
+
+        Only these keys can change without loading the model again.
+        """
         self.metadata.reconfigure(config)
         self.signature.set_row_limits(_row_limits(config))
 

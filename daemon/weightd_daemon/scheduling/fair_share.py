@@ -22,42 +22,44 @@ from dataclasses import dataclass
 from weightd_common.devices import CPU, is_cpu
 from weightd_daemon.tenants.tenant import Tenant
 
-# A tenant is active for so many seconds after each of its requests. One that sends a request now and then would
-# otherwise find all workers taken whenever it does.
+# A tenant stays active for this many seconds after each request. A tenant that sends a request now and then would
+# otherwise find all workers busy each time.
 ACTIVE_S = 60.0
 
 # A batch is long if it takes more than this many times as long as a batch of another tenant.
 _LONG_FACTOR = 2.0
 
 # A measured time is replaced by a shorter one only after this many times its own length. A tenant that sends short
-# requests for a while to hide a long one so gets at most a hundredth of the time in this way.
+# requests for a while to hide a long one can thereby gain at most a hundredth of the time.
 _RETENTION_FACTOR = 100.0
 
 # The weight of the latest batch in the mean of a tenant.
 _WEIGHT = 0.2
 
 
-# While somebody waits who has had less than the others, it is owed no more than this, in seconds of its weight: it may
-# have waited for a model that has few slots, and would otherwise have all slots of another one for as long, one day.
+# The maximum time that a queued tenant is owed because others had more, in seconds of the device. A tenant may have
+# waited for a model with few slots; without this limit it would later hold all slots of another model for as long.
 MAX_CREDIT_S = 1.0
 
-# So long after two tenants have asked, both are counted on.
+# For how many seconds after requests of two tenants the scheduler assumes several tenants.
 MULTI_TENANT_HOLD_S = 10.0
 
-# Accounts that nobody needs any more are looked for when there are more than these, and twice as many as were needed.
+# Unused accounts are removed when there are at least this many, and twice as many as after the last removal.
 _MIN_SHARES = 16
 
 
 @dataclass(eq=False, slots=True)
 class _TenantShare:
-    """What a tenant has had of a device.
+    """A tenant's account on the clock of one device.
 
     Attributes:
-        virtual_s: for what has ended, in seconds divided by its weight.
-        weight: by which that was divided.
-        pending_s: for what has not, in seconds.
-        active_count: the lines in which something of it waits, and the batches of it that run.
-        last_batch_number: the number of the last batch that it had; of two that have had as much, the other is next.
+        virtual_s: the time of ended batches, in seconds divided by the weight.
+        weight: the weight by which that time was divided.
+        pending_s: the estimated seconds of running batches.
+        active_count: the number of models for which the tenant has runnable requests on the device, plus its running
+            batches.
+        last_batch_number: the number of the tenant's last batch. Of two tenants with equal time, the one with the older
+            batch is next.
     """
 
     virtual_s: float
@@ -68,10 +70,11 @@ class _TenantShare:
 
 
 class FairClock:
-    """The virtual time of one device, and the accounts of those who use it."""
+    """The virtual time of one device, and the accounts of the tenants that use it."""
 
     def __init__(self) -> None:
-        # What who began last had paid: nothing that is only guessed comes into it, or a wrong guess would stay there.
+        # The virtual time of the tenant whose batch started last. It contains no estimates, because a wrong one would
+        # remain.
         self._virtual_time = 0.0
         self._shares: dict[Tenant, _TenantShare] = {}
         self._batch_numbers = itertools.count(1)
@@ -81,7 +84,7 @@ class FairClock:
         return len(self._shares)
 
     def add_active(self, tenant: Tenant) -> None:
-        """Something of the tenant waits in one more line of a model that runs here."""
+        """Count the tenant as active for one more model or batch on this device."""
         tenant_share = self._shares.get(tenant)
         if tenant_share is None:
             self._drop_inactive()
@@ -91,16 +94,16 @@ class FairClock:
         tenant_share.active_count += 1
 
     def remove_active(self, tenant: Tenant) -> None:
-        """Nothing of it waits there any more."""
+        """Count the tenant as active for one model or batch less."""
         tenant_share = self._shares[tenant]
         tenant_share.active_count -= 1
         if not any(each.active_count for each in self._shares.values()):
-            # Nobody uses the device: nobody is before anybody else.
+            # The device is idle, so no tenant is ahead of another.
             self._virtual_time = max(self._virtual_time, *(each.virtual_s for each in self._shares.values()))
             self._shares.clear()
 
     def sort_key(self, tenant: Tenant) -> tuple[float, int]:
-        """Return what is less for a tenant that is next. There is an account of it."""
+        """Return the sort key of a tenant with an account; the tenant with the smallest key is next."""
         tenant_share = self._share_of(tenant)
         min_virtual_s = self._virtual_time - MAX_CREDIT_S / tenant_share.weight
         return (
@@ -109,9 +112,9 @@ class FairClock:
         )
 
     def start_batch(self, shares: Mapping[Tenant, float], expected_s: float) -> Charge:
-        """A batch begins that will take about so many seconds, of which these tenants have these shares.
+        """Charge a batch that starts now and is expected to take `expected_s` seconds.
 
-        The first of them is the one whose turn it was.
+        `shares` has each tenant's share of the batch; the first tenant is the one whose turn it was.
         """
         virtual_time, batch_number = self._virtual_time, next(self._batch_numbers)
         entries: list[tuple[Tenant, float, float]] = []
@@ -128,7 +131,7 @@ class FairClock:
         return Charge(self, entries)
 
     def finish_batch(self, entries: Iterable[tuple[Tenant, float, float]], seconds: float) -> None:
-        """A batch that had begun has ended after so many seconds."""
+        """Replace the estimates of a batch by the measured time."""
         for tenant, share, guessed in entries:
             tenant_share = self._share_of(tenant)
             tenant_share.pending_s = max(0.0, tenant_share.pending_s - guessed)
@@ -137,10 +140,10 @@ class FairClock:
             self.remove_active(tenant)
 
     def _share_of(self, tenant: Tenant) -> _TenantShare:
-        """Return the account of a tenant, of which there is one.
+        """Return the existing account of a tenant, adjusted to the tenant's current weight.
 
-        Where its weight has changed, it is as many seconds before the clock, or behind it, as it was: who is given more
-        does not wait for what it has had when it was given less.
+        If the weight has changed, the distance from the clock in device seconds stays the same: a tenant that gets a
+        higher weight does not wait for time that it used with the lower one.
         """
         tenant_share, weight = self._shares[tenant], tenant.config.weight
         if tenant_share.weight != weight:
@@ -151,7 +154,7 @@ class FairClock:
         return tenant_share
 
     def _drop_inactive(self) -> None:
-        """Who has nothing here, and would begin at the clock's time, needs no account."""
+        """Remove the accounts of inactive tenants that would start at the clock's time again."""
         if len(self._shares) < self._drop_size:
             return
         shares = {
@@ -164,11 +167,11 @@ class FairClock:
 
 
 class Charge:
-    """What a batch that runs has been charged.
+    """The charge of a running batch.
 
     Args:
-        clock: of the device where it runs.
-        entries: of each tenant its share of the batch, and the seconds that were charged.
+        clock: the clock of the batch's device.
+        entries: for each tenant its share of the batch and the estimated seconds that were charged.
     """
 
     __slots__ = ("_clock", "_entries")
@@ -178,21 +181,21 @@ class Charge:
         self._entries = entries
 
     def settle(self, seconds: float) -> None:
-        """The batch has ended, and has had its slot for so many seconds that count."""
+        """Record that the batch has ended and has used its slot for `seconds`."""
         self._clock.finish_batch(self._entries, seconds)
 
 
 class FairClocks:
-    """The clocks of all devices: one object for all models. The CPU is one device, and so are all sets of its cores.
+    """The clocks of all devices, shared by all models. The CPU is one device, whatever set of its cores a model uses.
 
     Args:
-        max_batch_s: while another tenant waits, rows that go together, or are cut, take no longer than this, about.
+        max_batch_s: the approximate maximum duration of shared batches and parts of split requests while another tenant
+            waits, in seconds.
 
     Attributes:
         max_batch_s: as above.
-        last_tenant: who has asked last; None before anybody has.
-        multi_tenant_until: so long there are several tenants, as far as is known. While there is one, nobody is
-            charged.
+        last_tenant: the tenant of the last request; None before the first.
+        multi_tenant_until: until when several tenants are assumed. With a single tenant, nothing is charged.
     """
 
     def __init__(self, max_batch_s: float = 0.1) -> None:
@@ -210,7 +213,7 @@ class FairClocks:
         return clock
 
     def on_request(self, tenant: Tenant, now: float) -> None:
-        """Somebody asks for anything."""
+        """Record that a tenant has sent a request to any model."""
         if tenant is not self.last_tenant:
             if self.last_tenant is not None:
                 self.multi_tenant_until = now + MULTI_TENANT_HOLD_S
@@ -218,27 +221,28 @@ class FairClocks:
 
 
 class ActiveTenants:
-    """The tenants of which something waits in a line, and may run.
+    """The tenants with runnable requests for one model, kept up to date on the clocks of the model's devices.
 
-    What is given to a slot is charged before it is looked who is there: so nobody seems to have gone in between.
+    A batch is charged before `update` runs, so that a tenant whose last request has just started stays active
+    throughout.
 
     Args:
-        is_waiting: whether anything does of a tenant.
+        is_waiting: called with a tenant; returns whether it has runnable requests.
     """
 
     def __init__(self, is_waiting: Callable[[Tenant], bool]) -> None:
         self._is_waiting = is_waiting
         self._active: set[Tenant] = set()
-        # Those that may not be there any more, or by now.
+        # Tenants whose state may have changed since the last update.
         self._changed_tenants: set[Tenant] = set()
         self._clocks: tuple[FairClock, ...] = ()
 
     def mark_changed(self, tenant: Tenant) -> None:
-        """Something of it has come where nothing was, or nothing is left of what was."""
+        """Record that a tenant's first request has been queued, or that its last one has left the queue."""
         self._changed_tenants.add(tenant)
 
     def set_clocks(self, clocks: Iterable[FairClock]) -> None:
-        """The model runs on the devices with these clocks, each of which is named once."""
+        """Replace the clocks by those of the devices on which the model runs now, each given once."""
         self.update()
         old_clocks, self._clocks = self._clocks, tuple(clocks)
         for tenant in self._active:
@@ -248,7 +252,7 @@ class ActiveTenants:
                 clock.remove_active(tenant)
 
     def update(self) -> set[Tenant]:
-        """Return who is there, and tell the clocks who was not, or is no more."""
+        """Update the active tenants on the clocks, and return these tenants."""
         while self._changed_tenants:
             tenant = self._changed_tenants.pop()
             is_waiting = self._is_waiting(tenant)
@@ -260,7 +264,7 @@ class ActiveTenants:
         return self._active
 
     def clear(self) -> None:
-        """Nobody is counted any more."""
+        """Remove all tenants from the clocks."""
         for tenant in self._active:
             for clock in self._clocks:
                 clock.remove_active(tenant)

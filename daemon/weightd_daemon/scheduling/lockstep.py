@@ -1,9 +1,9 @@
-"""Lock-step: the processes of a slot compute together, so each is given the same in the same order, and tells of each.
+"""Tracks processes that compute together, and combines their reports on each batch item into one outcome.
 
-The ranks of a model mix what they have in the middle of a predict, and nothing in them notices whether it is of the
-same request: one that has left something out, or runs it a second time, has all of them answer wrongly from then on,
-without an error. So what is said of one predict is taken only if all have said it of that one, and if it goes together;
-anything else says that they are not in step, and then none of them is believed.
+The ranks of a model exchange intermediate results during a predict, and nothing checks that these belong to the same
+request. If a rank skips a predict or runs one twice, all ranks return wrong answers from then on, without an error. The
+tracker therefore accepts an outcome only if all processes have reported on the same item and the reports agree.
+Anything else means that the processes are out of step, and then no report is trusted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weightd_protocol.messages.worker import PredictFailed, PredictResult
 
 @dataclass(frozen=True, slots=True)
 class InferenceResult:
-    """All have run it: the answer, as if one process had given it."""
+    """All processes have run the item: the answer, as if one process had given it."""
 
     result: PredictResult
     frames: Sequence[Any]
@@ -29,14 +29,14 @@ class InferenceResult:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """It ends in this error, and the processes are in step all the same: all have run it, or none has begun."""
+    """The item ends in this error, but the processes are in step: all have run it, or none has started it."""
 
     error: RequestError
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfStep:
-    """The processes are not in step, for this reason: nothing that any of them says is worth anything any more."""
+    """The processes are out of step for this reason; none of their reports can be trusted any more."""
 
     reason: str
 
@@ -48,24 +48,24 @@ _Report = InferenceResult | PredictFailed | None
 
 
 class _Reports(dict[str, _Report]):
-    """What was said of one part, by process; the answers that are kept have so many bytes."""
+    """The reports on one item by process, and the number of bytes of the answers that are kept."""
 
     nbytes = 0
 
 
 class LockstepTracker:
-    """What the processes of one slot have said of the parts that they have been given.
+    """Collects the reports of one slot's processes on the items that the slot has received.
 
     Args:
-        processes: of the slot, in the order of their ranks.
-        reply_process: the process whose outputs are the answer; None: each has its share of all outputs, one behind the
-            other on their first axis.
-        step: the number of the last part that they were given.
+        processes: the processes of the slot, in the order of their ranks.
+        reply_process: the process whose outputs are the answer. None: each process has a share of every output, and the
+            shares are concatenated on their first axis.
+        step: the number of the last step that the processes have received.
 
     Attributes:
         processes: as above.
         reply_process: as above.
-        step: as above; each part has the next one.
+        step: as above; each item increments it.
     """
 
     def __init__(self, processes: Sequence[str], reply_process: str | None, step: int = 0) -> None:
@@ -77,24 +77,24 @@ class LockstepTracker:
         self._reports: dict[int, _Reports] = {}
 
     def start(self, number: int) -> int:
-        """The processes are given the part of this number: return its step."""
+        """Record that the processes receive the item of this number; return its step."""
         self.step += 1
         self._reports[number] = _Reports()
         return self.step
 
     def on_result(self, process: str, result: PredictResult, frames: Sequence[Any]) -> Outcome | None:
-        """A process has run a part, and has outputs of it; return what comes of the part, None if others have to tell.
+        """Record that a process has run an item and has outputs; return the outcome, None while reports are missing.
 
-        The frames may be views of memory that is written to again after this.
+        The frames may be views of memory that is overwritten after the call.
         """
         return self._add_report(process, result.request, InferenceResult(result, frames))
 
     def on_done(self, process: str, number: int) -> Outcome | None:
-        """A process has run a part, of which another one has the outputs; return as `on_result` does."""
+        """Record that a process has run an item whose outputs another one has; return as `on_result` does."""
         return self._add_report(process, number, None)
 
     def on_failed(self, process: str, failed: PredictFailed) -> Outcome | None:
-        """A process has not begun with a part, for the error that it tells; return as `on_result` does."""
+        """Record that a process has not started an item, with the error; return as `on_result` does."""
         return self._add_report(process, failed.request, failed)
 
     # --- within -------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class LockstepTracker:
         return self._combine_reports(number, reports)
 
     def _report_problem(self, process: str, report: _Report, reports: _Reports) -> str:
-        """Return what was expected of the process instead of this report, and what came; "" if that is as it should."""
+        """Return what the process should have reported, and what it did report; "" if the report is valid."""
         if process in reports:
             return f"expected one report, got {_describe_report(report)} after {_describe_report(reports[process])}"
         has_outputs = self.reply_process in (None, process)
@@ -131,16 +131,16 @@ class LockstepTracker:
         return ""
 
     def _copy_report(self, reports: _Reports, report: _Report) -> _Report:
-        """What is kept of a report until the others have come."""
+        """Return the copy of a report that is kept until the other processes have reported."""
         if not isinstance(report, InferenceResult):
             return report
         reports.nbytes += sum(map(len, report.frames))
-        # It is too much by now, whatever the others bring.
+        # The total exceeds the limit already, whatever the other processes send, so the frames are not kept.
         frames = [] if self._is_too_much(reports.nbytes) else [bytes(each) for each in report.frames]
         return InferenceResult(report.result, frames)
 
     def _combine_reports(self, number: int, reports: _Reports) -> Outcome:
-        """All have told of a part, and what they tell goes together."""
+        """Return the outcome of an item on which all processes have reported."""
         answers: list[InferenceResult] = []
         for process in self.processes:
             report = reports[process]
@@ -158,7 +158,7 @@ class LockstepTracker:
             return Rejected(error)
 
     def _is_too_much(self, nbytes: int) -> bool:
-        """Whether shares of outputs have too many bytes together. What one process sends has its bounds already."""
+        """Return whether joined outputs are too large. The outputs of a single process are limited elsewhere."""
         return self.reply_process is None and nbytes > limits.MAX_FRAME_BYTES
 
 
@@ -169,10 +169,10 @@ def _describe_report(report: _Report) -> str:
 
 
 def _join_answers(number: int, answers: Sequence[InferenceResult]) -> tuple[PredictResult, list[Any]]:
-    """Return the outputs of which each share has its part of the first axis.
+    """Return the joined outputs: each process has a share of each output, along the first axis.
 
     Raises:
-        Internal: they do not fit together. The text names the output, what was expected and what came.
+        Internal: the shares do not fit together. The text names the output, the expected and the received value.
     """
     first = answers[0].result.description
     outputs_by_rank = [each.result.description.outputs for each in answers]
@@ -188,7 +188,7 @@ def _join_answers(number: int, answers: Sequence[InferenceResult]) -> tuple[Pred
 
 
 def _first_axis_length(spec: TensorSpec, candidates: Collection[TensorSpec]) -> int:
-    """Return the length of the first axis of an output, which is otherwise as the first rank's."""
+    """Return the length of the first axis of an output; everything else must equal the first rank's output."""
     expected_text = (
         f"output {spec.name} of a rank: expected {spec.datatype} [any, {', '.join(map(str, spec.shape[1:]))}]"
     )

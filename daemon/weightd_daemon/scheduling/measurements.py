@@ -1,4 +1,4 @@
-"""What is measured of the batches of a model: counters, latencies, and estimates of how long the next one takes."""
+"""Measurements of the batches of one model: counters, latencies, and estimates of durations."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from collections.abc import Mapping
 from weightd_daemon.scheduling.batch import Batch
 from weightd_daemon.scheduling.batching.estimates import DurationEstimates
 
-# Of so many of the last answers the mean duration is taken.
+# The number of recent answers from which the mean duration is computed.
 _MEAN_WINDOW = 16
 
-# A hint to try again sooner would only bring the next refusal.
+# The minimum of the retry hint, in seconds: a sooner retry would only be refused again.
 _MIN_RETRY_S = 0.01
 
 
-# Enough for a p99 that ten answers stand behind; 32 KB.
+# The number of recent latencies that are kept, in 32 KB: ten of them are above the 99th percentile.
 _MAX_SAMPLES = 1024
 
 
 class LatencyWindow:
-    """The last answers' latencies, in seconds."""
+    """The latencies of the most recent answers, in seconds."""
 
     def __init__(self) -> None:
         self.count = 0
         self._samples: deque[float] = deque(maxlen=_MAX_SAMPLES)
 
     def add(self, seconds: float) -> None:
-        """Count an answer."""
+        """Add the latency of an answer."""
         self.count += 1
         self._samples.append(seconds)
 
     def percentile_us(self, percent: float) -> float | None:
-        """Return the percentile over the last answers, in microseconds; None before the first."""
+        """Return a percentile of the latencies in microseconds; None before the first answer."""
         if not self._samples:
             return None
         ranked = sorted(self._samples)
@@ -40,14 +40,13 @@ class LatencyWindow:
 
 
 class ExecutionCounters:
-    """Counts batches that were answered, since the model is served.
+    """Counts the answered batches since the model started to serve.
 
     Attributes:
-        executions: batches.
-        padded_rows: rows that were added to what was asked, because the model takes certain numbers of rows alone.
+        executions: answered batches.
+        padded_rows: rows that were added because the model supports only certain numbers of rows.
         split_requests: requests that ran in parts.
-        retried_items: parts of batches that ran once more, because of what became of their slot or of those beside
-            them.
+        retried_items: batch items that ran again because of an event at their slot or in their batch.
     """
 
     def __init__(self) -> None:
@@ -59,21 +58,21 @@ class ExecutionCounters:
 
     @property
     def batches_by_rows(self) -> Mapping[int, int]:
-        """How many batches had rows up to each power of two, and more than the one before.
+        """The number of batches by rows: each key is a power of two, and counts the batches above the power below.
 
-        Of others nothing is known.
+        Batches without rows are not counted.
         """
         return {1 << power: count for power, count in sorted(self._batches_by_power.items())}
 
     def count_rows(self, rows: int, model_rows: int) -> None:
-        """A batch of rows was answered; `model_rows` are those that the model was given, 0 if they are its own."""
+        """Count the rows of an answered batch; `model_rows` is the padded number of rows, 0 without padding."""
         power = (rows - 1).bit_length()
         self._batches_by_power[power] = self._batches_by_power.get(power, 0) + 1
         self.padded_rows += max(0, model_rows - rows)
 
 
 class BatchTimes:
-    """How long the batches of one model took, and what that says of the next ones.
+    """The durations of the recent batches of one model, and the estimates that follow from them.
 
     Attributes:
         estimates: for batches with rows.
@@ -81,32 +80,32 @@ class BatchTimes:
 
     def __init__(self) -> None:
         self.estimates = DurationEstimates()
-        # For how long each part of the last batches ran.
+        # The time of each recent batch, divided by its items.
         self._recent_s: deque[float] = deque(maxlen=_MEAN_WINDOW)
 
     def add(self, device: str, batch: Batch, seconds: float) -> None:
-        """A batch has run."""
+        """Add the duration of a batch."""
         self._recent_s.append(seconds / batch.item_count)
         if batch.batch_key is not None:
             self.estimates.add(device, batch.batch_key.kind, batch.rows, seconds)
 
     @property
     def mean_item_s(self) -> float:
-        """The seconds that a part took of late; 0.0 before anything was answered."""
+        """The mean time for an item in recent batches, in seconds; 0.0 before the first answer."""
         return sum(self._recent_s) / len(self._recent_s) if self._recent_s else 0.0
 
     def expected_s(self, device: str, batch: Batch) -> float:
-        """Return how many seconds a batch will take on a device, about; 0.0 where nobody knows."""
+        """Return the expected duration of a batch on a device, in seconds; 0.0 if it is unknown."""
         if batch.batch_key is None:
             return batch.item_count * self.mean_item_s
         estimate_s = self.estimates.expected_s(device, batch.batch_key.kind, batch.rows)
         return estimate_s or batch.item_count * self.mean_item_s
 
     def retry_after_s(self, queued: int, slot_count: int, busy_s: float) -> float | None:
-        """Return in how many seconds there may be room in a queue that is full.
+        """Return in how many seconds a full queue may have room; None before the first answer or without slots.
 
-        It has moved on by one place for each slot after the time that a request takes, and that is not less than the
-        `busy_s` for which a slot has computed by now. Before anything was answered nobody knows how long that is.
+        The estimate assumes that each slot takes one request from the queue in the time of a mean item, or in `busy_s`,
+        the time for which a slot has already computed, if that is longer.
         """
         if not self._recent_s or not slot_count:
             return None

@@ -1,7 +1,7 @@
-"""What comes of batches: the reports of the slots' processes, and the ends of the requests.
+"""Handles the results of batches and ends requests.
 
-`BatchResults` takes what processes report on their batches; `Replies` ends each accepted request with one reply, its
-result or an error.
+`BatchResults` handles what the processes of the slots report about their batches. `Replies` ends each accepted request
+with one reply, its result or an error.
 """
 
 from __future__ import annotations
@@ -28,43 +28,43 @@ class ResponseSink(Protocol):
     """Sends replies to clients."""
 
     def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
-        """Send the model's answer to the client."""
+        """Send the result of a request to its client."""
 
     def reply_request_error(self, request: Request, error: RequestError) -> None:
-        """Send an error to the client."""
+        """Send the error in which a request ends to its client."""
 
     def reserve_partial_result(self, request: Request, nbytes: int) -> None:
-        """Keep so much more of a request until it has ended.
+        """Reserve `nbytes` more of the memory budget for a request until the request ends.
 
         Raises:
-            ResourceExhausted: there is no room for it.
+            ResourceExhausted: the memory budget is used up.
         """
 
     def notify_released(self, request: Request) -> None:
-        """Tell the client of a request that was still running at its end that nobody writes for it any more."""
+        """Notify the client of an ended request that no process writes to its output memory any more."""
 
     def reply(self, client: bytes, message: ModelMetadataResponse) -> None:
-        """Send a model's metadata to the client."""
+        """Send the metadata of a model to a client."""
 
     def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
-        """Send an error to the client."""
+        """Send an error to a client."""
 
 
 class BatchResults:
-    """Takes the reports of processes on the batches that their slots have.
+    """Handles the reports of processes on the batches of their slots.
 
-    Where a report makes the slot's processes useless, the method returns the reason to end them; "" otherwise.
+    If a report makes the processes of the slot unusable, the method returns the reason to end them, and otherwise "".
 
     Args:
-        scheduler: of the model.
-        isolator: decides whose fault it is when a slot is lost.
-        replies: ends the requests.
-        output_leases: who may write to the memory of clients.
-        on_slot_free: called with the clock when a slot has credit for another batch.
-        dispatch: called with the clock when more may have changed: slots may have to hear what they need not run.
+        scheduler: the scheduler of the model.
+        isolator: determines the cause when a slot is lost.
+        replies: ends requests.
+        output_leases: tracks which processes may write to output memory of clients.
+        on_slot_free: called with the time when a slot has credit for another batch.
+        dispatch: called with the time when more may have changed, such as cancellations to send.
 
     Attributes:
-        latencies_by_process: of each process's answers, by its name.
+        latencies_by_process: the latencies of each process's answers.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class BatchResults:
         self.latencies_by_process: dict[str, LatencyWindow] = {}
 
     def on_result(self, process: str, result: PredictResult, frames: Sequence[Any], now: float) -> str:
-        """A part of a batch has been answered."""
+        """Handle the result of a batch item."""
         if self._slots.has_lockstep and (lockstep := self._lockstep_of(process)) is not None:
             return self._on_outcome(process, result.request, lockstep.on_result(process, result, frames), now)
         if self._output_leases.leases:
             self._notify_released(self._output_leases.release(process, result.request))
-        # The client waits for its answer: what is only counted is counted after that.
+        # The reply comes first because the client waits for it. Counters are updated after that.
         item, execution = self._running.take_answered(process, result.request, now)
         if item is not None and item.split is not None:
             self._add_partial_result(item, item.split, process, result, frames, now)
@@ -109,17 +109,17 @@ class BatchResults:
         return ""
 
     def on_done(self, process: str, number: int, now: float) -> str:
-        """A rank has run a part, and another one has the outputs."""
+        """Handle a rank's report that it has run an item whose outputs another rank sends."""
         lockstep = self._lockstep_of(process)
         if lockstep is None:
-            # It was of a slot that is lost.
+            # The slot of the process is lost.
             return ""
         return self._on_outcome(process, number, lockstep.on_done(process, number), now)
 
     def on_batch_failed(self, process: str, failed: PredictFailed, now: float) -> str:
-        """A part of a batch has ended in an error, or a batch of several, which run again alone then.
+        """Handle the error of a batch item, which ends the item's request.
 
-        A process that is exiting has lost what it had.
+        If the process is exiting, its slot is lost, and requests that shared the batch run again alone instead.
         """
         if (lockstep := self._lockstep_of(process)) is not None:
             outcome = (
@@ -147,18 +147,18 @@ class BatchResults:
         return ""
 
     def on_cancelled(self, process: str, number: int, now: float) -> str:
-        """A part of a batch was recalled before the process had begun with it."""
+        """Handle the report that an item was recalled before the process had started it."""
         if self._lockstep_of(process) is not None:
             return self._on_outcome(process, number, OutOfStep(f"{process}: has cancelled {number}"), now)
         self._notify_released(self._output_leases.release(process, number))
         return ""
 
     def on_process_failed(self, process: str, reason: str, now: float) -> None:
-        """A process can go on no more, for this reason, and its slot is lost with it."""
+        """Handle the failure of a process that cannot continue; its slot is lost."""
         self._isolator.on_process_failed(process, reason, now)
 
     def on_exit(self, process: str, exit_cause: ExitCause, now: float) -> None:
-        """A process has ended, and with it its slot."""
+        """Handle the exit of a process; its slot is lost."""
         self._notify_released(self._output_leases.release_process(process))
         self._isolator.on_exit(process, exit_cause, now)
         self._watchdog.remove(process)
@@ -172,15 +172,15 @@ class BatchResults:
     # --- within -------------------------------------------------------------------------------------------------
 
     def _lockstep_of(self, process: str) -> LockstepTracker | None:
-        """Return that of the slot of a process; None if it has none, or computes alone."""
+        """Return the lockstep tracker of the slot of a process; None if the process computes alone."""
         slot = self._slots.slot_of(process)
         return None if slot is None else slot.lockstep
 
     def _on_outcome(self, process: str, number: int, outcome: Outcome | None, now: float) -> str:
-        """A process has told of a part that all of its slot were given, and this comes of it; None: nothing yet."""
+        """Handle a report on an item that all processes of a slot run; `outcome` is None while reports are missing."""
         self._watchdog.on_message(process, now)
         if isinstance(outcome, OutOfStep):
-            # Nor is it believed that it does not write any more.
+            # The output leases stay: the processes may still write to output memory of clients.
             self._isolator.on_process_failed(process, outcome.reason, now)
             return outcome.reason
         self._notify_released(self._output_leases.release(process, number))
@@ -212,7 +212,7 @@ class BatchResults:
         frames: Sequence[Any],
         now: float,
     ) -> None:
-        """Rows of a request have been answered."""
+        """Add the result of some rows to their split request, and reply if all rows are answered."""
         try:
             complete = split.add_result(item.first_row, item.rows, result, frames)
             if complete is None:
@@ -226,30 +226,30 @@ class BatchResults:
             self._on_answered(item.request, process, now)
 
     def _on_answered(self, request: Request, process: str, now: float) -> None:
-        """The client has the answer to a request: count it."""
+        """Count an answered request, after its reply has been sent."""
         self.latencies_by_process[process].add(self._replies.on_answered(request, now))
         if request.origin.is_tenant or self._suspected:
             self._isolator.on_answered(request, now)
 
     def _notify_released(self, requests: Iterable[Request]) -> None:
-        """Tell the clients of requests that have ended that nobody writes to their memory any more."""
+        """Notify the clients of ended requests that no process writes to their memory any more."""
         for request in requests:
             self._response_sink.notify_released(request)
 
 
 class Replies:
-    """Ends the requests of one model, and measures how long they took.
+    """Ends the requests of one model, and measures their latencies.
 
     Args:
-        scheduler: of the model.
-        response_sink: sends the replies.
-        counters: of the model.
+        scheduler: the scheduler of the model.
+        response_sink: sends replies to clients.
+        counters: the counters of the model.
         schedule_by: called with the time when `fail_some` has something to do.
 
     Attributes:
         response_sink: as above.
-        latencies: from a request's arrival to its answer, in the daemon.
-        failed_count: requests that ended in an error after they were accepted.
+        latencies: the time from the arrival of a request to its answer, in the daemon.
+        failed_count: the number of accepted requests that ended in an error.
     """
 
     def __init__(
@@ -266,11 +266,11 @@ class Replies:
         self._schedule_by = schedule_by
         self.latencies = LatencyWindow()
         self.failed_count = 0
-        # Requests that have been taken from the queue and from the slots, and still have to be refused.
+        # Requests that have left the queue and the slots, and still await their error replies.
         self._pending_failures: deque[tuple[Request, RequestError]] = deque()
 
     def on_answered(self, request: Request, now: float) -> float:
-        """A request has ended with its answer; return its latency in seconds."""
+        """Record that a request has been answered; return its latency in seconds."""
         self._watched_requests.pop(request.number, None)
         request.may_still_write = bool(request.pending_writes)
         latency = now - request.arrived_at
@@ -290,21 +290,21 @@ class Replies:
         self.response_sink.reply_request_error(request, error)
 
     def fail_all(self, requests: Iterable[tuple[Request, RequestError]]) -> None:
-        """End requests that neither wait nor run any more: some at once, and the rest in the next turns."""
+        """End requests that are neither queued nor running: some at once, and the rest in later turns of the loop."""
         was_pending = bool(self._pending_failures)
         self._pending_failures += requests
         if not was_pending:
             self.fail_some()
 
     def fail_some(self) -> None:
-        """Go on with that."""
+        """End the next requests that `fail_all` left over."""
         for _ in range(min(MAX_ENDED_PER_TURN, len(self._pending_failures))):
             self.fail(*self._pending_failures.popleft())
         if self._pending_failures:
             self._schedule_by(AT_ONCE)
 
     def fail_pending(self, should_fail: Callable[[Request], bool] = lambda _: True) -> None:
-        """End at once those of these requests that are `should_fail`."""
+        """End at once those requests left over by `fail_all` that match."""
         pending, self._pending_failures = self._pending_failures, deque()
         for request, error in pending:
             if should_fail(request):
@@ -314,5 +314,5 @@ class Replies:
 
     @property
     def is_pending(self) -> bool:
-        """Whether clients have still to be told of requests that neither wait nor run any more."""
+        """Whether requests that are neither queued nor running still await their error replies."""
         return bool(self._pending_failures)

@@ -1,7 +1,7 @@
-"""The signature of a model: what it takes and gives, and whether a request's inputs are that.
+"""The signature of a model, its inputs and outputs, and the checks of requests against it.
 
-A request that passes the check cannot harm an engine that checks nothing. While the first generation loads, the
-signature is unknown: clients that ask for it wait, and requests are checked later.
+A request that passes the checks cannot harm an engine that checks nothing. While the first generation loads, the
+signature is unknown: metadata requests wait, and inference requests are checked later.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from weightd_protocol.messages.worker import Built
 
 
 class RowLimits(NamedTuple):
-    """How many rows a request may have.
+    """The limits for the rows of a request.
 
     Attributes:
-        max_rows: 0: any number.
-        limit_name: the key of the model that says so.
-        sizes: to which they are padded, or their last part is; none: they are not.
+        max_rows: the maximum number of rows; 0 for any number.
+        limit_name: the configuration key that sets the limit.
+        sizes: the numbers of rows to which a request, or its last part, is padded; empty if there is no padding.
     """
 
     max_rows: int = 0
@@ -35,26 +35,26 @@ class RowLimits(NamedTuple):
     sizes: tuple[int, ...] = ()
 
     def padded_rows(self, rows: int) -> int:
-        """Return how many rows the model is given for so many."""
+        """Return how many rows the model receives for `rows` rows."""
         return next_size(rows, self.sizes) or max(self.sizes, default=rows)
 
 
-# As many as the decoder knows by their bytes.
+# The decoder caches the same number of descriptions.
 _MAX_CHECKED = 1024
 
 NO_ROW_LIMITS = RowLimits()
 
-# Dimensions of all inputs together: beside names as long as they may be, no more have room in a header.
+# The maximum number of dimensions of all inputs together. With names of maximum length, a header has no room for more.
 _MAX_DIMS = 256
 
 
 class MetadataRequest(NamedTuple):
-    """Who wants to be told.
+    """A metadata request.
 
     Attributes:
-        client: who asks.
-        request_id: the id of its question.
-        user: on whose account it goes.
+        client: the client that sent the request.
+        request_id: the id of the request.
+        user: the user or tenant on whose account the request counts.
     """
 
     client: bytes
@@ -66,12 +66,12 @@ class Signature:
     """The signature that all generations of a model have in common.
 
     Args:
-        row_limits: how many a request may have.
+        row_limits: the limits for the rows of a request.
 
     Attributes:
-        built: what a holder has told of it; None while the first one loads.
-        checked: the descriptions that were checked, by their identity. Each is kept, so that no other object takes its
-            identity, with the one that `check_request` returns for it.
+        built: the holder's report with the signature; None while the first holder loads.
+        checked: the descriptions that were checked, by identity, with the description that `check_request` returned.
+            Each description is kept, so that no other object gets the same identity.
     """
 
     def __init__(self, row_limits: RowLimits = NO_ROW_LIMITS) -> None:
@@ -82,19 +82,19 @@ class Signature:
         self.checked: dict[int, tuple[RequestDescription, RequestDescription]] = {}
 
     def set_row_limits(self, row_limits: RowLimits) -> None:
-        """So many rows a request may have from now on."""
+        """Change the limits for the rows of a request."""
         self._row_limits = row_limits
         self.checked.clear()
 
     def on_built(self, built: Built) -> None:
-        """A holder has built the model."""
+        """Record the signature that a holder has reported."""
         self.built = built
         self._inputs = {each.name: each for each in built.inputs}
         self._outputs = [each.name for each in built.outputs]
         self.checked.clear()
 
     def difference(self, built: Built) -> str:
-        """Return how what another holder has built differs so that a client would notice, or ""."""
+        """Return how the signature that another holder has reported differs for clients, or ""."""
         return describe_difference(self.built, built) if self.built is not None else ""
 
     def check_request(self, description: RequestDescription) -> RequestDescription:
@@ -134,16 +134,16 @@ class Signature:
 
 
 class MetadataReplies:
-    """Tells clients the signature of a model, at once or when it is known.
+    """Answers metadata requests, at once or when the signature is known.
 
     Args:
-        name: of the model.
-        config: of the model.
-        signature: of the model.
+        name: the name of the model.
+        config: the configuration of the model.
+        signature: the signature of the model.
         response_sink: sends the replies.
 
     Attributes:
-        make_unavailable: makes the error of a request to a model that nobody serves; None: there is none.
+        make_unavailable: makes the error of requests while the model is unavailable; None while it is available.
     """
 
     def __init__(self, name: str, config: ModelConfig, signature: Signature, response_sink: ResponseSink) -> None:
@@ -155,14 +155,15 @@ class MetadataReplies:
         self._waiting: list[MetadataRequest] = []
 
     def reconfigure(self, config: ModelConfig) -> None:
-        """From now on the replies say what follows from this configuration."""
+        """Apply a new configuration to further replies."""
         self._config = config
 
     def request(self, request: MetadataRequest) -> None:
-        """Reply to a client, or have it wait.
+        """Reply to a metadata request, or queue it until the signature is known.
 
         Raises:
-            RequestError: nobody will answer, or too many wait and most of them are this one's.
+            RequestError: the model is unavailable, or too many metadata requests wait and this client's user has the
+                most.
         """
         if self.make_unavailable is not None:
             raise self.make_unavailable()
@@ -181,7 +182,7 @@ class MetadataReplies:
         self.reply_all()
 
     def reply_all(self) -> None:
-        """Reply to all that wait, if the signature is known."""
+        """Reply to all queued metadata requests, if the signature is known."""
         built = self._signature.built
         if built is None:
             return
@@ -199,17 +200,17 @@ class MetadataReplies:
             self._response_sink.reply(client, response)
 
     def reject(self, should_reject: Callable[[bytes], bool], error: RequestError) -> None:
-        """Refuse each client that waits and is `should_reject`."""
+        """Reject the queued metadata requests of matching clients."""
         for request in self._take(should_reject):
             self._response_sink.reply_error(request.client, request.request_id, error)
 
     def forget(self, client: bytes) -> None:
-        """The client is gone."""
+        """Drop the queued metadata requests of a client that has disconnected."""
         if self._waiting:
             self._take(lambda each: each == client)
 
     def adopt(self, old: MetadataReplies) -> None:
-        """Take over the clients that wait there."""
+        """Take over the queued metadata requests of another instance."""
         self._waiting += old._take(lambda _: True)
         self.reply_all()
 
@@ -220,7 +221,7 @@ class MetadataReplies:
 
 
 def example_shapes(built: Built) -> tuple[tuple[int, ...], ...] | None:
-    """Return a shape for each input that the model runs on, where requests choose any; None if none is known."""
+    """Return a valid shape for each input if requests may choose sizes; None if they may not, or if none is known."""
     has_free_dims = any(each.shape is None or -1 in each.shape for each in built.inputs)
     case_shapes = built.selftest_cases[0] if built.selftest_cases else {}
     shapes = tuple(case_shapes[each.name] for each in built.inputs if each.name in case_shapes)
@@ -229,7 +230,7 @@ def example_shapes(built: Built) -> tuple[tuple[int, ...], ...] | None:
 
 
 def _are_answers_exact(config: ModelConfig, built: Built) -> bool | None:
-    """Return whether answers are known to be those of each request alone; None where each runs alone."""
+    """Return whether answers are known to equal the answers of requests that run alone; None if each runs alone."""
     row_support, batching, split = built.row_support, config.batching, config.split
     if row_support is None or not row_support.inputs or not row_support.outputs:
         return None
@@ -241,7 +242,7 @@ def check_inputs(signature: Mapping[str, TensorSignature], inputs: Sequence[Tens
     """Check names, datatypes, ranks and dimensions against the model's inputs, by name.
 
     Raises:
-        InvalidArgument: the text names the input, what was expected and what came.
+        InvalidArgument: the text names the input, the expected and the received value.
     """
     if len(inputs) != len(signature) or {each.name for each in inputs} != set(signature):
         _raise_wrong_names(signature, inputs)
@@ -272,7 +273,7 @@ def with_declared_shapes(
 
 
 def check_outputs(outputs: Collection[str], wanted: Sequence[str]) -> None:
-    """Check the names of the outputs that are wanted.
+    """Check the names of the requested outputs.
 
     Raises:
         InvalidArgument: the text names the output.
@@ -288,15 +289,15 @@ def check_outputs(outputs: Collection[str], wanted: Sequence[str]) -> None:
 
 
 def check_rows(built: Built, limits: RowLimits, inputs: Sequence[TensorSpec]) -> None:
-    """Check how many rows a request has.
+    """Check the number of rows of a request.
 
     Args:
-        built: what the holder has told.
-        limits: of the model.
-        inputs: that `check_inputs` has let pass.
+        built: the holder's report.
+        limits: the row limits of the model.
+        inputs: inputs that have passed `check_inputs`.
 
     Raises:
-        InvalidArgument: the text names the input, what was expected and what came.
+        InvalidArgument: the text names the input, the expected and the received value.
     """
     counted = built.row_support.inputs if limits.max_rows and built.row_support is not None else ()
     for tensor in inputs:
@@ -311,12 +312,12 @@ def check_gears(built: Built, limits: RowLimits, inputs: Sequence[TensorSpec]) -
     """Check the sizes of the free dimensions against those that the model was converted for, if these are known.
 
     Args:
-        built: what the holder has told.
-        limits: of the model: rows are padded where it has sizes.
-        inputs: that `check_rows` has let pass.
+        built: the holder's report.
+        limits: the row limits of the model: rows are padded where it has sizes.
+        inputs: inputs that have passed `check_rows`.
 
     Raises:
-        InvalidArgument: the text names the dimensions, the sizes that are taken and what came.
+        InvalidArgument: the text names the dimensions, the supported sizes and the received ones.
     """
     if not built.gears:
         return
@@ -357,7 +358,7 @@ def _is_shape_allowed(expected: Sequence[int] | None, shape: Sequence[int]) -> b
 
 
 def _are_one_element(expected: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether one of the two shapes is a scalar's, and the other one has exactly one element, too.
+    """Return whether one of the two shapes is a scalar's, and the other one has exactly one element.
 
     A free dimension does not count as 1: it may be the number of rows, which a scalar does not have.
     """
@@ -373,7 +374,7 @@ def _raise_wrong_names(signature: Mapping[str, TensorSignature], inputs: Sequenc
 
 
 def describe_difference(old: Built, new: Built) -> str:
-    """Return how the signature of `new` differs from that of `old`, so that a client would notice, or ""."""
+    """Return how the signature of `new` differs from the signature of `old` in a way that clients notice, or ""."""
     for kind, old_tensors, new_tensors in (("inputs", old.inputs, new.inputs), ("outputs", old.outputs, new.outputs)):
         if {each.name: each for each in old_tensors} != {each.name: each for each in new_tensors}:
             return f"{kind}: expected {_format_tensors(old_tensors)}, got {_format_tensors(new_tensors)}"

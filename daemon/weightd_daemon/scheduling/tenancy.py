@@ -1,4 +1,4 @@
-"""Several tenants at one model: whether there are others, which requests are long, and what batches are charged."""
+"""Scheduling rules for several tenants at one model: when they apply, which requests are long, and batch charges."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from weightd_daemon.scheduling.request_queue import RequestQueue
 from weightd_daemon.scheduling.slots import Slot, SlotPool
 from weightd_daemon.tenants.tenant import Tenant
 
-# A slot that was lost is replaced by then, or there are to be fewer.
+# How long a slot that was lost to a tenant counts as that tenant's slot, if it is not replaced sooner, in seconds.
 REPLACEMENT_TIMEOUT_S = 10.0
 
-# So long after another tenant has asked a model, a slot gets nothing ahead: it may ask again.
+# For how many seconds after a request of another tenant no batch is queued behind a running one: that tenant may send
+# another request.
 _RECENT_REQUEST_S = 1.0
 
 
 class Tenancy:
-    """Decides for one model what holds only while several tenants send requests. While one does, nothing is measured.
+    """Applies the rules that hold for one model while several tenants send requests.
+
+    Nothing is measured or charged while only one tenant does.
 
     Args:
-        queue: of the model.
-        slots: of the model.
-        times: of its batches.
-        clocks: of the devices, for all models.
-        users: the tenants that use the slots; one object for all models of one process.
-        concurrency: how many batches the slots can run at once when all of them are there.
-        schedule_by: called with the time when a long request may start that may not now.
+        queue: the queue of the model.
+        slots: the slots of the model.
+        times: the durations of its batches.
+        clocks: the fair-share clocks of the devices, for all models.
+        users: the tenants that use the slots; one object for all models of a shared process.
+        concurrency: the number of batches that the slots can run at once when all of them are available.
+        schedule_by: called with the time when a long request that must wait now may start.
 
     Attributes:
-        last_tenant: the one that has sent the last request to this model.
-        next_long_at: when a long request may be given to a slot that it was not given to, without any other event.
+        last_tenant: the tenant that sent the last request to this model.
+        next_long_at: when a long request that was held back may start without any other event.
         clocks: as above.
     """
 
@@ -59,16 +62,18 @@ class Tenancy:
         self._concurrency = concurrency
         self._schedule_by = schedule_by
         self._durations = Durations()
-        # Who has asked this model last, and when; and when anybody else has. While there is one tenant no time is told.
+        # When `last_tenant` sent its last request, and when any other tenant did. With a single tenant, no times are
+        # recorded.
         self.last_tenant: Tenant | None = None
         self._last_request_at = self._other_request_at = -math.inf
         self.next_long_at = math.inf
         self._device_count = 0
-        # How many slots there were when one was lost to a tenant, and for how long they are waited for.
+        # For each tenant that lost a slot: the number of slots before the loss, and when to stop waiting for the
+        # replacement.
         self._unreplaced_by_tenant: dict[Tenant, tuple[int, float]] = {}
 
     def on_request(self, request: Request, now: float) -> bool:
-        """A request has come; return whether several tenants send requests, be it to any model."""
+        """Record that a request has arrived; return whether several tenants send requests, to any model."""
         clocks, tenant = self.clocks, request.tenant
         clocks.on_request(tenant, now)
         if self.last_tenant not in (None, tenant):
@@ -81,7 +86,7 @@ class Tenancy:
             self._start()
             self._last_request_at = now
             if self.last_tenant is not None:
-                # When that was is not known.
+                # The time of that tenant's last request was not recorded.
                 self._users.on_request(self.last_tenant, now)
         if tenant is not self.last_tenant:
             self.last_tenant, self._other_request_at = tenant, self._last_request_at
@@ -89,7 +94,7 @@ class Tenancy:
         return True
 
     def update(self, now: float) -> None:
-        """See whether there are still several tenants, or by now."""
+        """Start or stop the rules for several tenants, as needed."""
         request_queue, clocks = self._queue, self.clocks
         if len(self._slots.seen_devices) != self._device_count:
             self._update_devices()
@@ -98,31 +103,31 @@ class Tenancy:
         elif len(request_queue.tenants) > 1:
             clocks.multi_tenant_until = max(clocks.multi_tenant_until, now + MULTI_TENANT_HOLD_S)
         elif now >= clocks.multi_tenant_until:
-            # What runs may have to wait again.
+            # Running requests count as well, because they may return to the queue.
             active = {each.tenant for each in self._queue} | {each.request.tenant for each in self._slots.awaited_items}
             if len(active) > 1:
                 clocks.multi_tenant_until = now + MULTI_TENANT_HOLD_S
                 return
             known = active if self.last_tenant is None else {*active, self.last_tenant}
             if any(self._durations.longest_s(each) > self._long_threshold_s(each, now) for each in known):
-                # The last slot is left to other tenants that were active.
+                # The last slot is reserved for other tenants that were active.
                 return
-            # Whoever asks next is another one, if it is not the one who is there.
+            # The next request of any other tenant shows that there are several again.
             self.last_tenant = next(iter(active), self.last_tenant)
             request_queue.stop_multi_tenant()
 
     def has_others(self, now: float) -> bool:
-        """Whether another tenant waits beside the first that does, or has asked of late, and may do so again."""
+        """Return whether several tenants have queued requests, or another one has sent a request recently."""
         active = self._queue.active_tenants.update()
         other_request_at = self._other_request_at if self.last_tenant in active else self._last_request_at
         return len(active) > 1 or now < other_request_at + _RECENT_REQUEST_S
 
     def max_batch_s(self, default_s: float, now: float) -> float:
-        """How many seconds a batch may take of which that can be told; `default_s`: where no other tenant asks."""
+        """Return the maximum duration of a batch, where it can be estimated; `default_s` without other tenants."""
         return self.clocks.max_batch_s if self._queue.is_multi_tenant and self.has_others(now) else default_s
 
     def is_long(self, request: Request, now: float) -> bool:
-        """Whether a request is expected to take so long that other tenants should not have to wait for it."""
+        """Return whether a request is expected to run longer than other tenants should have to wait."""
         seconds = self._durations.expected_s(request.tenant, request.content_bytes)
         if seconds <= self.clocks.max_batch_s or seconds <= self._long_threshold_s(request.tenant, now):
             return False
@@ -131,15 +136,18 @@ class Tenancy:
         return batch_key is None or not policy.should_split(batch_key, request.origin.principal)
 
     def is_head_long(self, queue: AnyQueue, request: Request, now: float) -> bool:
-        """Return the same of the first request of a queue: `normal` has no long one there, see `move_long`."""
+        """Do the same for the first request of a queue. `normal` never has a long one at its head, see `move_long`."""
         request_queue = self._queue
         return request_queue.is_multi_tenant and queue is not request_queue.normal and self.is_long(request, now)
 
     def may_start(self, queue: AnyQueue, request: Request, now: float) -> bool:
-        """Whether the first request of a queue may have a free slot: a long one leaves the last one to other tenants.
+        """Return whether the first request of a queue may take a free slot.
 
-        Where there is only one it may have that, and rests afterwards, so that its tenant gets no more than its share
-        of the time even while nothing of the others waits.
+        A long request leaves the last free slot to other tenants.
+
+        If the model has only one slot, a long request may take it. Further long requests of the same tenant are then
+        held back, so that the tenant gets no more than its share of the time even while the other tenants have nothing
+        queued.
         """
         if not self.is_head_long(queue, request, now):
             return True
@@ -156,7 +164,7 @@ class Tenancy:
         return False
 
     def on_ran(self, request: Request, seconds: float, now: float) -> None:
-        """A slot has run a request."""
+        """Record that a slot has run a request."""
         tenant = request.tenant
         self._durations.add(tenant, request.content_bytes, seconds, now)
         self._users.add_time(tenant, seconds)
@@ -164,7 +172,7 @@ class Tenancy:
             self._users.add_long_time(tenant, seconds, now)
 
     def charge(self, slot: Slot, batch: Batch) -> None:
-        """What a batch takes goes by its rows, if it is of several tenants."""
+        """Charge a batch on the clock of its device, divided among its tenants by rows."""
         shares: dict[Tenant, float] = {}
         rows = sum([item.rows for item in batch.items.values()])
         for item in batch.items.values():
@@ -175,19 +183,19 @@ class Tenancy:
     # --- tenants that have lost slots ---------------------------------------------------------------------------
 
     def is_confined_running(self, tenant: Tenant | None = None) -> bool:
-        """Return whether a slot has a batch that is confined, or was lost to one; of this tenant where one is given."""
+        """Return whether a slot has a confined batch, or was lost to one, of `tenant` if it is given."""
         if self._unreplaced_by_tenant and (tenant is None or tenant in self._unreplaced_by_tenant):
             return True
         return any(slot.has_confined and (tenant is None or tenant in slot.tenants) for slot in self._slots)
 
     def record_tenant_loss(self, tenant: Tenant, now: float) -> None:
-        """A slot is about to be lost to what a tenant has asked: that was its slot until another one is there."""
+        """Record that a slot is about to be lost to a tenant. It counts as the tenant's slot until it is replaced."""
         deadline = now + REPLACEMENT_TIMEOUT_S
         self._unreplaced_by_tenant[tenant] = len(self._slots.active), deadline
         self._schedule_by(deadline)
 
     def update_unreplaced(self, now: float) -> None:
-        """See which slots that were lost to tenants have been replaced."""
+        """Forget lost slots that have been replaced or have not been replaced in time."""
         if not self._unreplaced_by_tenant:
             return
         slot_count = len(self._slots.active)
@@ -200,7 +208,7 @@ class Tenancy:
     # --- within -------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """What runs has not been charged yet."""
+        """Start the rules for several tenants, and charge the batches that run already."""
         self._queue.start_multi_tenant()
         self._update_devices()
         for slot in self._slots:
@@ -209,7 +217,7 @@ class Tenancy:
                     self.charge(slot, batch)
 
     def _update_devices(self) -> None:
-        """Have the tenants with requests in the queue count on the clocks of all devices of the model."""
+        """Register the tenants with queued requests on the clocks of all devices of the model."""
         self._device_count = len(self._slots.seen_devices)
         if self._queue.is_multi_tenant:
             self._queue.active_tenants.set_clocks(

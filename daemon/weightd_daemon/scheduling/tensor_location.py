@@ -1,4 +1,4 @@
-"""Where tensors are that have no frame: in memory that a client has registered. The daemon only passes it on."""
+"""Locations of tensors in the shared memory of clients. The daemon passes them on to workers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from weightd_protocol.messages.inference import TensorSpec
 from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 
-# More than one connection may have, so what a request needs always fits.
+# More than one connection may have, so that the regions of a request always fit.
 MAX_REGIONS = 64
 
 
 class SharedRegion:
-    """A region: its descriptor, open for as long as anybody refers to this.
+    """A shared memory region of a client. The descriptor stays open while this object is referenced.
 
     Args:
-        number: what workers know it by.
-        descriptor: of it.
-        nbytes: its size, which nobody can change.
-        on_unreferenced: is given the descriptor when nobody refers to this any more: it may be closed, which takes as
-            long as the kernel needs to free all of the memory.
+        number: the number that identifies the region to workers.
+        descriptor: the file descriptor of the region.
+        nbytes: the size, which is sealed and cannot change.
+        on_unreferenced: called with the descriptor when the last reference is gone. The callback may close the
+            descriptor, which takes as long as the kernel needs to free the memory.
     """
 
     __slots__ = ("_descriptor", "_on_unreferenced", "nbytes", "number")
@@ -42,24 +42,24 @@ class SharedRegion:
 
 
 class WorkerRegions:
-    """The regions that one worker has been given, by number. Those that were not used for longest give way.
+    """The regions that one worker has mapped, by number. The least recently used ones are unmapped first.
 
-    Orders are obeyed in the order in which they are given: a region may be taken away behind the last predict that
-    names it, whether or not that has run.
+    A worker obeys orders in sequence, so a region may be unmapped right after the last predict that names it, whether
+    or not that predict has run.
 
     Attributes:
-        latest_number: the one that was used last: as long as requests name that alone, there is nothing to say. None
-            where there is none.
+        latest_number: the region that was used last, or None. While requests name only this region, the worker needs no
+            message.
     """
 
     def __init__(self, max_regions: int = MAX_REGIONS) -> None:
         self.latest_number: int | None = None
         self._max_regions = max_regions
-        # The one that was used last is the last.
+        # In order of use, the latest last.
         self._numbers: dict[int, None] = {}
 
     def mark_used(self, regions: Sequence[SharedRegion]) -> tuple[Sequence[int], Sequence[SharedRegion]]:
-        """A request is given to the worker: return what has to be taken away before, and what has to be given."""
+        """Record that a request with these regions goes to the worker; return which to unmap first and which to map."""
         missing = [memory for memory in regions if memory.number not in self._numbers]
         for memory in regions:
             self._numbers.pop(memory.number, None)
@@ -71,23 +71,23 @@ class WorkerRegions:
         return surplus, missing
 
     def remove(self, number: int) -> bool:
-        """A region is gone; return whether the worker had it."""
+        """Remove a region that is closed; return whether the worker had it."""
         if number == self.latest_number:
             self.latest_number = None
         return self._numbers.pop(number, 0) is None
 
     def clear(self) -> None:
-        """It is another process, or has forgotten all."""
+        """Forget all regions, because the worker is another process or has unmapped them."""
         self._numbers.clear()
         self.latest_number = None
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """A part of a region.
+    """A range of bytes in a shared memory region.
 
-    Its length is that of a frame, and so are its slices: only `contents` asks for them. Memory that was never written
-    to reads as zeros, and takes none by that.
+    Its length and slices are those of a frame with the same content; only `fault_isolation.contents` and
+    `batching.split` read it. Memory that was never written reads as zeros, and reading does not allocate it.
     """
 
     region: SharedRegion
@@ -102,24 +102,24 @@ class TensorLocation:
         return os.pread(self.region.fileno(), end - begin, self.offset + begin)
 
     def subrange(self, begin: int, nbytes: int) -> TensorLocation:
-        """Return where so many of its bytes are."""
+        """Return the location of `nbytes` of these bytes, starting at `begin`."""
         return TensorLocation(self.region, self.offset + begin, nbytes)
 
     def overlaps(self, other: TensorLocation) -> bool:
-        """Whether a byte is in both."""
+        """Return whether the two ranges have a byte in common."""
         begin, end = max(self.offset, other.offset), min(self.offset + self.nbytes, other.offset + other.nbytes)
         return self.region is other.region and begin < end
 
 
 class TensorLocations:
-    """Those of one request, by the position of the tensor. Many requests may have the same.
+    """The locations of one request's tensors, by tensor index. Several requests may share one object.
 
     Attributes:
-        inputs: where they are.
-        outputs: where they may be written, if they have no more bytes.
-        regions: the regions in which they are.
-        mapped_regions: what a worker is told of them, which knows the regions by their numbers; None where there are
-            none.
+        inputs: the locations of inputs.
+        outputs: the locations to which outputs may be written if they fit.
+        regions: the regions of all locations.
+        mapped_regions: the description of the locations for workers, which know regions by number; None without
+            locations.
     """
 
     __slots__ = ("inputs", "mapped_regions", "outputs", "regions")
@@ -134,13 +134,13 @@ class TensorLocations:
 
     @property
     def has_overlap(self) -> bool:
-        """Whether an output may be written where an input is."""
+        """Whether an output location overlaps an input location."""
         return any(
             output_location.overlaps(each) for output_location in self.outputs.values() for each in self.inputs.values()
         )
 
     def without_outputs(self) -> TensorLocations:
-        """Return the same with no room for outputs."""
+        """Return the same locations without output locations."""
         return TensorLocations(self.inputs, {})
 
 
@@ -157,7 +157,7 @@ NO_LOCATIONS = TensorLocations({}, {})
 def iterate_tensors(
     inputs: Sequence[TensorSpec], frames: Sequence[Any], locations: TensorLocations
 ) -> Iterator[tuple[TensorSpec, memoryview | TensorLocation]]:
-    """Yield each input with its bytes, wherever these are."""
+    """Yield each input with its bytes, from its frame or its location."""
     remaining_frames = iter(frames)
     for index, spec in enumerate(inputs):
         location = locations.inputs.get(index)
