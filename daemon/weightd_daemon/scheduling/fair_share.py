@@ -1,16 +1,16 @@
-"""Fair shares of the seconds of devices among tenants: start-time fair queueing, with costs that are known afterwards.
+"""Fair shares of device time among tenants: start-time fair queueing with costs that are measured afterwards.
 
-Each device has a clock of virtual time, for all models that run there. A tenant's account on it says how many seconds
-it has had, divided by its weight; of the tenants with requests in the queue the one with the least is next. A batch is
-charged as it begins, by an estimate, so that a tenant with several batches in a row does not seem to have had nothing;
-when it ends, the measured time replaces the estimate. A tenant that was idle begins at what the clock says: idleness
-gives no credit.
+Each device has a clock of virtual time, for all models that run there. A tenant's account on the clock is the number of
+seconds that it has used, divided by its weight; of the tenants with requests in the queue, the one with the least is
+next. A batch is charged an estimate when it starts, so that a tenant with several batches in a row does not seem to
+have used nothing; when the batch ends, the measured time replaces the estimate. A tenant that was idle starts at the
+current value of the clock: idleness gives no credit.
 
-A batch that runs cannot be stopped. A batch that takes much longer than those of the other tenants therefore must not
-take the last worker of a model: `Durations` and `Users` tell which batches are long. Nothing is measured while only one
-tenant sends requests.
+A running batch cannot be stopped. A batch that takes much longer than the batches of other tenants therefore must not
+take the last worker of a model; `Durations` and `Users` determine which batches are long. Nothing is measured while
+only one tenant sends requests.
 
-The classes decide without a clock of their own: callers pass the time.
+The classes have no clock; callers pass the time.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class ActiveTenants:
         self._changed_tenants.add(tenant)
 
     def set_clocks(self, clocks: Iterable[FairClock]) -> None:
-        """Replace the clocks by those of the devices on which the model runs now, each given once."""
+        """Replace the clocks, because the model runs on other devices now. Each clock is given once."""
         self.update()
         old_clocks, self._clocks = self._clocks, tuple(clocks)
         for tenant in self._active:
@@ -279,8 +279,8 @@ _Measurements = tuple[tuple[float, float], ...]
 class Durations:
     """Times of the batches of one model, for each tenant and for sizes of requests within a factor of two.
 
-    There are separate times for each tenant because the time may depend on the values of the inputs: what one tenant
-    sends says nothing about the requests of another.
+    There are separate times for each tenant because the time may depend on the values of the inputs: the requests of
+    one tenant say nothing about the requests of another.
     """
 
     def __init__(self) -> None:
@@ -296,8 +296,8 @@ class Durations:
     def expected_s(self, tenant: Tenant, nbytes: int) -> float:
         """Return how many seconds a request of this size is expected to take; 0.0 if nothing is known.
 
-        That is the second longest time lately, because the longest one may have had another cause. For a size that was
-        not measured, the time of the nearest size is scaled in proportion.
+        The estimate is the second longest recent time, because the longest one may have had another cause. For a size
+        that was not measured, the time of the nearest size is scaled in proportion.
         """
         sizes = self._by_tenant.get(tenant)
         if not sizes:

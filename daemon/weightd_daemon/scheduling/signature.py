@@ -309,7 +309,7 @@ def check_rows(built: Built, limits: RowLimits, inputs: Sequence[TensorSpec]) ->
 
 
 def check_gears(built: Built, limits: RowLimits, inputs: Sequence[TensorSpec]) -> None:
-    """Check the sizes of the free dimensions against those that the model was converted for, if these are known.
+    """Check the sizes of the free dimensions against the sizes that the model was converted for, if these are known.
 
     Args:
         built: the holder's report.

@@ -161,7 +161,7 @@ class SlotProcesses:
         return self._watchdog.next_event_at
 
     def ping_idle(self, now: float) -> Iterator[str]:
-        """Ping the processes that have been idle; yield those that have not answered the last ping."""
+        """Ping the processes that have been idle; yield each process that has not answered its last ping."""
         for process, ping in list(self._isolator.due_pings(now)):
             if ping is not None:
                 self._send_order(process, ping, (), ())

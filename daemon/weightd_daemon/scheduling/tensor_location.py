@@ -86,7 +86,7 @@ class WorkerRegions:
 class TensorLocation:
     """A range of bytes in a shared memory region.
 
-    Its length and slices are those of a frame with the same content; only `fault_isolation.contents` and
+    It has the length and the slices of a frame with the same content; only `fault_isolation.contents` and
     `batching.split` read it. Memory that was never written reads as zeros, and reading does not allocate it.
     """
 

@@ -1,4 +1,1 @@
-"""Rows: what of several requests runs in one batch, what of one request in several.
-
-And how answers are put together.
-"""
+"""Batching: several requests in one batch, one request in several batches, and the joining of results."""

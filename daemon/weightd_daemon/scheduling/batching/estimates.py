@@ -1,28 +1,28 @@
-"""Estimates from what was measured: how long batches take, and how many requests there are at once."""
+"""Estimates from measurements: the duration of batches and the number of concurrent requests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-# Of the last batches each counts so much in the mean.
+# The weight of the latest batch in a mean.
 _WEIGHT = 0.2
 
-# Forms of requests, on one device each; the clients choose them.
+# The maximum number of pairs of a device and a kind of request. Clients choose the kinds, so there is no other limit.
 _MAX_KINDS = 256
 
 Kind = tuple[Any, ...]
 
 
 class DurationEstimates:
-    """Mean seconds of batches, on each device, of each kind of request, for numbers of rows within a factor of two."""
+    """The mean durations of batches by device, kind of request and number of rows within a factor of two."""
 
     def __init__(self) -> None:
-        # Of each power of two that is more than the rows: the mean of the rows, and of the seconds.
+        # For each bit length of the number of rows: the mean number of rows and the mean seconds.
         self._means: dict[tuple[str, Kind], dict[int, tuple[float, float]]] = {}
 
     def add(self, device: str, kind: Kind, rows: int, seconds: float) -> None:
-        """A batch has run."""
+        """Add the duration of a batch."""
         means = self._means.get((device, kind))
         if means is None:
             if len(self._means) >= _MAX_KINDS:
@@ -35,21 +35,21 @@ class DurationEstimates:
         )
 
     def expected_s(self, device: str, kind: Kind, rows: int) -> float:
-        """Return the seconds that a batch with so many rows is going to take at most, about; 0.0 where nobody knows."""
+        """Return the expected maximum duration of a batch of `rows` rows, in seconds; 0.0 if nothing is known."""
         nearest = self._nearest(device, kind, rows)
         return nearest[1] * max(1.0, rows / nearest[0]) if nearest else 0.0
 
     def max_rows_within(self, device: str, kind: Kind, rows: int, seconds: float) -> int:
-        """Return how many of so many rows take no longer than this, as far as is known: at least one.
+        """Return how many of `rows` rows take at most `seconds`, as far as is known: at least one.
 
-        What is known of more rows tells what less of them take in proportion: less are tried then, and known.
+        The estimate scales the time of a larger batch down in proportion. The smaller batch is then measured itself.
         """
         while rows > 1 and (nearest := self._nearest(device, kind, rows)) and nearest[1] * rows / nearest[0] > seconds:
             rows = max(1, min(rows - 1, int(seconds * nearest[0] / nearest[1])))
         return rows
 
     def share(self, device: str, devices: Sequence[str], kind: Kind, rows: int) -> float:
-        """Return which share of so many rows one of these devices gets if all are to be ready at once."""
+        """Return the share of `rows` rows for one of these devices, so that all devices finish at the same time."""
         speeds = {
             each: rows / self.expected_s(each, kind, rows) for each in {*devices} if self.expected_s(each, kind, rows)
         }
@@ -57,7 +57,7 @@ class DurationEstimates:
         return speeds.get(device, mean_speed) / sum(speeds.get(each, mean_speed) for each in devices)
 
     def _nearest(self, device: str, kind: Kind, rows: int) -> tuple[float, float] | None:
-        """The mean of the rows, and of the seconds, of the batches whose rows were nearest to so many."""
+        """Return the mean rows and mean seconds of the measured batches whose number of rows is nearest to `rows`."""
         means = self._means.get((device, kind))
         if not means:
             return None
@@ -66,10 +66,10 @@ class DurationEstimates:
 
 
 class RollingMax:
-    """The most at any time in the last seconds: in at least as many as given, and at most twice as many.
+    """The maximum of a count over the last seconds: over at least one window, and less than two.
 
     Args:
-        window_s: how long it is remembered.
+        window_s: the length of the window in seconds.
     """
 
     def __init__(self, window_s: float) -> None:
@@ -78,7 +78,7 @@ class RollingMax:
         self._max = self._previous_max = 0
 
     def add(self, count: int, now: float) -> int:
-        """There are so many now; return the peak."""
+        """Add the current count; return the maximum."""
         if now >= self._window_started_at + self._window_s:
             self._previous_max = self._max if now < self._window_started_at + 2 * self._window_s else 0
             self._window_started_at, self._max = now, 0

@@ -1,4 +1,4 @@
-"""Which requests share a batch, and how many rows the next part of a large one has."""
+"""Selects the requests that share a batch, and the number of rows in the next part of a split request."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ from weightd_daemon.scheduling.batching.split import SplitRequest
 from weightd_daemon.scheduling.request import Isolation, Request
 from weightd_protocol import limits
 
-# So many that do not fit are looked at: it is done with each batch.
+# How many queued requests that do not fit are looked at: this search runs for each batch.
 _MAX_MISFITS = 64
 
-# More is not put together: by itself a request may be larger.
+# The maximum total size of requests that share a batch. A single request may be larger.
 _MAX_BATCH_BYTES = 64 * 1024 * 1024
 
-# While others wait, what can be bounded takes no longer than this.
+# The maximum duration of parts of split requests, and of batches of several requests that pass over others in the
+# queue, while other requests wait; in seconds.
 MAX_BATCH_S = 0.1
 
-# Of the most rows that a part may have: one with so many has all of them.
+# If at least this fraction of the maximum rows of a part fits the device's share, the part gets the maximum.
 _NEARLY_ALL = 0.8
 
 
 class SlotConstraints(NamedTuple):
-    """The slot that a batch is for.
+    """The constraints of the slot that a batch is formed for.
 
     Attributes:
-        policy: what may be done with rows there.
-        expected_s: returns the seconds that so many rows of a kind take there at most, about.
-        max_requests: requests that share the batch: what waits is divided among all slots that are free.
-        max_s: seconds that a batch of several may take, about.
+        policy: the batching policy of the slot.
+        expected_s: called with a kind of request and a number of rows; returns the expected maximum seconds on the
+            slot.
+        max_requests: the maximum number of requests in the batch, so that all free slots get some of the queued
+            requests.
+        max_s: the maximum expected duration of a batch of several requests, in seconds.
     """
 
     policy: BatchingPolicy
@@ -42,12 +45,12 @@ class SlotConstraints(NamedTuple):
 
 
 class BatchGroup(NamedTuple):
-    """Requests that share a batch, or one that has it for itself.
+    """The requests of one batch.
 
     Attributes:
-        requests: in the order of their rows.
-        rows: of all of them.
-        is_full: nothing that may still come could be added.
+        requests: the requests, in the order of their rows.
+        rows: the total number of rows.
+        is_full: whether no request that arrives later could join.
     """
 
     requests: list[Request]
@@ -58,16 +61,16 @@ class BatchGroup(NamedTuple):
 def form_group(
     first: Request, batch_key: BatchKey, waiting: Iterable[Request], constraints: SlotConstraints, now: float
 ) -> BatchGroup:
-    """Return the first request, and those that share its batch.
+    """Return the first request and the requests that share its batch.
 
-    Each of them will be answered before its deadline, as far as it can be told how long the batch runs.
+    Each of them will be answered before its deadline, as far as the duration of the batch can be estimated.
 
     Args:
-        first: whose turn it is.
-        batch_key: of that one.
-        waiting: what waits, in the order in which it is to run; the first may be among that.
-        constraints: they are to run.
-        now: the clock.
+        first: the request whose turn it is.
+        batch_key: the batch key of that request.
+        waiting: the queued requests in running order; `first` may be among them.
+        constraints: of the slot.
+        now: the time.
     """
     policy = constraints.policy
     if not _can_share(first, batch_key, policy):
@@ -106,21 +109,21 @@ def form_group(
 def next_split_rows(
     split: SplitRequest, device: str, devices: Sequence[str], estimates: DurationEstimates, max_s: float
 ) -> int:
-    """Return how many rows of a request that runs in parts the next part has at most.
+    """Return the maximum number of rows for the next part of a split request.
 
-    All devices are to be ready at once, and while others wait no part is so long that these wait for long.
+    All devices should finish at the same time, and while other requests wait, no part should delay them for long.
 
     Args:
-        split: the request, of which rows are left.
-        device: of the slot that is free.
-        devices: of all slots that run it, this one among them.
-        estimates: of earlier batches.
-        max_s: seconds that it may take, about.
+        split: the split request, which has rows left.
+        device: the device of the free slot.
+        devices: the devices of all slots that run the request, including this one.
+        estimates: durations of earlier batches.
+        max_s: the maximum expected duration of the part, in seconds.
     """
     policy, batch_key = split.policy, split.batch_key
     share = math.ceil(batch_key.rows * estimates.share(device, devices, batch_key.kind, batch_key.rows))
     max_rows = min(policy.max_split_rows, split.next_rows)
-    # A few rows that were left would be a batch of their own: shares are never known that well.
+    # A few remaining rows would need another batch, and the shares are never known precisely.
     rows = max_rows if share >= _NEARLY_ALL * max_rows else share
     if max_s < math.inf:
         rows = estimates.max_rows_within(device, batch_key.kind, rows, max_s)
@@ -128,7 +131,7 @@ def next_split_rows(
 
 
 def _can_share(request: Request, batch_key: BatchKey, policy: BatchingPolicy) -> bool:
-    """Whether the request may share a batch: nothing speaks against it, and it would not fill more than one alone."""
+    """Return whether the request may share a batch: its rows can be merged, and it does not exceed a batch alone."""
     is_mergeable = (
         policy.can_merge
         and batch_key.has_only_row_inputs

@@ -1,7 +1,7 @@
-"""What may be done with the rows of requests, and which requests have rows in common.
+"""The batching policy of a slot, and the key by which requests are found that may share a batch.
 
-Workers tell the requests of tenants and users apart by numbers. A worker may outlive the daemon, so the number follows
-from the name alone: 48 bits of a digest do not collide by chance.
+Workers identify tenants and users by numbers. A worker may outlive the daemon, so the number depends on the name only:
+it is a digest of 48 bits, which does not collide by chance.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from weightd_protocol.messages.inference import RequestDescription
 
-# Names that are remembered, for people.
+# The maximum number of names that are remembered, for reports to operators.
 _MAX_NAMES = 4096
 
 
@@ -25,13 +25,13 @@ def principal_id(principal: str) -> int:
 
 
 class RecentNames:
-    """The names of those whose numbers workers were told of late."""
+    """The names that belong to the numbers recently sent to workers."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
 
     def number_of(self, principal: str) -> int:
-        """Return the number of a tenant or a user, and remember whose it is."""
+        """Return the number of a tenant or a user, and remember the name."""
         number = principal_id(principal)
         if number not in self._names:
             if len(self._names) >= _MAX_NAMES:
@@ -40,7 +40,7 @@ class RecentNames:
         return number
 
     def update(self, other: RecentNames) -> None:
-        """Remember the names that another one does, too."""
+        """Remember the names that another instance remembers, too."""
         for name in other._names.values():
             self.number_of(name)
 
@@ -49,7 +49,7 @@ class RecentNames:
         return self._names.get(number, "a tenant or user of a previous daemon")
 
 
-# As many as the decoder knows by their bytes.
+# The decoder caches the same number of descriptions.
 _MAX_CACHED = 1024
 
 
@@ -58,13 +58,14 @@ Dims = frozenset[tuple[str, tuple[int, ...]]]
 
 
 class BatchKey(NamedTuple):
-    """What a request asks for, but for how many rows it has.
+    """The form of a request, apart from its number of rows.
 
     Attributes:
-        kind: what requests have in common whose rows may go together.
-        rows: how many it has.
-        has_only_row_inputs: whether each of its inputs has them; one that has not is given to each part as it is.
-        dims: what it has beside the rows.
+        kind: equal for requests whose rows may go together.
+        rows: the number of rows.
+        has_only_row_inputs: whether every input has rows. Each part of a split request gets the inputs without rows as
+            they are.
+        dims: the name and the dimensions of each input, without the rows.
     """
 
     kind: tuple[Any, ...]
@@ -75,21 +76,21 @@ class BatchKey(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchingPolicy:
-    """What may be done with the rows of requests where a slot runs them.
+    """How the rows of requests may be merged and split at a slot.
 
     Attributes:
-        source_number: the number of what is loaded there: parts of one request run on one source.
-        inputs: those whose first dimension counts rows.
-        outputs: those whose first dimension follows.
-        max_rows: of a batch that several requests share; 1: they share none.
-        max_split_rows: that a batch takes of one request at most; 0: all.
-        sizes: the only numbers of rows that the model takes, in ascending order; none: it takes any.
-        is_exact: requests that share a batch have the answers that they would have alone, to the last bit. Where they
-            have not, only those of one user share one.
-        tested_dims: with these dimensions rows were found to be equal. A request with others does not run in parts:
-            unlike what shares a batch, it is nowhere compared with what it is in one piece. None: it may have any.
-        unmerged_principals: principals (`principals.number_of`) whose rows were found to differ: their requests share
-            no batch, and do not run in parts.
+        source_number: the number of the loaded model version. All parts of a request run on the same version.
+        inputs: the inputs whose first dimension is the number of rows.
+        outputs: the outputs whose first dimension is the number of rows.
+        max_rows: the maximum rows of a batch of several requests; 1 if requests do not share batches.
+        max_split_rows: the maximum rows of a part of a split request; 0 if requests are not split.
+        sizes: the only numbers of rows that the model supports, in ascending order; empty if it supports any.
+        is_exact: whether a request in a shared batch has the same answer as alone, to the last bit. Otherwise only
+            requests of the same principal share a batch.
+        tested_dims: the dimensions for which the rows were found to be equal; None for any. Requests with other
+            dimensions are not split, because, unlike shared batches, parts are never compared with a run in one piece.
+        unmerged_principals: principals (by `principal_id`) whose rows were found to differ. Their requests neither
+            share batches nor are split.
     """
 
     source_number: int = 0
@@ -100,9 +101,9 @@ class BatchingPolicy:
     sizes: tuple[int, ...] = ()
     is_exact: bool = True
     tested_dims: Dims | None = None
-    # What has begun in parts goes on when this changes.
+    # Excluded from comparisons, so that a split request continues when this field changes.
     unmerged_principals: frozenset[int] = field(default=frozenset(), compare=False)
-    # By the identity of the description, with itself so that it stays that one's.
+    # By the identity of the description, with the description, so that no other object gets the same identity.
     _batch_keys: dict[int, tuple[RequestDescription, BatchKey | None]] = field(
         default_factory=dict[int, tuple[RequestDescription, BatchKey | None]], compare=False, repr=False
     )
@@ -113,7 +114,7 @@ class BatchingPolicy:
         return self.max_rows > 1
 
     def should_split(self, batch_key: BatchKey, principal: str) -> bool:
-        """Whether a request of this form runs in parts; `principal`: the tenant or the user that has sent it."""
+        """Return whether a request of this form is split; `principal` is the tenant or user that sent it."""
         return (
             0 < self.max_split_rows < batch_key.rows
             and self.tested_dims in (None, batch_key.dims)
@@ -121,11 +122,11 @@ class BatchingPolicy:
         )
 
     def is_unmerged(self, principal: str) -> bool:
-        """Whether the rows of a tenant or a user were found to differ."""
+        """Return whether the rows of a tenant or user were found to differ."""
         return bool(self.unmerged_principals) and principal_id(principal) in self.unmerged_principals
 
     def batch_key(self, description: RequestDescription) -> BatchKey | None:
-        """Return what is asked for, but for the rows; None where it has none, or not as many in each input."""
+        """Return the form of a request; None if it has no rows, or different numbers of rows in its inputs."""
         if not self.inputs:
             return None
         cached = self._batch_keys.get(id(description))
@@ -136,7 +137,7 @@ class BatchingPolicy:
         return cached[1]
 
     def padded_rows(self, rows: int) -> int:
-        """Return how many rows the model is given for so many; 0: just these."""
+        """Return the number of rows that the model receives for `rows` rows; 0 if they are not padded."""
         return next_size(rows, self.sizes)
 
     def _make_batch_key(self, description: RequestDescription) -> BatchKey | None:
@@ -162,5 +163,5 @@ NO_BATCHING = BatchingPolicy()
 
 
 def next_size(rows: int, sizes: Iterable[int]) -> int:
-    """Return the first of the ascending sizes that so many rows go into; 0 where there is none."""
+    """Return the first of the ascending sizes that is at least `rows`; 0 if none is."""
     return next((size for size in sizes if size >= rows), 0)

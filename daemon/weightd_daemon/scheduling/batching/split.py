@@ -1,4 +1,4 @@
-"""A request that runs in parts: its rows run in batches of their own, and its answer is joined from theirs."""
+"""Split requests: the rows of a split request run in separate batches, whose results are joined."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from weightd_protocol.messages.worker import PredictResult
 
 
 class PartialResult(NamedTuple):
-    """What was answered to some rows.
+    """The result for some rows of a split request.
 
     Attributes:
-        rows: how many.
-        description: of the outputs.
-        frames: one for each output, or where it is.
+        rows: the number of rows.
+        description: the description of the outputs.
+        frames: for each output its frame, or its location in the client's memory.
     """
 
     rows: int
@@ -32,14 +32,16 @@ class PartialResult(NamedTuple):
 def join_results(
     partials: Sequence[PartialResult], row_outputs: Collection[str]
 ) -> tuple[ResponseDescription, list[Any]]:
-    """Return the outputs of all pieces, in their order: their description, and a frame for each, or where it is.
+    """Return the joined outputs of partial results: their description, and a frame or location for each.
 
     Args:
-        partials: at least one.
-        row_outputs: the outputs whose first dimension counts rows; of the others each piece has the same.
+        partials: the partial results in the order of their rows; at least one.
+        row_outputs: the outputs whose first dimension is the number of rows. The others must be equal in all partial
+            results.
 
     Raises:
-        Internal: the pieces do not fit together. The text names the output, what was expected and what came.
+        Internal: the partial results do not fit together. The text names the output, the expected and the received
+            value.
     """
     first = partials[0].description
     total = sum(partial.rows for partial in partials)
@@ -59,7 +61,7 @@ def join_results(
 
 
 def _join_frames(frames: Sequence[Any]) -> Any:
-    """Return where all of these are, if they are one behind the other in memory of a client, else their bytes."""
+    """Return the location of all frames if they are contiguous in memory of the client, else their joined bytes."""
     first, nbytes = frames[0], 0
     for each in frames:
         if not (isinstance(each, TensorLocation) and each == first.subrange(nbytes, len(each))):
@@ -85,13 +87,13 @@ def _describe_output(spec: TensorSpec | None) -> str:
 
 
 class SplitRequest:
-    """The rows of one request: which of them are still to be given to a slot, and the answers that have come.
+    """The state of a split request: the rows that no slot has received yet, and the results so far.
 
     Attributes:
-        request: whose they are.
-        policy: of the slots that may run them.
-        batch_key: of the request.
-        is_ended: nobody waits for any of it.
+        request: the request.
+        policy: the policy of the slots that may run its parts.
+        batch_key: the form of the request.
+        is_ended: whether the request needs no further results.
     """
 
     def __init__(self, request: Request, policy: BatchingPolicy, batch_key: BatchKey) -> None:
@@ -99,16 +101,17 @@ class SplitRequest:
         self.policy = policy
         self.batch_key = batch_key
         self.is_ended = False
-        # Each part writes its own rows, as long as that is nothing that another one has still to read.
+        # Each part writes its own rows to the client's memory, unless another part may still have to read an input
+        # there.
         self._output_locations = {
             index: output_location
             for index, output_location in request.locations.outputs.items()
             if output_location.nbytes % batch_key.rows == 0
             and not any(map(output_location.overlaps, request.locations.inputs.values()))
         }
-        # Pairs of the first row, and the one after the last, in ascending order.
+        # Ranges of rows, each with the first row and the row after the last, in ascending order.
         self._pending_ranges = [(0, batch_key.rows)]
-        # By the first row.
+        # By the first row of each.
         self._partial_results: dict[int, PartialResult] = {}
         self._answered_rows = 0
         self._nbytes = 0
@@ -116,17 +119,17 @@ class SplitRequest:
 
     @property
     def is_pending(self) -> bool:
-        """Whether rows have still to be given to a slot."""
+        """Whether there are rows that no slot has received yet."""
         return bool(self._pending_ranges)
 
     @property
     def next_rows(self) -> int:
-        """How many rows `take_rows` gives at most; there are some."""
+        """The maximum number of rows that `take_rows` returns next. There must be pending rows."""
         first, end = self._pending_ranges[0]
         return end - first
 
     def take_rows(self, rows: int) -> tuple[int, int]:
-        """Return the first of the next rows, and how many of them there are: `rows` at most."""
+        """Take at most `rows` of the next rows; return the first row and the number of rows."""
         first, end = self._pending_ranges.pop(0)
         rows = min(rows, end - first)
         if first + rows < end:
@@ -134,12 +137,12 @@ class SplitRequest:
         return first, rows
 
     def put_back(self, first: int, rows: int) -> None:
-        """These were taken, and nobody runs them any more."""
+        """Return rows that were taken and that no slot runs any more."""
         self._pending_ranges.append((first, first + rows))
         self._pending_ranges.sort()
 
     def description_of(self, rows: int) -> RequestDescription:
-        """Return what is asked with so many of the rows."""
+        """Return the description of a request with `rows` of the rows."""
         description = self._descriptions.get(rows)
         if description is None:
             original = self.request.description
@@ -151,7 +154,7 @@ class SplitRequest:
         return description
 
     def tensors_of(self, first: int, rows: int) -> tuple[list[Any], TensorLocations]:
-        """Return the tensors of these rows: the frames, and the places of those that have none, and of the outputs."""
+        """Return the frames of these rows, and the locations of the inputs without frames and of the outputs."""
         locations = self.request.locations
         remaining_frames = iter(self.request.frames)
         frames: list[Any] = []
@@ -178,10 +181,10 @@ class SplitRequest:
     def add_result(
         self, first: int, rows: int, result: PredictResult, frames: Sequence[Any]
     ) -> tuple[PredictResult, list[Any]] | None:
-        """Rows have been answered; return the answer to the request, with its frames, if those were the last.
+        """Add the result of some rows; return the joined result with its frames if this was the last one, else None.
 
         Raises:
-            RequestError: the answers cannot be put together.
+            RequestError: the results cannot be joined.
         """
         placed, remaining_frames = result.shared_outputs or (), iter(frames)
         if not self._output_locations.keys() >= {*placed}:
@@ -189,7 +192,7 @@ class SplitRequest:
                 f"outputs {list(placed)} of a split request: expected frames where no output memory was offered, "
                 "got none"
             )
-        # Frames may be views of what is received into next.
+        # Frames are copied, because they may be views of the receive buffer.
         output_contents = [
             self._location_of_rows(self._output_locations[index], first, rows).subrange(0, nbytes)
             if index in placed
@@ -212,7 +215,7 @@ class SplitRequest:
         return PredictResult(self.request.number, description, shared_indices or None), frames
 
     def _location_of_rows(self, location: TensorLocation, first: int, rows: int) -> TensorLocation:
-        """Where these rows are of what has all of them."""
+        """Return the location of these rows within the location of all rows."""
         row_bytes = location.nbytes // self.batch_key.rows
         return location.subrange(first * row_bytes, rows * row_bytes)
 

@@ -1,5 +1,5 @@
-"""Whose fault it is when slots die or hang: contents and clients that are kept from the next slot.
+"""Fault isolation: finds the requests and clients that crash or hang slots, and keeps them from other slots.
 
-Here is what decides of blame, fed with ends and the clock; who runs what is the scheduler's business. It may import
-`scheduling` beside it, and what is below.
+The modules of this package decide from process exits and the time; the scheduler runs the requests. This package may
+import `scheduling` beside it, and the packages below.
 """

@@ -1,7 +1,7 @@
-"""Keeps contents that crashed or hung slots from the next slot.
+"""Keeps contents that crashed or hung slots from other slots.
 
-The digest of a large content is computed in slices, one in each turn of the loop; what follows from it waits until
-then.
+The digest of a large content is computed in slices, one in each turn of the loop, and the actions that depend on the
+digest wait for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ DigestAction = Callable[[Request, float], None]
 
 
 class _PendingAction(NamedTuple):
-    """A request that something was learned of, what follows from that, and the error in which the request ends then."""
+    """An action that waits for the digest of a request.
+
+    If `error` is not None, the request ends in that error after the action.
+    """
 
     request: Request
     action: DigestAction
@@ -32,16 +35,16 @@ class _PendingAction(NamedTuple):
 
 
 class ContentGuard:
-    """The contents of requests to one model that are in quarantine, or under suspicion.
+    """The quarantine of contents for one model.
 
     Args:
-        scheduler: of the model.
-        fail_request: called with each request that ends here, and the error in which it ends.
-        schedule_by: called with the time when `continue_fingerprint` will have something to do.
-        client_log: of what clients do; one object for all models.
+        scheduler: the scheduler of the model.
+        fail_request: called with each request that ends here, and its error.
+        schedule_by: called with the time when `continue_fingerprint` has something to do.
+        client_log: the rate-limited log of client events; one object for all models.
 
     Attributes:
-        quarantine: the contents.
+        quarantine: the quarantined and suspected contents.
     """
 
     def __init__(
@@ -56,17 +59,18 @@ class ContentGuard:
         self._fail_request = fail_request
         self._schedule_by = schedule_by
         self._client_log = client_log
-        # Requests that something was learned of, and what follows from that once their digests are known.
+        # Actions that wait for the digests of their requests.
         self._pending_actions: deque[_PendingAction] = deque()
         self._fingerprint_task: FingerprintTask | None = None
 
     def check_request(self, request: Request, now: float) -> bool:
-        """A request has come: return whether its content has to be read before it runs.
+        """Check a new request; return whether its content must be read before it runs.
 
         Raises:
-            Internal: its content is in quarantine.
+            Internal: the content is in quarantine.
         """
-        # What is in memory of the client has to be read before it runs: the memory is the client's after the answer.
+        # A content in the client's memory must be read before the request runs, because the client may change it after
+        # the answer.
         may_be_suspected = request.is_mutable and self.quarantine.may_be_suspected(request, now)
         if not (may_be_suspected or self.quarantine.may_be_quarantined(request, now)):
             return False
@@ -77,39 +81,39 @@ class ContentGuard:
         return True
 
     def on_answered(self, request: Request, now: float) -> None:
-        """A slot has answered the request."""
+        """Clear the content of an answered request from suspicion."""
         if (request.is_mutable and not request.digest) or not self.quarantine.may_be_suspected(request, now):
             return
-        # One at a time: if that is another content, there will be further answers.
+        # Only one such action is pending at a time. If it concerns another content, later answers will clear this one.
         if not any(each.action == self.quarantine.on_answered for each in self._pending_actions):
             self._act_on_digest(request, self.quarantine.on_answered, now)
 
     def on_crash(self, request: Request, now: float) -> None:
-        """Put the content of a request that has ended into quarantine, unless the content may have changed since."""
+        """Quarantine the content of a request that has ended, unless the content may have changed since."""
         self._act_if_unchanged(request, self._quarantine_content, now)
 
     def on_hang(self, request: Request, now: float) -> None:
-        """A slot hung in a request that has ended; unless its content may have changed since, suspect it."""
+        """Record that a slot hung in a request that has ended, unless its content may have changed since."""
         self._act_if_unchanged(request, self._on_hang, now)
 
     def on_group_loss(self, request: Request, now: float) -> None:
-        """A group of ranks was lost to a request that runs again."""
+        """Record that a rank group was lost to a request that runs again."""
         self._act_on_digest(request, self._on_group_loss, now)
 
     def on_forgiven(self, request: Request, now: float) -> None:
-        """A group of ranks was not lost to a request after all."""
+        """Clear a request's content from suspicion, because the loss of a rank group had another cause."""
         self._act_on_digest(request, self.quarantine.on_answered, now)
 
     def fail_crashed(self, request: Request, error: RequestError, now: float) -> None:
-        """End a request in an error, and put its content into quarantine."""
+        """End a request in an error, and quarantine its content."""
         self._fail_and_act(request, error, self._quarantine_content, now)
 
     def fail_hung(self, request: Request, error: RequestError, now: float) -> None:
-        """End a request in which a slot hung."""
+        """End a request in which a slot hung, and record the hang against its content."""
         self._fail_and_act(request, error, self._on_hang, now)
 
     def fail_pending(self) -> None:
-        """End each request that waits for its content to be read."""
+        """End each request whose content still had to be read."""
         pending, self._pending_actions, self._fingerprint_task = self._pending_actions, deque(), None
         for request, _, error in pending:
             if error is not None:
@@ -121,7 +125,7 @@ class ContentGuard:
         return bool(self._pending_actions) or self._scheduler.queue.next_unchecked is not None
 
     def continue_fingerprint(self, now: float) -> None:
-        """Read on in a request that may be one that has killed, for less than a millisecond."""
+        """Continue to read the content of a suspected request, for less than a millisecond."""
         request = self._pending_actions[0].request if self._pending_actions else self._scheduler.queue.next_unchecked
         if request is None:
             return
@@ -139,12 +143,13 @@ class ContentGuard:
             self._admit_or_reject(request, now)
 
     def _fail_and_act(self, request: Request, error: RequestError, action: DigestAction, now: float) -> None:
-        """End a request in an error, and learn something of it.
+        """End a request in an error and perform an action that needs its digest.
 
-        Its memory is the client's once it has ended, so what is there has to be read before.
+        The client may change its memory as soon as the request has ended, so a content in shared memory is read before.
         """
         if request.is_mutable and not (request.digest or is_small(request)):
-            # The client gets one response, so none of the other parts may end the request meanwhile.
+            # The request is marked as ended, so that its other parts cannot end it again before the pending action
+            # does.
             request.is_ended = True
             self._scheduler.end_split(request)
             self._pending_actions.append(_PendingAction(request, action, error))
@@ -157,7 +162,7 @@ class ContentGuard:
             self._act_on_digest(request, action, now)
 
     def _act_if_unchanged(self, request: Request, action: DigestAction, now: float) -> None:
-        """Learn something of a request that has ended before, unless its content may have changed since."""
+        """Perform an action for a request that has ended before, unless its content may have changed since."""
         if request.digest or not request.is_mutable:
             self._act_on_digest(request, action, now)
 
@@ -187,13 +192,13 @@ class ContentGuard:
         self._client_log.log(_log, logging.WARNING, request.origin.principal, text, request.id)
 
     def _reject_quarantined(self, now: float) -> None:
-        """Whoever waits with a content that is held would only kill, or stop, the next slot."""
+        """Reject the queued requests whose contents are in quarantine; they would only end the next slot."""
         for request in self._scheduler.require_check(lambda each: self.quarantine.may_be_quarantined(each, now)):
             if is_small(request):
                 self._admit_or_reject(request, now)
 
     def _admit_or_reject(self, request: Request, now: float) -> None:
-        """A request that was put aside ends, or may run."""
+        """End an unchecked request whose digest is known, or allow it to run."""
         try:
             self.quarantine.check_request(request, now)
         except RequestError as error:

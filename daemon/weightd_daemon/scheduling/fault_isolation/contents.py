@@ -1,12 +1,13 @@
-"""Contents of requests that crashed or hung slots, and how contents are told apart.
+"""The quarantine of request contents, and the digests by which contents are compared.
 
-A request is known by its content, so that a client that sends it again cannot take the service down: the same tensors
-have the same content, whatever their order. A digest of megabytes takes milliseconds, in which the daemon serves
-nobody. So contents are told apart by their sizes and a few of their bytes first, and where that does not do, the digest
-is computed in slices. Nothing is computed of a content whose size is not that of a known one.
+A request is identified by its content, so that a client cannot take the service down by sending it again. The same
+tensors have the same content in any order. A digest of megabytes takes milliseconds, in which the daemon serves no
+other client. So contents are compared by size and by a digest of a few samples first. Only if these match is the whole
+digest computed, in slices. Nothing is computed for a content whose size differs from all known ones.
 
-A client can change a content in its shared memory after a worker has read it. So such a content holds only for the user
-or tenant whose memory it was: nobody can have the content of another one refused, nor have it cleared of suspicion.
+A client can change a content in its shared memory after a worker has read it. So an entry for such a content applies
+only to the principal that owns the memory. Otherwise a client could have another client's content quarantined, or
+cleared of suspicion.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ from weightd_daemon.scheduling.request import Request
 from weightd_daemon.scheduling.tensor_location import TensorLocation, iterate_tensors
 from weightd_protocol.errors import Internal
 
-# Up to so many bytes are read at once, which takes 5 microseconds.
+# The maximum size of a content that is hashed at once, which takes 5 microseconds.
 SMALL_BYTES = 4096
 
-# How much of a large content its mark depends on.
+# The samples of each tensor in the sample digest of a large content.
 _SAMPLE_CHUNK_BYTES = 256
 _SAMPLE_CHUNKS = 16
 
-# A slice takes a third of a millisecond.
+# The number of bytes that are hashed in one turn of the loop, which takes a third of a millisecond.
 SLICE_BYTES = 256 * 1024
 
 
 def compute_sample_digest(request: Request) -> bytes:
-    """Return what equal contents have in common, in a few microseconds: the digest of a small one, else of a part.
+    """Return the sample digest of a request in a few microseconds: the digest of a small content, or of samples.
 
-    It is computed once: memory of a client may be another content later.
+    The value is computed once, because the client may change the content in its shared memory later.
     """
     if not request.sample_digest:
         request.sample_digest = compute_digest(request) if is_small(request) else _sample_digest(request)
@@ -53,12 +54,12 @@ def _sample_digest(request: Request) -> bytes:
 
 
 def is_small(request: Request) -> bool:
-    """Return whether the digest is a matter of microseconds."""
+    """Return whether the digest takes only microseconds."""
     return request.content_bytes <= SMALL_BYTES
 
 
 def compute_digest(request: Request) -> bytes:
-    """Return the digest, computed now unless it is known."""
+    """Return the digest of a request; compute it if it is not known yet."""
     task = FingerprintTask(request)
     while not task.step():
         pass
@@ -66,7 +67,7 @@ def compute_digest(request: Request) -> bytes:
 
 
 class FingerprintTask:
-    """Computes the digest of a request, and leaves it there."""
+    """Computes the digest of a request in steps, and stores it in the request."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -76,7 +77,7 @@ class FingerprintTask:
             compute_sample_digest(request)
 
     def step(self) -> bool:
-        """Read a slice; return whether the digest is known."""
+        """Hash one slice; return whether the digest is known."""
         remaining_bytes = 0 if self.request.digest else SLICE_BYTES
         while remaining_bytes > 0:
             chunk = next(self._chunks, None)
@@ -101,20 +102,21 @@ def _iterate_headers(request: Request) -> Iterator[tuple[bytes, memoryview | Ten
         yield f"{spec.name}\0{spec.datatype}\0{spec.shape}\0".encode(), content
 
 
-# Long enough to stop a loop of retries; short enough that a request which only had bad luck is not lost for the day.
+# How long a content stays in quarantine or under suspicion, in seconds: long enough to stop a loop of retries, short
+# enough that a request that only had bad luck works again the same day.
 QUARANTINE_S = 300.0
 
-# A slot that hangs may have been stopped from outside; a second one, with the same content and none that has
-# answered it in between, has not.
+# The number of hangs after which a content is quarantined. A single hang may be a process that was stopped from
+# outside. A second hang with the same content, and no answer in between, is not.
 MAX_HANGS = 2
 
-# Contents that are remembered; the oldest gives way. Each costs a hundred bytes.
+# The maximum number of contents in a table, of about a hundred bytes each. The oldest is dropped first.
 _MAX_CONTENTS = 1024
 
 
 @dataclass(frozen=True)
 class _ContentRecord:
-    """Of a known content: until when it is known, how often a slot hung in it, and what tells it from most others."""
+    """What is known of a content: when it expires, how many slots hung in it, and its size and sample digest."""
 
     expires_at: float
     hangs: int
@@ -123,21 +125,21 @@ class _ContentRecord:
 
 
 class _ContentKey(NamedTuple):
-    """What a content is known by: its digest, and for whom it holds; "" for everybody."""
+    """The key of a content: its digest, and the principal to which the entry applies, or "" for all."""
 
     digest: bytes
     principal: str
 
 
 class _ContentTable(dict[_ContentKey, _ContentRecord]):
-    """Contents by their keys, the oldest first; each is known for the same time."""
+    """Contents by key, the oldest first. All of them expire after the same time."""
 
     def __init__(self) -> None:
         super().__init__()
         self._sample_digests: Mapping[int, frozenset[bytes]] = {}
 
     def may_contain(self, request: Request, now: float) -> bool:
-        """Whether the content may be among them; for sure if it is small."""
+        """Return whether the content may be in the table. For small contents, the result is exact."""
         if not self:
             return False
         self.drop_expired(now)
@@ -182,13 +184,13 @@ def _content_key(request: Request) -> _ContentKey:
 
 
 class Quarantine:
-    """Contents that are refused, and contents that are under suspicion. Times are monotonic seconds.
+    """The quarantined and the suspected contents of one model. Times are monotonic seconds.
 
-    What is said of the digest: it is computed where it is asked for, unless that has been done before.
+    Methods that need the digest of a request compute it, unless it is known already.
 
     Attributes:
-        quarantined: those that are refused.
-        suspected: those that are under suspicion.
+        quarantined: contents that are refused.
+        suspected: contents in which a slot hung, or to which a rank group was lost.
     """
 
     def __init__(self) -> None:
@@ -196,18 +198,18 @@ class Quarantine:
         self.suspected = _ContentTable()
 
     def may_be_quarantined(self, request: Request, now: float) -> bool:
-        """Return whether the request may be in quarantine: then it is worth its digest to `check_request` it."""
+        """Return whether the request may be in quarantine, so that `check_request` is worth computing its digest."""
         return self.quarantined.may_contain(request, now)
 
     def may_be_suspected(self, request: Request, now: float) -> bool:
-        """Return whether the request's content may be under suspicion: then `on_answered` is worth its digest."""
+        """Return whether the content may be suspected, so that `on_answered` is worth computing its digest."""
         return self.suspected.may_contain(request, now)
 
     def check_request(self, request: Request, now: float) -> None:
-        """Raise if the request is in quarantine.
+        """Raise an error if the request is in quarantine.
 
         Raises:
-            Internal: the text says for how long.
+            Internal: the text says for how long the quarantine lasts.
         """
         if not self.may_be_quarantined(request, now):
             return
@@ -220,12 +222,12 @@ class Quarantine:
             raise Internal(f"this content crashed or hung workers: it is quarantined for {left:.0f} s more")
 
     def add(self, request: Request, now: float) -> None:
-        """Refuse the request's content from now on."""
+        """Quarantine the content of the request."""
         self.suspected.remove(_content_key(request))
         self.quarantined.add(request, now)
 
     def on_hang(self, request: Request, now: float) -> bool:
-        """A slot hung in the request; return whether its content is refused from now on."""
+        """Record that a slot hung in the request; return whether its content is quarantined now."""
         self.suspected.drop_expired(now)
         suspect = self.suspected.remove(_content_key(request))
         hangs = 1 + (suspect.hangs if suspect is not None else 0)
@@ -236,16 +238,16 @@ class Quarantine:
         return False
 
     def on_answered(self, request: Request, now: float) -> None:
-        """A slot has answered the request: its content is beyond suspicion."""
+        """Clear the content of an answered request from suspicion."""
         if self.may_be_suspected(request, now):
             self.suspected.remove(_content_key(request))
 
     def clear(self) -> None:
-        """Forget everything: another model is served."""
+        """Forget all contents, because another model version is served."""
         self.quarantined.clear()
         self.suspected.clear()
 
     def count(self, now: float) -> int:
-        """Return how many contents are refused."""
+        """Return the number of quarantined contents."""
         self.quarantined.drop_expired(now)
         return len(self.quarantined)

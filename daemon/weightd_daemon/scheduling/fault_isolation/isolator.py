@@ -1,7 +1,7 @@
-"""What keeps requests from killing slot after slot, and a slot that hangs from keeping requests.
+"""Keeps requests from crashing slot after slot, and ends slots that hang.
 
-What a slot dies of, hangs in or is spoilt by is a batch. That says something of a request only if the batch had no
-other part: where it had several, each of them runs again alone, and what happens then tells.
+A slot crashes, hangs or is corrupted while it runs a batch. If the batch has a single item, that request is the
+suspected cause. If it has several, each of them runs again alone, and the outcome shows which one is the cause.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ from weightd_protocol.messages.worker import Ping
 
 _log = logging.getLogger("weightd")
 
-# A request that two slots died of is held to be the cause.
+# A request is considered the cause after this many slots have died of it.
 MAX_DEATHS = 2
 
-# Whatever ends the slots that run a request, and be it for want of the memory that it takes: this is the last one.
+# A request ends after this many slots have ended while they ran it, whatever the reasons, a lack of memory included.
 MAX_LOST_SLOTS = 5
 
-# What a process may have to finish before it comes to the self-test: two predicts. The self-test is the third.
+# The timeout of a self-test as a multiple of `predict_timeout`: a process may have two predicts to finish before the
+# self-test.
 _SELFTEST_TIMEOUT_FACTOR = 3
 
 
 class FaultIsolator:
-    """Watches the slots and requests of one model.
+    """Fault isolation of one model: handles the loss of slots, and decides which requests and clients to restrict.
 
     Args:
-        config: of the model.
-        scheduler: of the model.
-        fail_request: called with each request that ends here, and the error in which it ends.
-        schedule_by: called with the time when `continue_fingerprint` or `due_pings` will have something to do.
+        config: the configuration of the model.
+        scheduler: the scheduler of the model.
+        fail_request: called with each request that ends here, and its error.
+        schedule_by: called with the time when `continue_fingerprint` or `due_pings` has something to do.
         tenant_offenders: the tenants whose requests have crashed slots; one object for all models.
-        client_log: of what clients do; one object for all models.
+        client_log: the rate-limited log of client events; one object for all models.
 
     Attributes:
-        watchdog: of the processes.
-        grounds: what a request may be held back for; while all of it is empty, `check_request` has nothing to say of a
-            request that is no tenant's.
-        suspected: contents of which it is not known yet whether they crash slots.
+        watchdog: watches the processes.
+        grounds: the tables of offenders, quarantined contents and suspected contents. While all are empty, callers can
+            skip `check_request` for requests that belong to no tenant.
+        suspected: contents that may crash or hang slots.
     """
 
     def __init__(
@@ -77,17 +78,17 @@ class FaultIsolator:
         self._slots = scheduler.slots
         self._group_failures = RankGroupFailures(MAX_LOST_SLOTS)
         self._fail_request = fail_request
-        # Tenants that this model has answered: until then one has one slot at a time, so that the first of its requests
-        # cannot take several slots along at once.
+        # Tenants whose requests this model has answered. Until then a tenant's requests are confined, so that the first
+        # ones cannot take down several slots at once.
         self._trusted_tenants: set[str] = set()
 
     # --- requests -----------------------------------------------------------------------------------------------
 
     def check_request(self, request: Request, now: float) -> bool:
-        """A request has come: return whether its content has to be read before it runs, as it may have crashed a slot.
+        """Check a new request; return whether its content must be read before it runs, as it may have crashed a slot.
 
         Raises:
-            RequestError: it is refused.
+            RequestError: the request is refused.
         """
         tenant_offenders, client_offenders, _, _ = self.grounds
         has_offenders = tenant_offenders or client_offenders
@@ -100,20 +101,20 @@ class FaultIsolator:
         return self._contents.check_request(request, now)
 
     def on_answered(self, request: Request, now: float) -> None:
-        """A slot has answered the request."""
+        """Record that a slot has answered the request."""
         if request.origin.is_tenant:
             self._trusted_tenants.add(request.tenant.name)
         self._contents.on_answered(request, now)
 
     def clear(self) -> None:
-        """Another model is served: what crashed the last one says nothing."""
+        """Forget what is known of requests and clients, because another model version is served."""
         self._contents.fail_pending()
         self._trusted_tenants.clear()
         self._contents.quarantine.clear()
         self._offenses.clear()
 
     def fail_pending(self) -> None:
-        """End each request that waits for its content to be read."""
+        """End each request whose content still had to be read."""
         self._contents.fail_pending()
 
     @property
@@ -122,11 +123,11 @@ class FaultIsolator:
         return self._contents.has_work
 
     def continue_fingerprint(self, now: float) -> None:
-        """Read on in a request that may be one that has crashed a slot, for less than a millisecond."""
+        """Continue to read the content of a suspected request, for less than a millisecond."""
         self._contents.continue_fingerprint(now)
 
     def quarantined_count(self, now: float) -> int:
-        """Return how many contents are refused."""
+        """Return the number of contents in quarantine."""
         return self._contents.quarantine.count(now)
 
     def confined_clients(self, now: float) -> Sequence[str]:
@@ -136,7 +137,7 @@ class FaultIsolator:
     # --- slots --------------------------------------------------------------------------------------------------
 
     def on_exit(self, process: str, exit_cause: ExitCause, now: float) -> None:
-        """A process has ended, and may have died of what its slot had."""
+        """Handle the exit of a process, which may have died of the batches at its slot."""
         forgiven = self._group_failures.on_exit(process, exit_cause)
         if forgiven is not None:
             self._contents.on_forgiven(forgiven, now)
@@ -153,7 +154,8 @@ class FaultIsolator:
             return
         batches = list(slot.batches.values())
         _record_times(batches, now)
-        # The answer to the first may be lost with it, if it died of the next: all that it had runs alone from now on.
+        # If the process died of a later batch, the answer to the first one may be lost with it. So all requests run
+        # alone from now on.
         requests = batches if exit_cause.may_be_own_fault else []
         origins = self._isolate_requests(requests)
         record_death(requests)
@@ -175,7 +177,7 @@ class FaultIsolator:
             self._restrict_client(origin, now)
 
     def on_process_failed(self, process: str, reason: str, now: float) -> None:
-        """A process can go on no more, for this reason, and its slot is lost with it; what that ran waits again."""
+        """Handle the failure of a process that cannot continue. Its slot is lost, and its requests are queued again."""
         slot = self._slots.slot_of(process)
         if slot is not None and slot.lockstep is not None:
             self._on_group_lost(slot, GroupLoss(reason, Internal), now)
@@ -184,7 +186,7 @@ class FaultIsolator:
             self._scheduler.release_slot(process)
 
     def on_leaving(self, process: str, number: int, now: float) -> None:
-        """A slot ends, because its model may be spoilt by a batch that failed: it is as lost as one that died."""
+        """Handle the exit of a slot whose model may be corrupted by a failed batch, like the death of a slot."""
         slot = self._slots.slot_of(process)
         batch = slot.batch_of(number) if slot is not None else None
         if batch is not None:
@@ -192,9 +194,9 @@ class FaultIsolator:
             self._record_loss(batch, now - batch.started_at, now)
 
     def take_overdue(self, now: float) -> Iterator[tuple[Slot, str]]:
-        """Yield the slots that compute for too long, each with the reason to end it.
+        """Yield the slots that have computed for too long, each with the reason to end it.
 
-        Nobody waits for what such a slot may still give.
+        Later results of such a slot are dropped.
         """
         for slot, batch in self._scheduler.take_overdue(now):
             reason = f"a predict took longer than predict_timeout, {self._predict_timeout:g} s"
@@ -213,7 +215,7 @@ class FaultIsolator:
             yield slot, f"{reason} (request {', '.join(each.id for each in batch.requests)})"
 
     def due_pings(self, now: float) -> Iterator[tuple[str, Ping | None]]:
-        """Yield the processes that have to be pinged, and those that have to be ended (None) as they did not answer."""
+        """Yield the processes to ping, each with its ping, and those to end because they did not answer, with None."""
         due = self.watchdog.take_due(now, self._slots.is_busy)
         yield from ((process, Ping(run_selftest=False)) for process in due.pings)
         yield from ((process, Ping(run_selftest=True)) for process in due.selftests)
@@ -222,7 +224,7 @@ class FaultIsolator:
     # --- within -------------------------------------------------------------------------------------------------
 
     def _on_group_lost(self, slot: Slot, loss: GroupLoss, now: float) -> None:
-        """A group of ranks is lost, with the batch that it may have."""
+        """Handle the loss of a rank group, with the batch that it may have."""
         batches = list(slot.batches.values())
         _record_times(batches, now)
         slot.batches.clear()
@@ -231,7 +233,7 @@ class FaultIsolator:
             self._on_batch_lost(slot, batch, loss, now)
 
     def _on_batch_lost(self, slot: Slot, batch: Batch, loss: GroupLoss, now: float) -> None:
-        """A group of ranks is lost, of which this batch was taken: it waits again, but for what ends."""
+        """Queue the batch of a lost rank group again, except for requests that end."""
         ended = self._group_failures.on_lost(slot, batch, loss, now)
         self._scheduler.retry_alone(list(batch.items.values()), excluding=[request for request, _ in ended])
         suspect = batch.single_request if loss.error_type is not None else None
@@ -247,7 +249,7 @@ class FaultIsolator:
             self._contents.on_group_loss(suspect, now)
 
     def _isolate_requests(self, batches: Sequence[Batch]) -> set[ClientOrigin]:
-        """A slot has died of one of these batches: what they are of runs alone; return who has asked."""
+        """Isolate the requests of batches at a dead slot, and count the deaths of single ones; return the clients."""
         for batch in batches:
             batch.isolate_requests()
             if batch.single_request is not None:
@@ -255,7 +257,7 @@ class FaultIsolator:
         return {origin for batch in batches for origin in batch.origins}
 
     def _record_loss(self, batch: Batch, ran_s: float, now: float) -> None:
-        """A slot is lost to a batch that it has run for `ran_s` seconds."""
+        """Record that a slot is lost to a batch that it has run for `ran_s` seconds."""
         record_death([batch])
         self._record_offense(batch.origins, ran_s, now)
         self._record_tenant_loss([batch], now)
@@ -263,13 +265,13 @@ class FaultIsolator:
             self._restrict_client(origin, now)
 
     def _record_offense(self, origins: set[ClientOrigin], ran_s: float, now: float) -> None:
-        """A slot was lost to what these have asked: that counts against who has asked all of it."""
+        """Count a lost slot against the client, if all the requests came from one."""
         if len(origins) == 1:
             [origin] = origins
             self._offenses.record_death(origin, ran_s, now)
 
     def _record_tenant_loss(self, batches: Sequence[Batch], now: float) -> None:
-        """A slot is about to be lost to these batches: to a tenant, if all of it is one's."""
+        """Record that a slot is about to be lost to a tenant, if all the requests belong to one."""
         tenants = {request.tenant for batch in batches for request in batch.requests if request.origin.is_tenant}
         if len(tenants) == 1:
             [tenant] = tenants
@@ -278,8 +280,8 @@ class FaultIsolator:
     def _find_errors(
         self, executed: Sequence[Batch], exit_cause: ExitCause, now: float, *, is_proven: bool
     ) -> list[tuple[Request, RequestError]]:
-        """Return those requests of what ran that end with their slot, each with the error; the others run again."""
-        # Several batches may be parts of one.
+        """Return the running requests that end with their slot, each with its error. The others run again."""
+        # Several batches may be parts of one request.
         started_at = {request: batch.started_at for batch in executed for request in batch.requests}
         errors = [
             (each, self._error_for(each, at, exit_cause, now, is_proven=is_proven)) for each, at in started_at.items()
@@ -289,7 +291,7 @@ class FaultIsolator:
     def _error_for(
         self, request: Request, started_at: float, exit_cause: ExitCause, now: float, *, is_proven: bool
     ) -> RequestError | None:
-        # Those that have run parts of it at the same time may have ended of the same thing.
+        # Slots that ran the request at the same time may have ended for the same reason, and count once.
         if started_at >= request.lost_at:
             request.lost_slots += 1
             request.lost_at = now
@@ -309,7 +311,7 @@ class FaultIsolator:
         return None
 
     def _restrict_client(self, origin: ClientOrigin, now: float) -> None:
-        """A slot was lost to what this client asked: see that not all are."""
+        """Confine an offending client's requests after the loss of a slot, and reject them if the client is refused."""
         if not self._offenses.is_confined(origin, now):
             return
         self._scheduler.confine(lambda each: self._offenses.is_confined(each.origin, now))
@@ -338,7 +340,7 @@ class FaultIsolator:
 
 
 def _record_times(batches: Sequence[Batch], now: float) -> None:
-    """A slot is lost: what ran there has had it, whoever is to blame."""
+    """Record the run times of batches at a lost slot, whatever the cause."""
     for batch in batches:
         if batch.has_started:
             batch.record_time(now - batch.started_at)

@@ -1,13 +1,14 @@
-"""Clients whose requests kill slot after slot, though each has another content: they run apart, or are refused.
+"""Restricts clients whose requests crash slot after slot, even if each request has a different content.
 
-Plain decisions, fed with the clock. A client is known by what the kernel says of it, on two levels. Whose requests
-kill slots faster than these are replaced is confined: all clients that are have one slot together, which takes one
-of their requests at a time. Each death that follows has what that client asks refused for a while, longer each time.
-Somebody who begins anew, from another process or on another connection, is met on the second level: by its user or
-its address.
+The module only decides; callers pass the time. A client is identified by the kernel's information on two levels: the
+process or connection, and the user or address. The second level also catches a client that starts again from another
+process or on another connection.
 
-Where there are tenants, that level is the tenant, and it is the same for all models: with the first death it has one
-slot at a time, wherever it asks, and soon it is refused for a while.
+A client whose requests crash slots faster than slots are replaced is confined: the slots run one confined request at a
+time. After each further crash, the client is refused for a while, longer each time.
+
+With tenants, there is only one level, the tenant, and it applies to all models: after the first crash, a tenant has one
+slot at a time at every model, and after a few more it is refused for a while.
 """
 
 from __future__ import annotations
@@ -18,33 +19,34 @@ from dataclasses import dataclass
 from weightd_daemon.scheduling.request import ClientOrigin
 from weightd_protocol.errors import ResourceExhausted
 
-# So many deaths in a row, of a process and of a user. One request of which two slots died has already made two.
+# The number of deaths in a row after which a process, or a user, is confined. A single request that two slots died of
+# accounts for two.
 MAX_PEER_DEATHS = 4
 MAX_PRINCIPAL_DEATHS = 8
 
-# Of a tenant: from the first one on it is confined, and after so many it is refused.
+# The number of deaths after which a tenant is refused. It is confined from the first one on.
 MAX_TENANT_DEATHS = 3
 
-# A death is of the same row as the one before if it comes sooner than this. Who kills more slowly takes less from the
-# others than to be refused would take from an innocent: most slots are replaced faster.
+# Deaths count as a row if each comes within this time after the one before. A client that crashes slots more slowly
+# costs the others less than a refusal would cost an innocent client, as most slots are replaced faster.
 OFFENSE_RETENTION_S = 15.0
 
-# For how long the first death of a client that is confined has it refused, and the later ones at most.
+# The duration of the first refusal, which doubles with each further death, and its maximum.
 MIN_REFUSAL_S = 10.0
 MAX_REFUSAL_S = 60.0
 _MAX_DOUBLINGS = 10
 
-# Who is remembered; the oldest gives way. Each costs two hundred bytes.
+# The maximum number of offenders in a table, of about two hundred bytes each. The oldest is dropped first.
 _MAX_OFFENDERS = 1024
 
 
 @dataclass
 class _Offender:
-    """A process, connection, user, address or tenant. Times are monotonic seconds.
+    """A process, connection, user, address or tenant whose requests have crashed slots. Times are monotonic seconds.
 
     Attributes:
-        max_deaths: deaths that are borne before it is refused.
-        confinement_deaths: deaths after which it is confined.
+        max_deaths: the number of deaths that do not lead to a refusal.
+        confinement_deaths: the number of deaths after which the offender is confined.
     """
 
     max_deaths: int
@@ -59,19 +61,19 @@ class _Offender:
 
 
 class OffenderTable:
-    """Principals by their names: of one model, or of all where these are tenants.
+    """Offenders by name: the clients of one model, or the tenants of all models.
 
     Attributes:
-        offenders: those that are known, the oldest first; always the same dictionary.
+        offenders: the known offenders, the oldest first; always the same dictionary.
     """
 
     def __init__(self) -> None:
         self.offenders: dict[str, _Offender] = {}
 
     def record_death(self, name: str, max_deaths: int, confinement_deaths: int, ran_s: float, now: float) -> _Offender:
-        """Slots were lost to what this one asked once more; return it."""
+        """Count another lost slot for the offender of this name; return the offender."""
         self.drop_expired(now)
-        offender = self.offenders.pop(name, None) or _Offender(max_deaths, confinement_deaths)  # the oldest comes first
+        offender = self.offenders.pop(name, None) or _Offender(max_deaths, confinement_deaths)  # the oldest is first
         self.offenders[name] = offender
         if len(self.offenders) > _MAX_OFFENDERS:
             del self.offenders[next(iter(self.offenders))]
@@ -79,34 +81,34 @@ class OffenderTable:
         if offender.deaths > max_deaths:
             doublings = min(offender.deaths - max_deaths - 1, _MAX_DOUBLINGS)
             offender.refused_until = now + min(MIN_REFUSAL_S * 2.0**doublings, MAX_REFUSAL_S)
-        # The next one may have to run as long before it kills.
+        # The next request may have to run as long as this one did before it crashes its slot.
         offender.expires_at = max(now, offender.refused_until) + OFFENSE_RETENTION_S + ran_s
         return offender
 
     def get(self, name: str, now: float) -> _Offender | None:
-        """Return a principal that has not been forgotten by now."""
+        """Return an offender whose entry has not expired."""
         offender = self.offenders.get(name)
         return offender if offender is not None and now < offender.expires_at else None
 
     def confined_names(self, now: float) -> list[str]:
-        """Return who is."""
+        """Return the names of the confined offenders."""
         self.drop_expired(now)
         return [name for name, offender in self.offenders.items() if offender.is_confined]
 
     def drop_expired(self, now: float) -> None:
-        """Forget those to whom no slot was lost for long."""
+        """Remove expired offenders."""
         for name in [name for name, offender in self.offenders.items() if now >= offender.expires_at]:
             del self.offenders[name]
 
 
 class ClientOffenses:
-    """The clients of one model that slots were lost to. Times are monotonic seconds.
+    """The offenders among the clients of one model. Times are monotonic seconds.
 
     Args:
-        tenant_offenders: those to whom slots of any model were lost: one object for all models.
+        tenant_offenders: the tenants whose requests have crashed slots; one object for all models.
 
     Attributes:
-        tables: of all offenders; while they are empty, nobody is refused or confined.
+        tables: the tables of all offenders. While they are empty, no client is refused or confined.
     """
 
     def __init__(self, tenant_offenders: OffenderTable | None = None) -> None:
@@ -115,19 +117,19 @@ class ClientOffenses:
         self.tables = self.tenant_offenders, self._client_offenders
 
     def record_death(self, origin: ClientOrigin, ran_s: float, now: float) -> None:
-        """A slot has died, left or had to be ended of what this client asked, which it had run for `ran_s` seconds."""
+        """Record that a slot was lost to a client's request, which it had run for `ran_s` seconds."""
         if origin.is_tenant:
             self.tenant_offenders.record_death(origin.principal, MAX_TENANT_DEATHS, 1, ran_s, now)
             return
         peer = self._client_offenders.record_death(origin.peer, MAX_PEER_DEATHS, MAX_PEER_DEATHS, ran_s, now)
         if peer.deaths <= MAX_PEER_DEATHS:
-            # What a process does that is confined already says nothing about the others of its user.
+            # The offenses of a process that is already confined say nothing about other processes of its user.
             self._client_offenders.record_death(
                 origin.principal, MAX_PRINCIPAL_DEATHS, MAX_PRINCIPAL_DEATHS, ran_s, now
             )
 
     def check_not_refused(self, origin: ClientOrigin, now: float) -> None:
-        """Raise if what the client asks is refused now.
+        """Raise an error if the client's requests are refused now.
 
         Raises:
             ResourceExhausted: the text says why, `retry_after` for how long.
@@ -139,19 +141,22 @@ class ClientOffenses:
                 raise ResourceExhausted(text, retry_after=left)
 
     def is_confined(self, origin: ClientOrigin, now: float) -> bool:
-        """Return whether what the client asks runs apart."""
+        """Return whether the client's requests are confined."""
         return any(offender.is_confined for _, offender in self._offenders_of(origin, now))
 
     def should_fail_next(self, origin: ClientOrigin, now: float) -> bool:
-        """Return whether the next slot that is lost to what the client asks ends that request, proven or not."""
+        """Return whether the client's next request to which a slot is lost ends at once, without a second try."""
         return any(offender.deaths > 1 for _, offender in self._offenders_of(origin, now) if offender.is_confined)
 
     def clear(self) -> None:
-        """Forget everything: another model is served. What a tenant has done stays: it may have done it to others."""
+        """Forget the clients of this model, because another version is served.
+
+        The entries of tenants stay, because they may have crashed other models.
+        """
         self._client_offenders.offenders.clear()
 
     def confined_names(self, now: float) -> list[str]:
-        """Return who is confined."""
+        """Return the names of the confined clients and tenants."""
         return [*self._client_offenders.confined_names(now), *self.tenant_offenders.confined_names(now)]
 
     def _offenders_of(self, origin: ClientOrigin, now: float) -> Iterator[tuple[str, _Offender]]:

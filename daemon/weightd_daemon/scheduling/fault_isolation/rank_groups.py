@@ -1,9 +1,9 @@
-"""Groups of ranks that were lost, and what that says of what they ran.
+"""The loss of rank groups, and how it counts against the requests that they ran.
 
-Why a group is lost is seldom known at once: if one of its processes is killed or stopped from outside, the others fail
-or wait in vain, and they may be heard of first. So whatever it was, that it was lost while it ran a request is only
-held against this; the second one that is lost to the same request ends it. And it is forgiven if a process of the
-group turns out to have been ended from outside: then that was why.
+The cause of a loss is seldom known at once: if one rank is killed or stopped from outside, the others fail or wait in
+vain, and their reports may arrive first. So the first loss only counts against the request that the group ran, whatever
+the reason; the second loss ends the request. A loss is forgiven if a process of the group turns out to have been ended
+from outside.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from weightd_daemon.scheduling.request import Request
 from weightd_daemon.scheduling.slots import Slot
 from weightd_protocol.errors import RequestError, Unavailable
 
-# A request that so many groups were lost to is held to be the cause.
+# A request is considered the cause after this many rank groups were lost to it.
 MAX_LOST_GROUPS = 2
 
 
 class GroupLoss(NamedTuple):
-    """Why a group is lost, and the error in which a request ends that was the cause; None: no request was."""
+    """The reason for the loss of a rank group, and the error of the request that caused it; None if no request did."""
 
     reason: str
     error_type: type[RequestError] | None
@@ -30,30 +30,31 @@ class GroupLoss(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _LostGroup:
-    """A group that was lost while it ran a request, of which not all processes have ended."""
+    """A rank group that was lost while it ran a request, and of which some processes have not exited yet."""
 
     request: Request
     is_forgiven: bool = False
 
 
 class RankGroupFailures:
-    """The groups of one model that were lost.
+    """The lost rank groups of one model.
 
     Args:
-        max_losses: whatever ends the groups that run a request, this is the last one.
+        max_losses: the number of lost groups after which a request ends, whatever the reasons.
     """
 
     def __init__(self, max_losses: int) -> None:
         self._max_losses = max_losses
-        # By each of its processes, until that has ended.
+        # By process, until the process has exited.
         self._lost_by_process: dict[str, _LostGroup] = {}
 
     def on_lost(self, slot: Slot, batch: Batch, loss: GroupLoss, now: float) -> list[tuple[Request, RequestError]]:
-        """A group is lost while it ran a batch.
+        """Record that a rank group is lost while it ran a batch.
 
-        Return those requests of the batch that end by that, each with its error.
+        A loss counts as a death of a request only if the batch consists of that request alone.
 
-        What becomes of a batch says something of a request only if that is all of it.
+        Returns:
+            The requests of the batch that end, each with its error.
         """
         suspect = batch.single_request if loss.error_type is not None else None
         if suspect is not None:
@@ -61,7 +62,7 @@ class RankGroupFailures:
             self._lost_by_process.update(dict.fromkeys(slot.all_processes, _LostGroup(suspect)))
         ended: list[tuple[Request, RequestError]] = []
         for request in dict.fromkeys(item.request for item in batch.awaited_items):
-            # Those that have run parts of it at the same time may have been lost to the same thing.
+            # Groups that ran the request at the same time may have been lost for the same reason, and count once.
             if batch.started_at >= request.lost_at:
                 request.lost_slots += 1
                 request.lost_at = now
@@ -79,7 +80,11 @@ class RankGroupFailures:
         return ended
 
     def on_exit(self, process: str, exit_cause: ExitCause) -> Request | None:
-        """A process has ended; return the request against which its group is not held any more, if there is one."""
+        """Handle the exit of a process.
+
+        Returns:
+            The request for which the loss of the process's group is forgiven, if any.
+        """
         lost_group = self._lost_by_process.pop(process, None)
         if (
             lost_group is None

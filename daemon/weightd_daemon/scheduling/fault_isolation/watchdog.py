@@ -1,7 +1,6 @@
-"""The watchdog of READY processes: each must be heard from within a period, by an answer, or by a ping if it is idle.
+"""The watchdog of READY processes: each must send a message within a period, if only the answer to a ping.
 
 A process hangs if one of three limits is exceeded:
-
 - it is idle and does not answer a ping or the self-test: `Watchdog.take_due`, in this module
 - it computes for longer than `predict_timeout`: `RunningBatches.take_overdue` in `scheduling/slots.py`
 - it starts, builds, attaches or stops for too long: `GenerationBase.tick` in `generations/base.py`
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 
 class WatchdogActions(NamedTuple):
-    """What is due: processes to ping, with or without the self-test, and those that have not answered their ping."""
+    """The actions that are due: processes to ping, processes to self-test, and processes that did not answer."""
 
     pings: list[str]
     selftests: list[str]
@@ -28,11 +27,11 @@ class WatchdogActions(NamedTuple):
 class _Watched:
     last_message_at: float
     last_selftest_at: float
-    # Of a ping under way: when it has to be answered.
+    # When the pending ping must be answered.
     deadline: float = float("inf")
     is_pinged: bool = False
     is_selftesting: bool = False
-    # It was seen to compute: it need not be looked at before this.
+    # The process was busy, so it is not checked again before this time.
     next_check_at: float = -float("inf")
 
 
@@ -40,10 +39,11 @@ class Watchdog:
     """Watches the READY processes of one model. Times are monotonic seconds.
 
     Args:
-        period_s: seconds within which a process has to be heard of.
+        period_s: seconds within which each process must send a message.
         selftest_interval_s: seconds after which each process, idle or not, runs the self-test again; 0 for never.
-        selftest_timeout_s: seconds that it may take for that, what it has to finish first included.
-        schedule_by: called with a time that may be sooner than what `next_event_at` was.
+        selftest_timeout_s: the timeout of the self-test in seconds, including earlier work that the process has to
+            finish.
+        schedule_by: called with a time that may be sooner than `next_event_at` was.
     """
 
     def __init__(
@@ -58,30 +58,30 @@ class Watchdog:
         self._selftest_timeout_s = selftest_timeout_s
         self._schedule_by = schedule_by
         self._watched: dict[str, _Watched] = {}
-        # Nothing is due before this.
+        # The earliest time at which anything is due.
         self.next_event_at = float("inf")
 
     def add(self, process: str, now: float, *, runs_selftest: bool = True) -> None:
-        """The process is READY: it has just answered the self-test.
+        """Watch a process that has become READY and has just passed the self-test.
 
-        Unless it `runs_selftest`, it is not asked for that again.
+        Without `runs_selftest`, the process does not run the self-test again.
         """
         self._watched[process] = _Watched(now, now if runs_selftest else float("inf"))
         self._update_next_event()
 
     def remove(self, process: str) -> None:
-        """The process is gone, or going."""
+        """Stop watching a process."""
         self._watched.pop(process, None)
         self._update_next_event()
 
     def on_message(self, process: str, now: float) -> None:
-        """The process has answered a request."""
+        """Record that the process has answered a request."""
         watched = self._watched.get(process)
         if watched is not None:
             watched.last_message_at = now
 
     def on_pong(self, process: str, now: float) -> None:
-        """The process has answered its ping."""
+        """Record that the process has answered its ping."""
         watched = self._watched.get(process)
         if watched is not None:
             watched.last_message_at = now
@@ -91,11 +91,11 @@ class Watchdog:
             self._update_next_event()
 
     def take_due(self, now: float, is_busy: Callable[[str], bool]) -> WatchdogActions:
-        """Return what is due, and take it for done.
+        """Return the actions that are due, and consider them done.
 
         Args:
-            now: the clock.
-            is_busy: whether the slot of this process computes.
+            now: the time.
+            is_busy: called with a process; returns whether its slot computes.
         """
         due = WatchdogActions([], [], [])
         if now < self.next_event_at:
@@ -119,7 +119,7 @@ class Watchdog:
         return due
 
     def silence_s(self, processes: Iterable[str], now: float) -> float | None:
-        """Return for how many seconds none of them has been heard of, if that is too long; None if it is not."""
+        """Return for how many seconds none of the processes has sent a message, if that is too long, else None."""
         last_message_at = max(
             (self._watched[each].last_message_at for each in processes if each in self._watched), default=-float("inf")
         )
