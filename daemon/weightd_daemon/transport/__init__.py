@@ -1,1 +1,1 @@
-"""Transport of the daemon: connections of clients, what is kept for them, and the proxies that speak ZeroMQ."""
+"""Transport between clients and the daemon: connections, their memory budget, and the ZeroMQ proxies."""

@@ -1,4 +1,4 @@
-"""One client, and who it is as the kernel knows it."""
+"""One client connection, and the identity of its client as the kernel or a ZeroMQ proxy reports it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from weightd_protocol.framing import Message
 
 
 class ClientIdentity(NamedTuple):
-    """Who is at the other end.
+    """The identity of the client at the other end of a connection.
 
     Attributes:
-        origin: on whose account its requests go where nobody tells tenants apart.
-        is_direct: whether it has connected itself, so that it can share memory.
-        credential: what is proven of it.
-        listener: where it has connected; "" for the daemon's own socket.
+        origin: the process and the principal of the client's requests if no tenants are configured.
+        is_direct: whether the client is connected to the daemon's own Unix socket, over which it can share memory.
+        credential: the proven properties from which the tenant of the client follows.
+        listener: the name of the ZeroMQ listener; "" for the daemon's own socket.
     """
 
     origin: ClientOrigin
@@ -34,25 +34,25 @@ class ClientIdentity(NamedTuple):
 
     @property
     def audit_name(self) -> str:
-        """Who it is for the audit log: by its key, its user or its host."""
+        """The client in the audit log: its public key, or else its user or host."""
         return f"key {self.credential.key}" if self.credential.key else self.origin.principal
 
 
 def unix_identity(connection: socket.socket) -> ClientIdentity:
-    """Return who has connected to a unix socket."""
+    """Return the identity of the client at the other end of a Unix socket."""
     pid, uid, gid = peer_credentials(connection)
-    # Operators may do what they may whatever tenant they are: nobody locks himself out.
+    # Operators keep their rights whichever tenant they belong to, so that they cannot lock themselves out.
     credential = PeerCredential(uid, (gid, *peer_groups(connection)), is_operator=is_operator(uid))
     return ClientIdentity(_client_origin(user_account(uid), pid, connection), is_direct=True, credential=credential)
 
 
 def user_account(uid: int) -> str:
-    """Return the account of a user of this host."""
+    """Return the principal of a user of this host."""
     return f"uid {uid}"
 
 
 def proxied_identity(connection: socket.socket, listener: str, peer: PeerIdentity) -> ClientIdentity:
-    """Return who is behind the proxy of a listener, by the proxy's word."""
+    """Return the identity of a client behind the proxy of a listener, as the proxy reports it."""
     return ClientIdentity(
         _client_origin(peer.user, peer.pid or 0, connection),
         credential=PeerCredential(peer.uid, peer.gids, peer.public_key),
@@ -61,29 +61,29 @@ def proxied_identity(connection: socket.socket, listener: str, peer: PeerIdentit
 
 
 def _client_origin(user: str, pid: int, connection: socket.socket) -> ClientOrigin:
-    # A process of another pid namespace has no number here.
+    # The pid is 0 for a process in another pid namespace.
     return ClientOrigin(f"process {pid} of {user}" if pid else f"connection {connection.fileno()} of {user}", user)
 
 
 class ClientConnection:
-    """A client.
+    """The connection of one client.
 
     Attributes:
-        key: by which the rest of the daemon knows it; none is used twice.
-        stream: the way to it.
-        identity: who it is.
-        tenant: that it is; None where each of its messages is refused.
-        rejection: with what.
-        origin: on whose account its requests go.
-        connected_at: when it came, in monotonic seconds.
-        limit_account: whose limits hold for the connection before a tenant is known: the user or host, or `NO_TENANT`.
-        has_sent_message: whether a whole message of it has come.
-        pending_requests: those that are under way.
-        is_closing: whether it was hung up, or its client has closed it.
-        incoming_bytes: bytes of the message that is coming, as they are counted in the room.
-        unread_bytes: bytes that it has not read, likewise.
-        is_dropping: whether it was told of last that it does not read.
-        backlog: messages that have been read, and not handled.
+        key: the unique key of the connection in the daemon; no key is used twice.
+        stream: reads and writes messages.
+        identity: the identity of the client.
+        tenant: the tenant of the client; None if each of its messages is rejected.
+        rejection: the error with which messages are rejected if `tenant` is None.
+        origin: the process and the principal of the client's requests.
+        connected_at: the time of the connection, in monotonic seconds.
+        limit_account: the account whose connection limits apply: the user or host, or `NO_TENANT`.
+        has_sent_message: whether the client has sent a whole message.
+        pending_requests: the number of requests in progress.
+        is_closing: whether the daemon has shut the connection down or the client has closed it.
+        incoming_bytes: the bytes of a partly received message that are reserved in the memory budget.
+        unread_bytes: the bytes that the client has not read, which are reserved in the memory budget.
+        is_dropping: whether a warning about dropped replies was logged, because the client does not read.
+        backlog: the messages that were read but not handled yet.
     """
 
     __slots__ = (
@@ -123,21 +123,21 @@ class ClientConnection:
 
     @property
     def tenant_name(self) -> str:
-        """The tenant to which the connection counts, `NO_TENANT` where each of its messages is refused."""
+        """The name of the tenant to which the connection counts; `NO_TENANT` if each of its messages is rejected."""
         return NO_TENANT if self.tenant is None else self.tenant.name
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request of it is under way."""
+        """Whether a request of the client is in progress."""
         return self.pending_requests > 0
 
     @property
     def user(self) -> str:
-        """On whose account it goes."""
+        """The principal of the client's requests."""
         return self.origin.principal
 
     def shut_down(self) -> None:
-        """End it: what it has been told already it can still read."""
+        """Send corked messages and shut the connection down. The client can still read what was sent."""
         self.is_closing = True
         with contextlib.suppress(OSError):
             self.stream.uncork()

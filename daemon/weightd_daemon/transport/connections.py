@@ -1,4 +1,4 @@
-"""All clients: their connections, and the replies to them, without ever waiting for one."""
+"""The connections of all clients, and non-blocking replies to them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from weightd_protocol import limits
 from weightd_protocol.errors import RequestError
 from weightd_protocol.framing import FrameReader, Message
 
-# What may wait for one client: an answer of whatever size is let through if nothing else waits.
+# The maximum of unread bytes of one client. A reply of any size is queued if there are no unread bytes.
 MAX_UNREAD_BYTES = 256 * 1024 * 1024
 
-# The last answers of a daemon that stops get this long to be read.
+# When the daemon stops, clients have this time to read their last replies.
 _LINGER_TIMEOUT_S = 1.0
 
 _log = logging.getLogger("weightd.api")
@@ -39,15 +39,16 @@ _log = logging.getLogger("weightd.api")
 
 @dataclass(frozen=True)
 class ConnectionCallbacks:
-    """What connections call.
+    """Callbacks of `ClientConnections`.
 
     Attributes:
-        free_memory: with a client and the bytes that it wants kept; returns whether there is room.
-        limit_account_of: with who has come; returns whose limits hold for the connection.
-        assign_tenant: with who has come: says on whose account it goes, and returns why it is hung up at once.
-        on_message: with each message, also with those of which not everything was kept.
-        on_disconnecting: with who is hung up because of an error, before that.
-        on_disconnected: with who has gone.
+        free_memory: called with the key of a client and the bytes to reserve for it; frees memory and returns whether
+            the bytes can be reserved now.
+        limit_account_of: returns the account whose connection limits apply to a client.
+        assign_tenant: sets the tenant of a connection; returns an error if the connection has to be closed at once.
+        on_message: called with each message, even if not all of its frames were kept.
+        on_disconnecting: called with a connection and the error because of which it is closed, before it is closed.
+        on_disconnected: called with a closed connection.
     """
 
     free_memory: Callable[[bytes, int], bool]
@@ -62,15 +63,15 @@ class ClientConnections:
     """The connections of clients.
 
     Args:
-        loop: calls when something can be read, or written.
-        memory_budget: counts what is kept for them.
+        loop: reports readable and writable connections.
+        memory_budget: counts the bytes that are kept for clients.
         admission: limits the connections of each user of the Unix socket.
-        callbacks: what is done with what they say.
-        log: of what clients do.
+        callbacks: receives messages and events.
+        log: logs the events of clients.
 
     Attributes:
-        reader: reads their messages.
-        dropped_messages: messages that could not be sent: their client was gone, or did not read.
+        reader: reads the messages of clients.
+        dropped_messages: the number of messages not sent, because their client had disconnected or did not read.
     """
 
     def __init__(
@@ -102,24 +103,24 @@ class ClientConnections:
         self._keys = itertools.count(1)
         self._limiter: ConnectionLimiter[ClientConnection] = ConnectionLimiter()
         self._is_full = False
-        # Those to whom something is kept back; None where nothing is.
+        # The connections whose small messages are held back; None outside of a `cork`.
         self._corked: set[ClientConnection] | None = None
 
     def __iter__(self) -> Iterator[ClientConnection]:
         return iter(self._by_key.values())
 
     def get(self, key: bytes) -> ClientConnection | None:
-        """Return a client by its key; None where it has gone."""
+        """Return the connection with this key; None if it was closed."""
         return self._by_key.get(key)
 
     # --- connections ----------------------------------------------------------------------------------------------
 
     def listen(self, listener: socket.socket) -> None:
-        """Adopt all connections to a Unix socket that does not block, as far as their users may have them."""
+        """Adopt the connections to a non-blocking Unix socket, within the limits of their users."""
         self._unix_listener.listen(listener)
 
     def adopt(self, connection: socket.socket, identity: ClientIdentity) -> None:
-        """Let somebody in; the socket is this object's from now on."""
+        """Add the connection of a new client, and take ownership of its socket."""
         key = next(self._keys).to_bytes(8, "big")
         incoming = FrameReader(
             max_frame_bytes=min(self._memory_budget.max_bytes, limits.MAX_FRAME_BYTES),
@@ -140,7 +141,7 @@ class ClientConnections:
             self._disconnect_with_error(client, excess)
 
     def reassign_tenants(self) -> None:
-        """Who is who may have changed."""
+        """Assign tenants to all connections again, after the tables of tenants have changed."""
         for each in self:
             self._callbacks.assign_tenant(each)
         self._limiter = ConnectionLimiter()
@@ -149,19 +150,19 @@ class ClientConnections:
                 self._limiter.add(each, each.limit_account, each.tenant_name)
 
     def disconnect(self, connection: ClientConnection, reason: str) -> None:
-        """End a connection; what its client has asked ends with it, in a moment."""
+        """Shut a connection down. `on_disconnected` follows in a later turn of the loop, and cancels its requests."""
         if not connection.is_closing:
             self.reader.forget(connection)
             near = connection.origin.peer
             self._log.log(_log, logging.WARNING, connection.user, "disconnecting a client of %s: %s", near, reason)
             connection.shut_down()
             self._limiter.remove(connection)
-            # It is told of its end, and of nothing that it has said.
+            # From now on the loop reports only the end of the connection. Further messages are not read.
             self._loop.remove(connection.stream.fileno())
             self._loop.add(connection.stream.fileno(), functools.partial(self._on_disconnected, connection))
 
     def close(self) -> None:
-        """Let all go; those who are reading what was said to them last get a moment for that."""
+        """Close all connections, after waiting `_LINGER_TIMEOUT_S` at most for clients to read their replies."""
         self._uncork()
         deadline = event_loop.now() + _LINGER_TIMEOUT_S
         while any(each.unread_bytes for each in self) and event_loop.now() < deadline:
@@ -173,16 +174,16 @@ class ClientConnections:
         self._unix_listener.close()
 
     def _admit_message(self, key: bytes, nbytes: int) -> bool:
-        # By the key: a connection that refers to itself would not be freed at once.
+        # The callback has the key, not the connection: a reference cycle would delay the release of the connection.
         return self.reader.admit_message(self._by_key[key], nbytes)
 
     def _disconnect_with_error(self, connection: ClientConnection, error: RequestError) -> None:
-        """Tell a client why its connection ends, and end it."""
+        """Report an error to a client, then close its connection."""
         self._callbacks.on_disconnecting(connection, error)
         self.disconnect(connection, str(error))
 
     def _evict_excess(self) -> None:
-        """Disconnect clients where too many are connected: children, logs and stores need descriptors, too."""
+        """Disconnect clients if there are too many: children, logs and stores need descriptors, too."""
         limit = max_client_descriptors()
         if len(self._by_key) > limit and not self._is_full:
             self._is_full = True
@@ -218,7 +219,7 @@ class ClientConnections:
     # --- replies --------------------------------------------------------------------------------------------------
 
     def send(self, key: bytes, frames: Sequence[Any]) -> bool:
-        """Send a message, or drop it; return False if that is because the client has not read earlier ones."""
+        """Send a message, or drop it; return False if it was dropped because the client does not read."""
         connection = self._by_key.get(key)
         if connection is None or connection.is_closing:
             self.dropped_messages += 1
@@ -233,14 +234,14 @@ class ClientConnections:
             if connection.stream.send(frames):
                 return True
         except ConnectionError:
-            # It is told of its end as of any other's.
+            # The loop reports the end of the connection.
             self.dropped_messages += 1
             return True
         self._send_later(connection)
         return True
 
     def cork(self) -> None:
-        """Keep small messages back until the end of this turn, so that each client gets its own with one call."""
+        """Hold small messages back until the end of this turn of the loop, to send a client's messages in one call."""
         if self._corked is None:
             self._corked = set()
             self._loop.call_soon(self._uncork)
@@ -276,7 +277,7 @@ class ClientConnections:
             if connection.stream.flush():
                 self._loop.unwatch_writes(connection.stream.fileno())
         except ConnectionError:
-            # Its end is told to who reads.
+            # The reader closes the connection.
             self._loop.unwatch_writes(connection.stream.fileno())
             return
         self._update_unread_bytes(connection)

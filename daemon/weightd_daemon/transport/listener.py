@@ -1,8 +1,8 @@
-"""The daemon's Unix socket: which connections it accepts, and when an ended one no longer counts.
+"""The daemon's Unix socket: accepts connections, and counts a closed connection until its client has read everything.
 
-The kernel keeps what a peer has not read, at the expense of the sender's control group, until the peer has read it or
-closes its end: that the sender closes its own end frees nothing. So the daemon keeps its end of an ended connection,
-and counts the connection as open, until then.
+The kernel charges unread data to the control group of the sender until the peer has read the data or closed its end,
+even if the sender has closed its own end. So the daemon keeps its end of a closed connection open, and counts the
+connection, until then.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from weightd_protocol.errors import ResourceExhausted
 from weightd_protocol.framing import message_prefix
 from weightd_protocol.messages.inference import Error
 
-# So many connections of a user have buffers of the size that the kernel gives them (net.core.wmem_default), and those
-# beyond it have buffers for so many bytes: what a client does not read there is kept at the daemon's expense.
+# This number of connections of a user have buffers of the kernel's default size (net.core.wmem_default). Further
+# connections have buffers of `_SMALL_BUFFER_BYTES`, because unread data is charged to the daemon.
 _MAX_DEFAULT_BUFFERS = 64
 _SMALL_BUFFER_BYTES = 8192
 
-# Of refused connections of a user whose client has not read why. Others are told nothing.
+# The number of refused connections of a user that may have an unread error message. Beyond it, no message is sent.
 _MAX_UNREAD_REFUSALS = 64
 
-# Connections to the Unix socket that wait to be accepted. A user may fill this queue with connections that are refused:
-# others wait behind them, for a fraction of a second with so many.
+# The queue of connections to accept. A user whose connections are refused may fill it; at this length, others wait
+# behind them for a fraction of a second only.
 _LISTEN_BACKLOG = 128
 
 _POLL_INTERVAL_S = 0.1
 
-# In each interval: to look at one takes about a microsecond.
+# The maximum of connections to poll in an interval. Each poll takes about a microsecond.
 _MAX_POLLED = 64
 
 _INT_FORMAT = struct.Struct("@i")
@@ -53,15 +53,15 @@ _log = logging.getLogger("weightd.api")
 
 
 class UnixListener:
-    """Accepts connections to the Unix socket, and counts those of each user.
+    """Accepts connections to the Unix socket, and counts the connections of each user.
 
     Args:
-        loop: calls when somebody connects.
+        loop: reports new connections.
         admission: limits the connections of each user.
-        limit_account_of: returns whose limits hold for a connection.
-        on_connection: called with a connection that was accepted, and who has connected. It has to call `add`, and
+        limit_account_of: returns the account whose limits apply to a connection.
+        on_connection: called with an accepted connection and the identity of its client. It has to call `add`, and
             `shut_down` when the connection ends.
-        log: of what clients do.
+        log: logs the events of clients.
     """
 
     def __init__(
@@ -77,31 +77,31 @@ class UnixListener:
         self._limit_account_of = limit_account_of
         self._on_accepted = on_connection
         self._log = log
-        # With a `DescriptorCloser` of its own: a close of a connection can always be interrupted.
+        # Unlike the close of a file, the close of a connection can always be interrupted: it has a separate closer.
         self._unread_connections = UnreadConnections(loop, DescriptorCloser(log_resource_error).close_socket)
 
     def listen(self, listener: socket.socket) -> None:
-        """Accept the connections to a Unix socket that does not block."""
+        """Accept the connections to a non-blocking Unix socket."""
         listener.listen(_LISTEN_BACKLOG)
         Acceptor(listener, self._loop, self._on_connection, _log.error)
 
     def add(self, connection: socket.socket, limit_account: str) -> None:
-        """Count an open connection of a user; beyond some it has small buffers."""
+        """Count an open connection of a user. Connections beyond a limit get small buffers."""
         if self._admission.add_connection(limit_account) > _MAX_DEFAULT_BUFFERS:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SMALL_BUFFER_BYTES)
 
     def shut_down(self, connection: socket.socket, limit_account: str) -> None:
-        """End a connection that `add` has counted, and close it as soon as its client has read everything."""
+        """Shut down a connection that `add` has counted, and close it when its client has read everything."""
         self._unread_connections.shut_down(
             limit_account, connection, functools.partial(self._admission.remove_connection, limit_account)
         )
 
     def close(self) -> None:
-        """Close the connections that `shut_down` has ended, whatever was read."""
+        """Close the connections that were shut down, even if their clients have not read everything."""
         self._unread_connections.close()
 
     def _on_connection(self, connection: socket.socket) -> bool:
-        """Adopt a new connection to the Unix socket, or refuse it before anything else is done for it."""
+        """Pass on a new connection, or refuse it before any other work; return whether the connection was passed on."""
         identity = unix_identity(connection)
         limit_account = self._limit_account_of(identity)
         reason = (
@@ -111,7 +111,7 @@ class UnixListener:
             self._on_accepted(connection, identity)
             return True
         if self._unread_connections.count_of(limit_account) < _MAX_UNREAD_REFUSALS:
-            # The kernel keeps the text until the client reads it.
+            # The kernel keeps the message until the client reads it.
             with contextlib.suppress(OSError):
                 connection.setblocking(False)
                 connection.send(_refusal_message(reason))
@@ -123,11 +123,11 @@ class UnixListener:
 
 
 class UnreadConnections:
-    """Ended connections by the user at the other end.
+    """Connections that were shut down and whose clients have not read everything, by account.
 
     Args:
-        loop: calls the timer.
-        close: called with the owner of a connection and the connection when everything has been read.
+        loop: runs the timer.
+        close: called with the account and the connection when everything has been read.
     """
 
     def __init__(self, loop: EventLoop, close: Callable[[str, socket.socket], object]) -> None:
@@ -138,14 +138,11 @@ class UnreadConnections:
         loop.add_timer(self._timer)
 
     def count_of(self, limit_account: str) -> int:
-        """Return how many connections of a user are kept."""
+        """Return the number of waiting connections of an account."""
         return self._count_by_account[limit_account]
 
     def shut_down(self, limit_account: str, connection: socket.socket, on_closed: Callable[[], object]) -> None:
-        """Tell the peer that the connection ends, close it as soon as everything has been read.
-
-        And call `on_closed`.
-        """
+        """Shut a connection down; close it and call `on_closed` when its client has read everything."""
         if not unread_bytes(connection):
             self._close(limit_account, connection)
             on_closed()
@@ -157,7 +154,7 @@ class UnreadConnections:
         self._timer.set_no_later_than(event_loop.now() + _POLL_INTERVAL_S)
 
     def close(self) -> None:
-        """Close all connections, whatever was read."""
+        """Close all connections at once."""
         while self._connections:
             self._close_connection(*self._connections.popleft())
 
@@ -180,7 +177,7 @@ class UnreadConnections:
 
 
 def unread_bytes(connection: socket.socket) -> int:
-    """Return how many bytes of memory the kernel keeps for what the peer of a Unix socket has not read."""
+    """Return how many bytes of kernel memory the unread data of a Unix socket takes; 0 if the socket has failed."""
     try:
         count: int
         (count,) = _INT_FORMAT.unpack(fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(_INT_FORMAT.size)))
@@ -191,6 +188,6 @@ def unread_bytes(connection: socket.socket) -> int:
 
 @functools.lru_cache
 def _refusal_message(reason: str) -> bytes:
-    """Return the message to a client whose connection is refused."""
+    """Return the encoded error message for a refused connection."""
     frames = encode(Error("", ResourceExhausted.code, f"{reason}: this connection ends"))
     return b"".join([message_prefix(frames), *frames])

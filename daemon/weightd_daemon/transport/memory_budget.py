@@ -1,4 +1,4 @@
-"""What clients make the daemon keep in memory, and whose turn it is when that is too much."""
+"""Memory budget: counts the bytes that the daemon keeps for clients, and finds the client with the most."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from collections.abc import Callable
 from weightd_daemon.platform import memory
 from weightd_daemon.platform.event_loop import Timer
 
-# What an allocator does not give back by itself.
+# Freed blocks of at least this size are worth returning to the kernel explicitly.
 LARGE_BYTES = 1024 * 1024
 
 
 class MemoryBudget:
-    """One bound for all clients together: of bytes that are kept for them.
+    """A common limit of the bytes that are kept for all clients.
 
     Args:
-        max_bytes: bytes; what is alone may be more.
-        user_of: called with a client; returns on whose account it goes, "" where that is not known. Clients of one user
-            share what it gets.
-        on_large: called whenever `LARGE_BYTES` or more are taken at once.
+        max_bytes: the limit. A single reservation may exceed it if there is no other.
+        user_of: returns the principal of a client, "" if unknown. The clients of one principal count together.
+        on_large: called whenever `LARGE_BYTES` or more are reserved at once.
 
     Attributes:
-        used_bytes: bytes now.
+        used_bytes: the reserved bytes.
     """
 
     def __init__(
@@ -35,11 +34,11 @@ class MemoryBudget:
         self._bytes_by_client: dict[bytes, int] = {}
 
     def can_reserve(self, nbytes: int) -> bool:
-        """Whether so much more may be taken."""
+        """Return whether `nbytes` more may be reserved."""
         return not self.used_bytes or self.used_bytes + nbytes <= self.max_bytes
 
     def try_reserve(self, client: bytes, nbytes: int) -> bool:
-        """Keep so much more for a client if there is room; return whether there is."""
+        """Reserve `nbytes` for a client if the limit allows it; return whether it does."""
         used_bytes = self.used_bytes
         if used_bytes and used_bytes + nbytes > self.max_bytes:
             return False
@@ -50,18 +49,18 @@ class MemoryBudget:
         return True
 
     def used_by(self, client: bytes) -> int:
-        """Return what is kept for a client."""
+        """Return the bytes that are reserved for a client."""
         return self._bytes_by_client.get(client, 0)
 
     def reserve(self, client: bytes, nbytes: int) -> None:
-        """So much more is kept for a client."""
+        """Reserve `nbytes` for a client, even beyond the limit."""
         self._bytes_by_client[client] = self._bytes_by_client.get(client, 0) + nbytes
         self.used_bytes += nbytes
         if nbytes >= LARGE_BYTES:
             self._on_large_reservation()
 
     def release(self, client: bytes, nbytes: int) -> None:
-        """So much is kept no more; of a client that was forgotten it no longer counts."""
+        """Release `nbytes` of a client's reservation, which is empty after `release_all`."""
         client_bytes = self._bytes_by_client.get(client, 0)
         if client_bytes and nbytes <= client_bytes:
             self._bytes_by_client[client] = client_bytes - nbytes
@@ -70,11 +69,11 @@ class MemoryBudget:
             self.release_all(client)
 
     def release_all(self, client: bytes) -> None:
-        """The client has gone, or is made to go: what is kept for it goes, too."""
+        """Release everything that is reserved for a client, which has disconnected or is being disconnected."""
         self.used_bytes -= self._bytes_by_client.pop(client, 0)
 
     def largest_client(self, client: bytes, nbytes: int) -> bytes:
-        """Return whose turn it is if a client wants so much more: who has most of the user that has most."""
+        """Return the client to disconnect before `client` reserves `nbytes`: the largest of the largest user."""
         bytes_by_client = {**self._bytes_by_client, client: self.used_by(client) + nbytes}
         clients_by_user: defaultdict[str, dict[bytes, int]] = defaultdict(dict)
         for each, held in bytes_by_client.items():
@@ -85,18 +84,18 @@ class MemoryBudget:
 
 _NEVER = float("inf")
 
-# Large traffic that has paused for so long may begin again, and would only have to get its memory again.
+# Large messages often follow one another: memory that is returned earlier would be needed again at once.
 TRIM_DELAY_S = 1.0
 
 
 class HeapTrimmer:
-    """Gives memory back to the kernel a while after the last large message.
+    """Returns freed memory to the kernel a while after the last large message.
 
     Args:
-        memory_budget: what is kept for clients.
+        memory_budget: shows whether large messages are still kept.
 
     Attributes:
-        timer: when `on_timer` is due.
+        timer: calls `on_timer`.
     """
 
     def __init__(self, memory_budget: MemoryBudget) -> None:
@@ -104,11 +103,11 @@ class HeapTrimmer:
         self._memory_budget = memory_budget
 
     def on_large_message(self, now: float) -> None:
-        """A message of `LARGE_BYTES` or more has come, or is not read at once."""
+        """Restart the delay: a message of `LARGE_BYTES` or more has arrived, or waits for its client to read."""
         self.timer.set(now + TRIM_DELAY_S)
 
     def on_timer(self, now: float) -> None:
-        """Give back what can be, unless something large is under way still."""
+        """Return freed memory to the kernel, unless large messages are still kept."""
         if self._memory_budget.used_bytes >= LARGE_BYTES:
             self.timer.set(now + TRIM_DELAY_S)
         else:

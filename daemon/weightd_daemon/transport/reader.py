@@ -1,7 +1,7 @@
-"""Reads the messages of clients without ever waiting for one, and lets tenants take turns.
+"""Non-blocking reader of client messages, with fair shares of the daemon's event loop for tenants.
 
-A message costs the daemon's one loop some tens of microseconds, and a client that sends enough of them, of whatever
-kind, would have all of its time. So where several users send messages, their connections wait in `TenantReadQueue`.
+A message takes tens of microseconds of the loop's time, so a client that sends enough of them could take all of it.
+Therefore, while several users send messages, their connections wait in `TenantReadQueue`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from weightd_daemon.transport.memory_budget import MemoryBudget
 from weightd_protocol.errors import InvalidArgument, RemoteProtocolError
 from weightd_protocol.framing import Message
 
-# Of one client, before others have their turn.
+# The maximum of messages of one client that are handled before other clients are served.
 MAX_MESSAGES_PER_TURN = 16
 
-# Of one tenant, before that of another has its turn.
+# The maximum of time for one connection before another tenant is served.
 _TIME_SLICE_S = 1e-4
 
-# So many clients may have sent a descriptor and not yet all of the message with which it goes.
+# The maximum of clients that have sent a descriptor, but not yet the whole message to which it belongs.
 _MAX_AWAITING_MESSAGE = 64
 
-# A read takes at most so many bytes, unless a large frame is under way.
+# The maximum of bytes in one read, except within a large frame.
 _READ_CHUNK_BYTES = 64 * 1024
 
 _UNCLOSED_DESCRIPTORS_TEXT = (
@@ -44,14 +44,15 @@ _UNCLOSED_DESCRIPTORS_TEXT = (
 
 @dataclass(frozen=True)
 class ReaderCallbacks:
-    """What the reader calls.
+    """Callbacks of `MessageReader`.
 
     Attributes:
-        free_memory: with the key of a client and the bytes that it wants kept; returns whether there is room.
-        on_message: with each message, also with those of which not everything was kept.
-        disconnect: with a connection that has to end, and why.
-        disconnect_invalid: likewise; the client has violated the protocol, and is told.
-        on_closed: with a connection whose client has closed it.
+        free_memory: called with the key of a client and the bytes to reserve for it; frees memory and returns whether
+            the bytes can be reserved now.
+        on_message: called with each message, even if not all of its frames were kept.
+        disconnect: called with a connection to close and the reason.
+        disconnect_invalid: the same for a client that violated the protocol, to which the reason is sent.
+        on_closed: called with a connection that its client has closed.
     """
 
     free_memory: Callable[[bytes, int], bool]
@@ -62,15 +63,15 @@ class ReaderCallbacks:
 
 
 class MessageReader:
-    """Reads from connections and calls back with each message.
+    """Reads from connections, and passes on each message.
 
     Args:
-        loop: calls when something can be read.
-        memory_budget: counts what is kept for messages that have not come whole.
-        callbacks: what it calls.
+        loop: reports readable connections.
+        memory_budget: counts the bytes of messages that were received in part.
+        callbacks: receives messages and events.
 
     Attributes:
-        fd_closer: takes descriptors that nobody wants.
+        fd_closer: closes descriptors that are not used.
     """
 
     def __init__(self, loop: EventLoop, memory_budget: MemoryBudget, callbacks: ReaderCallbacks) -> None:
@@ -81,11 +82,11 @@ class MessageReader:
         self._awaiting_message: set[ClientConnection] = set()
         self._backlogged: dict[ClientConnection, None] = {}
         self._read_queue = TenantReadQueue()
-        # The connections that wait for their turn, and the one whose turn it is.
+        # The connections in the queue, and the one that is being served.
         self._queued: set[ClientConnection] = set()
 
     def on_readable(self, connection: ClientConnection) -> None:
-        """Something has come, or the client has gone."""
+        """Read from a connection, or queue it while several users send messages."""
         if self._read_queue.is_contended(connection):
             if connection not in self._queued:
                 self._queued.add(connection)
@@ -97,12 +98,12 @@ class MessageReader:
             self._loop.call_soon(self._serve_backlogged)
 
     def admit_message(self, connection: ClientConnection, nbytes: int) -> bool:
-        """A message begins that does not come at once: it takes room from now on."""
+        """Reserve memory for the rest of a message; return False to drop all of the message but its header."""
         key, memory_budget = connection.key, self._memory_budget
         memory_budget.release(key, connection.incoming_bytes)
         connection.incoming_bytes = 0
         if connection.tenant is None:
-            # It is refused, whatever it says.
+            # Every message of this client is rejected.
             return False
         if nbytes > memory_budget.max_bytes or (
             not memory_budget.can_reserve(nbytes) and not self._callbacks.free_memory(key, nbytes)
@@ -113,14 +114,14 @@ class MessageReader:
         return True
 
     def reject_descriptors(self, connection: ClientConnection) -> None:
-        """Have those closed that a client has sent, and nobody wants."""
+        """Close the descriptors that a client has sent without a message for them."""
         while connection.stream.descriptors:
             self.fd_closer.close(connection.limit_account, connection.stream.descriptors.popleft())
         if self.fd_closer.is_backlogged(connection.limit_account):
             self._callbacks.disconnect(connection, _UNCLOSED_DESCRIPTORS_TEXT)
 
     def forget(self, connection: ClientConnection) -> None:
-        """Read nothing more from a connection, and drop what was read and not handled."""
+        """Stop reading from a connection, and drop its messages that were read but not handled."""
         self._backlogged.pop(connection, None)
         connection.backlog.clear()
         if connection in self._queued:
@@ -128,14 +129,14 @@ class MessageReader:
             self._read_queue.remove(connection)
 
     def _serve_backlogged(self) -> None:
-        """Go on with those who have sent more at once than was handled, after all others had their turn."""
+        """Continue with the connections that have more messages than one turn handles, after all others were served."""
         backlogged, self._backlogged = self._backlogged, {}
         for connection in backlogged:
             if not connection.is_closing:
                 self.on_readable(connection)
 
     def _serve_queue(self) -> None:
-        """Handle what one connection has sent, for a moment, where several users speak."""
+        """Serve the next connection in the queue for one time slice."""
         if not self._read_queue:
             return
         started_at = event_loop.now()
@@ -152,13 +153,13 @@ class MessageReader:
             self._loop.call_soon(self._serve_queue)
 
     def _handle_messages(self, connection: ClientConnection, deadline: float = math.inf) -> bool:
-        """Handle what was read, or read once, so that others have their turn; return whether that is all for now."""
+        """Handle the backlog of a connection, or else read once; return whether nothing is left for now."""
         messages = connection.backlog or self._read_messages(connection)
         while messages:
             connection.has_sent_message = True
             self._callbacks.on_message(connection, messages.popleft())
             if connection.is_closing:
-                # That was its last.
+                # The callback has closed the connection.
                 messages.clear()
                 return True
             if messages and deadline < math.inf and event_loop.now() >= deadline:
@@ -171,7 +172,7 @@ class MessageReader:
     def _read_messages(self, connection: ClientConnection) -> deque[Message]:
         stream = connection.stream
         incoming = stream.frame_reader
-        # Of a large frame so much is read at once that it cannot be looked at before.
+        # A read of a large frame is too long to be checked for descriptors in advance.
         if (
             connection.identity.is_direct
             and self.fd_closer.pending
@@ -186,7 +187,7 @@ class MessageReader:
             self._callbacks.on_closed(connection)
             return deque()
         except RemoteProtocolError as error:
-            # Nobody can tell where its next message would begin.
+            # The start of the next message cannot be found after an error in the framing.
             self._callbacks.disconnect_invalid(connection, InvalidArgument(str(error)))
             return deque()
         if stream.descriptors and not self._may_keep_descriptors(connection):
@@ -197,7 +198,10 @@ class MessageReader:
         return deque(messages)
 
     def _wait_for_message(self, connection: ClientConnection) -> None:
-        """A client's descriptors are there: they are refused where no message is that they may go with."""
+        """Keep a client's descriptors until their message has been received; reject them if no message has begun.
+
+        If too many clients wait for a message, the latest one of the user with the most of them is disconnected.
+        """
         if connection.stream.frame_reader.is_idle:
             self.reject_descriptors(connection)
             return
@@ -211,7 +215,7 @@ class MessageReader:
             )
 
     def _may_keep_descriptors(self, connection: ClientConnection) -> bool:
-        """Return whether the client has sent descriptors of memory alone; hang it up otherwise."""
+        """Return whether all descriptors of a client are memfds; disconnect the client otherwise."""
         if all(map(memfd.is_memory, connection.stream.descriptors)):
             return True
         text = "descriptors: expected a memfd, got a descriptor of something else"
@@ -219,30 +223,30 @@ class MessageReader:
         return False
 
 
-# Those whose messages are all refused are one, and no tenant has less weight.
+# The clients without a tenant share one queue, with the lowest weight that a tenant can have.
 _NO_TENANT_QUEUE = Tenant("(no tenant)", TenantConfig(weight=MIN_WEIGHT))
 
 
 class TenantReadQueue:
-    """Connections from which something has come that has not been read: whose messages the daemon reads next.
+    """Queue of connections with unread messages, which decides whose messages the daemon reads next.
 
-    The tenant is next that has had least of the loop's time, by its weight: a clock like that of a device. The users of
-    one tenant take turns, and so do all users where there are no tenants. Plain decisions, fed with the clock.
+    The next tenant is the one that has used the least time of the loop, relative to its weight: a `FairClock` decides,
+    as it does for a device. The users of one tenant take turns. Without tenants, all users do.
     """
 
     def __init__(self) -> None:
         self._clock = FairClock()
         # The connections of each tenant, by user.
         self._queues: dict[Tenant, RoundRobinQueue[ClientConnection]] = {}
-        # Where each connection waits. A reload may change its tenant or user meanwhile.
+        # The queue of each connection: a reload may change the tenant and the user of a waiting connection.
         self._positions: dict[ClientConnection, tuple[Tenant, str]] = {}
         self._last_sender: tuple[Tenant, str] | None = None
         self._contended_until = -float("inf")
 
     def is_contended(self, connection: ClientConnection) -> bool:
-        """A user speaks: return whether another one has within `MULTI_TENANT_HOLD_S`.
+        """Record that a user sends; return whether another user has sent within the last `MULTI_TENANT_HOLD_S` seconds.
 
-        While one alone does, this costs no look at a clock.
+        While only one user sends, this does not read the clock.
         """
         sender = (connection.tenant or _NO_TENANT_QUEUE, connection.origin.principal)
         if sender != self._last_sender:
@@ -257,7 +261,7 @@ class TenantReadQueue:
         return bool(self._queues)
 
     def put(self, connection: ClientConnection) -> None:
-        """Something has come from it."""
+        """Add a connection with unread messages."""
         tenant, user = connection.tenant or _NO_TENANT_QUEUE, connection.origin.principal
         queue = self._queues.get(tenant)
         if queue is None:
@@ -270,23 +274,23 @@ class TenantReadQueue:
         return bool(self._queues)
 
     def take(self) -> tuple[Tenant, ClientConnection]:
-        """Return whose turn it is, and take it out; it may wait again, behind the others of its user."""
+        """Remove the next connection; return its tenant and the connection. The caller may add the connection again."""
         tenant = min(self._queues, key=self._clock.sort_key)
         connection = self._queues[tenant].take()
         del self._positions[connection]
         return tenant, connection
 
     def on_served(self, tenant: Tenant, seconds: float) -> None:
-        """The one that was taken last has had so much of the loop's time, and waits again if it has to."""
+        """Charge a tenant for the time of its connection. If the connection has more messages, it was added again."""
         self._clock.start_batch({tenant: 1.0}, 0.0).settle(seconds)
         queue = self._queues.get(tenant)
-        # It is gone already where the others in it were hung up meanwhile.
+        # The queue has been removed if its other connections were closed meanwhile.
         if queue is not None and not queue:
             del self._queues[tenant]
             self._clock.remove_active(tenant)
 
     def remove(self, connection: ClientConnection) -> None:
-        """A connection has closed; it may be the one that was taken last, which does not wait."""
+        """Remove a closed connection, if it is in the queue."""
         if connection not in self._positions:
             return
         tenant, user = self._positions.pop(connection)

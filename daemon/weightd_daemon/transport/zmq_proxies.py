@@ -1,4 +1,4 @@
-"""The daemon's side of its proxies: has them made, hears whom they let in, and has a dead one replaced."""
+"""The daemon's side of its ZeroMQ proxies: has them forked, receives their clients, and restarts them."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ from weightd_protocol.messages.inference import Error
 
 _log = logging.getLogger("weightd.api")
 
-# A proxy that has lived so long has not died of what the one before it has died of.
+# After this uptime, an exit is not counted as an early exit.
 _HEALTHY_UPTIME_S = 10.0
 
-# The first one that dies is replaced at once, the next ones after so long, twice as long each time, at most the second.
+# Delays between early exits and restarts: none after the first exit, then from the initial one, doubled each time.
 _INITIAL_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 5.0
 
-# A zygote forks within milliseconds, and has started within a few hundred: past this it hangs.
+# A zygote starts within a few hundred milliseconds and forks within milliseconds: after this time it hangs.
 _FORK_TIMEOUT_S = 5.0
 
 _NEVER = float("inf")
 
 
-# In what a proxy has to log: the user, or the host, that it is about; and all numbers.
+# The user or host in a log line of a proxy, and the numbers, by which lines of the same kind differ.
 _CLIENT_PATTERN = re.compile(r"\b(?:uid \d+|host [^\s:]+)")
 _NUMBER_PATTERN = re.compile(r"\d+")
 
 
 @dataclass
 class ProxyInfo:
-    """One proxy.
+    """State of one proxy.
 
     Attributes:
-        name: of its listener.
-        address: where its clients connect.
-        pid: of its process; 0 while there is none.
-        peers: how many clients are connected and have spoken.
-        restarts: how many of its processes have died.
+        name: the name of its listener.
+        address: the address to which its clients connect.
+        pid: the pid of its process; 0 while none runs.
+        peers: the number of connected clients that have sent a message.
+        restarts: the number of its processes that have exited.
     """
 
     name: str
@@ -72,13 +72,13 @@ class ProxyInfo:
 
 @dataclass
 class _Listener:
-    """A listener, and the process that is to be there.
+    """A listener and the state of its proxy process.
 
     Attributes:
-        stream: the process's link; None while there is none.
-        started_at: when it was started.
-        early_exits: how many have died early, one after another.
-        restart_at: when another is to be started.
+        stream: the link to the process; None while none runs.
+        started_at: the time of the last start, in monotonic seconds.
+        early_exits: the number of consecutive early exits.
+        restart_at: the time of the next start, in monotonic seconds.
     """
 
     proxy: ProxyInfo
@@ -91,7 +91,7 @@ class _Listener:
 
 
 class ListenerAuth(NamedTuple):
-    """Who is let in at a listener: see `ProxyConfig`."""
+    """The key, the allowed clients and the connection limit of a listener; see `ProxyConfig`."""
 
     secret: str = ""
     keys: Sequence[str] | None = None
@@ -100,23 +100,23 @@ class ListenerAuth(NamedTuple):
 
 
 class ProxyLimits(NamedTuple):
-    """What a proxy may take for its clients, and the limits for the connections of one user or host to its listener."""
+    """The memory limit of a proxy, and the connection limits of each user or host at its listener."""
 
     max_memory_bytes: int
     user_limits: UserConnectionLimits
 
 
 class ZmqProxies:
-    """The proxies of all listeners.
+    """The ZeroMQ proxies of all listeners.
 
     Args:
-        listeners: by name, each with the socket that listens, which stays the caller's, and who is let in.
-        loop: calls when a proxy has something to say.
-        on_client: called with the name of a listener, the socket on which its proxy speaks for a client that has come,
-            and who that is.
-        limits: of each proxy.
-        log: of what clients do.
-        zygote: makes the proxies; None to start one. It is this object's.
+        listeners: by name, the listening socket, which remains the caller's, and the authentication of each listener.
+        loop: reports messages of the proxies.
+        on_client: called with the name of a listener, the socket over which its proxy relays a new client, and the
+            identity of that client.
+        limits: the limits of each proxy.
+        log: logs the events of clients.
+        zygote: forks the proxies, and belongs to this object; None to start one.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ZmqProxies:
         self._attach_zygote(zygote or _launch_zygote())
         self._proxy_numbers = itertools.count()
         self._proxy_by_number: dict[int, ProxyInfo] = {}
-        # Those that were asked for and have not been made yet, and until when they have to be: the first one first.
+        # The deadlines of the requested forks, by number, the earliest first.
         self._fork_deadlines: dict[int, float] = {}
         self._listeners = [
             _Listener(ProxyInfo(name, address), listener, _proxy_config(name, address, limits, lock))
@@ -155,21 +155,21 @@ class ZmqProxies:
 
     @property
     def proxies(self) -> Sequence[ProxyInfo]:
-        """How the proxy of each listener stands."""
+        """The state of the proxy of each listener."""
         return [post.proxy for post in self._listeners]
 
     @property
     def pids(self) -> Sequence[int]:
-        """Of all processes that this object has."""
+        """The pids of the zygote and all proxies."""
         zygote = [] if self._zygote is None else [self._zygote.pid]
         return [*zygote, *(each.pid for each in self.proxies if each.pid)]
 
     def update_auth(self, auth_by_listener: Mapping[str, ListenerAuth]) -> None:
-        """Have proxies use new keys and tenants, by the names of listeners."""
+        """Send new keys and tenants to the proxies. `auth_by_listener` has the names of the listeners as keys."""
         for post in self._listeners:
             lock = auth_by_listener[post.proxy.name]
             post.config = post.config._replace(allowed_keys=lock.keys, tenant_members=lock.tenants)
-            # One that is being started has the others yet; what it lets in, the daemon knows better.
+            # Until a proxy has read this, it accepts clients by the old tables. The daemon applies the new tables.
             if post.stream is not None:
                 with contextlib.suppress(ConnectionError):  # it has died: the next one has them
                     is_all = post.stream.send(
@@ -178,7 +178,7 @@ class ZmqProxies:
                     self._flush_if_unsent(is_all, post.stream)
 
     def close(self) -> None:
-        """Have all end, once they have passed on what was said to them; wait for that some seconds."""
+        """Stop all proxies, once they have relayed the last replies; wait a few seconds for that."""
         for post in self._listeners:
             if post.stream is not None:
                 self._loop.remove(post.stream.fileno())
@@ -211,7 +211,7 @@ class ZmqProxies:
                     listener.config.to_frames(number), [proxy_end.fileno(), listener.listener.fileno()]
                 )
             except OSError as error:
-                # It has just died: the end of the link is heard in a moment.
+                # The zygote has just exited, which the loop reports next.
                 _log.debug("cannot request the proxy of listener %s: %s", listener.proxy.name, error.strerror)
                 del self._proxy_by_number[number]
             else:
@@ -220,7 +220,7 @@ class ZmqProxies:
                 self._fork_timer.set_no_later_than(self._fork_deadlines[number])
 
     def _flush_if_unsent(self, is_sent: bool, stream: Stream) -> None:
-        """Send what is left for a proxy or the zygote as soon as it reads."""
+        """Flush a stream to a proxy or the zygote as soon as it is writable, unless everything was sent."""
         if not is_sent:
             self._loop.watch_writes(stream.fileno(), functools.partial(self._flush, stream))
 
@@ -237,7 +237,7 @@ class ZmqProxies:
         self._restart_timer.set(min((post.restart_at for post in self._listeners), default=_NEVER))
 
     def _on_proxy_readable(self, listener: _Listener) -> None:
-        """A proxy says something."""
+        """Handle the messages of a proxy."""
         stream = listener.stream
         if stream is None:
             return
@@ -260,12 +260,12 @@ class ZmqProxies:
             if stream.descriptors:
                 self._on_client(listener.proxy.name, socket.socket(fileno=stream.descriptors.popleft()), event.identity)
             else:
-                # The kernel has closed it: the proxy hangs the client up.
+                # The kernel has closed the descriptor; the proxy then disconnects the client.
                 text = "no descriptor is left for a client of listener %s"
                 self._log.log(_log, logging.ERROR, "", text, listener.proxy.name)
 
     def _on_proxy_exit(self, listener: _Listener, now: float) -> None:
-        """A proxy has died."""
+        """Restart a proxy that has exited, after a delay if it has exited early before."""
         if listener.stream is not None:
             self._loop.remove(listener.stream.fileno())
             listener.stream.close()
@@ -282,7 +282,7 @@ class ZmqProxies:
         self._loop.add(zygote.stream.fileno(), lambda: self._on_zygote_readable(zygote))
 
     def _restart_zygote(self, now: float) -> None:
-        """Have another zygote: there is none."""
+        """Start another zygote; on failure, try again later."""
         try:
             self._attach_zygote(_launch_zygote())
         except OSError as error:
@@ -290,7 +290,7 @@ class ZmqProxies:
             self._zygote_timer.set(now + _MAX_BACKOFF_S)
 
     def _on_zygote_readable(self, zygote: Zygote) -> None:
-        """The zygote says something."""
+        """Handle the messages of the zygote, or its exit, which ends all proxies."""
         try:
             messages = zygote.stream.receive()
         except ConnectionError:
@@ -319,7 +319,7 @@ class ZmqProxies:
             _log.warning("listener %s: proxy %d %s: its client connections are closed", proxy.name, news.pid, how)
 
     def _kill_hung_zygote(self, now: float) -> None:
-        """The zygote should have made a proxy by now, unless it has since, or died."""
+        """Kill the zygote if a fork is overdue."""
         until = next(iter(self._fork_deadlines.values()), _NEVER)
         if until > now:
             self._fork_timer.set(until)
@@ -338,7 +338,7 @@ def _launch_zygote() -> Zygote:
 
 
 def backoff_s(early_exits: int) -> float:
-    """Return after how many seconds a proxy is replaced, the last of so many in a row that have died early."""
+    """Return the delay in seconds before a proxy is restarted after this number of consecutive early exits."""
     return min(_INITIAL_BACKOFF_S * 2 ** min(early_exits - 2, 16), _MAX_BACKOFF_S) if early_exits > 1 else 0.0
 
 
