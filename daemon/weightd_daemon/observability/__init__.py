@@ -1,4 +1,4 @@
-"""What can be seen of a running daemon. Only looks: nothing here changes anything.
+"""Read-only view of a running daemon: status, metrics, events and logs. These modules change nothing.
 
-May import `models` and what is below them; what clients have is told by numbers.
+May import `models` and the packages below it. Metrics give clients only as numbers.
 """

@@ -1,6 +1,6 @@
-"""What has happened, as far as it is logged at INFO or above: the last of it is kept for who asks the daemon itself.
+"""Recent log events at INFO and above, kept in memory so that clients can query the daemon for them.
 
-The journal of the service manager has all of it, where there is one and one may read it.
+The journal of the service manager has all events, but not every host has a journal, and not every client may read it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from weightd_daemon.platform.log_setup import client_of, subject_of
 from weightd_protocol.codec import clip
 from weightd_protocol.messages.events import Event, Events, EventsResponse
 
-# A day of a service that is well; half an hour of one whose workers die all the time.
+# About a day of a healthy service, or half an hour of a service whose workers crash all the time.
 MAX_EVENTS = 2000
 MAX_BYTES = 1024 * 1024
 
-# What others have said in it is cut: the last words of a worker, the cause of a failure.
+# Longer texts are cut: they may contain text from other programs, such as the end of a worker's log.
 _MAX_TEXT_BYTES = 1024
 
-# An event beside its texts, on the wire and, about, in memory.
+# Size of an event apart from its texts: exact in a message, approximate in memory.
 _OVERHEAD_BYTES = 160
 
-# Of an answer: less than MAX_HEADER_BYTES.
+# Limit of a response: less than MAX_HEADER_BYTES.
 _MAX_REPLY_BYTES = 56 * 1024
 
 _SEVERITIES = ((logging.ERROR, "error"), (logging.WARNING, "warning"))
 
-# The lines of accounts come at each interval, and would drive all else out.
+# Usage lines are logged at regular intervals and would push out all other events.
 _ROUTINE_LOGGER = "weightd.usage"
 
 
@@ -40,31 +40,33 @@ _Source = tuple[bool, str]
 
 
 class EventLog(logging.Handler):
-    """Keeps the last events, so many and of so many bytes; their numbers go on from one daemon to the next.
+    """Log handler that keeps the most recent events, whose numbers increase from one daemon to the next.
 
-    Beyond that the oldest event is dropped of the client, or the model, that has most of them: of clients while they
-    have caused more than half of the events. So no client drives out events of others, or of the daemon itself.
+    When a limit is reached, the oldest event of the largest source is dropped: of a client if clients have caused more
+    than half of the events, otherwise of a model or the daemon. So no client can push out events of others or of the
+    daemon itself.
 
     Args:
-        max_events: of events.
-        max_bytes: of all of them.
+        max_events: the maximum number of events.
+        max_bytes: the maximum size of all events together.
     """
 
     def __init__(self, max_events: int = MAX_EVENTS, max_bytes: int = MAX_BYTES) -> None:
         super().__init__(logging.INFO)
         self._max_events = max_events
         self._max_bytes = max_bytes
-        # By number, ascending; of some sources earlier ones have been dropped than of others.
+        # By number, ascending. There may be gaps, because each source drops its own oldest events.
         self._events: dict[int, Event] = {}
         self._numbers_by_source: dict[_Source, deque[int]] = {}
         self._client_event_count = 0
         self._nbytes = 0
-        # The next daemon begins later than this one has logged a million events a second.
+        # Microseconds since 1970: the numbers of the next daemon are higher unless this one logs a million events a
+        # second.
         self._first_number = self._next_number = time.time_ns() // 1000
 
     @contextlib.contextmanager
     def capture_logs(self) -> Generator[None, None, None]:
-        """Keep what is logged in the block."""
+        """Keep the events that are logged within the block."""
         log = logging.getLogger("weightd")
         log.addHandler(self)
         try:
@@ -90,8 +92,8 @@ class EventLog(logging.Handler):
             self._drop_oldest()
 
     def query(self, request: Events) -> EventsResponse:
-        """Return what has happened after the event that the question names: the first of it, as much as fits."""
-        # Beyond what there is: it is of a daemon whose clock was ahead.
+        """Return the first events after the requested number, as many as fit into a response."""
+        # A higher number comes from an earlier daemon whose clock was ahead: start from the beginning.
         after = request.after if request.after < self._next_number else 0
         later = [event for number, event in self._events.items() if number > after]
         matching: list[Event] = []
@@ -127,7 +129,7 @@ def _severity(level: int) -> str:
 
 def _text(record: logging.LogRecord) -> str:
     error = record.exc_info[1] if record.exc_info else None
-    # Of a traceback the log has all.
+    # Only the log has the complete traceback.
     text = record.getMessage() if error is None else f"{record.getMessage()}: {type(error).__name__}: {error}"
     return clip(to_one_line(text), _MAX_TEXT_BYTES)
 

@@ -1,4 +1,4 @@
-"""How far the generations are that load. Nobody tells: it is looked at when something has changed, or is asked."""
+"""Progress of loading generations, sampled after changes and for each status request: generations do not report it."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ from weightd_daemon.models.load_progress import LoadEstimate, LoadProgress, Load
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.processes.snapshotter import CopyProgress
 
-# Of models that are gone, too: one that comes again has a name that it had.
+# Limit of remembered load speeds. Removed models count, too: a model may return under its old name.
 MAX_SPEEDS = 256
 
 NO_PROGRESS = LoadProgress()
 
 
 class LoadMonitor:
-    """Looks after the generations that load.
+    """Tracks the progress of generations that are loading.
 
     Args:
-        copy_progress: called with a model and a source; returns how much of its snapshot was copied, if that is known.
+        copy_progress: called with a model and a source; returns how much of its snapshot has been copied, if known.
 
     Attributes:
-        speeds: how long each model took the last time, by name: the one that was seen last is the last.
+        speeds: the duration of each model's last load, by name, the most recent last.
     """
 
     def __init__(self, copy_progress: Callable[[str, ModelSource], CopyProgress | None]) -> None:
         self.speeds: dict[str, LoadSpeed] = {}
         self._copy_progress = copy_progress
         self._has_changed = True
-        # By the label of the generation.
+        # By generation label.
         self._loads: dict[str, LoadEstimate] = {}
 
     def records(self) -> Iterator[LoadSpeedRecord]:
-        """Yield what is to be written down for the next daemon."""
+        """Yield the load speeds for the counter store."""
         yield from [LoadSpeedRecord(model, speed) for model, speed in self.speeds.items()]
 
     def restore(self, records: Sequence[LoadSpeedRecord]) -> None:
-        """A daemon before this one has seen this."""
+        """Add the load speeds that an earlier daemon has measured."""
         for each in records:
             self._remember_speed(each.model, each.speed)
 
     def on_change(self) -> None:
-        """A generation is not what it was."""
+        """Note that a generation has changed its state."""
         self._has_changed = True
 
     def update_if_changed(self, models: Iterable[ServedModel], now: float) -> None:
-        """See how far they are, if anything has changed since that was seen last."""
+        """Update the progress if anything has changed since the last update."""
         if self._has_changed:
             self.update(models, now)
 
     def update(self, models: Iterable[ServedModel], now: float) -> None:
-        """See how far they are."""
+        """Update the progress of all generations."""
         self._has_changed = False
         by_label = {
             generation.label: (model, generation)
             for model in models
-            # Of several models in one process each is copied for itself.
+            # The models of a group are copied separately, so the process has no single progress.
             if model.config.group is None
             for generation in model.deployments.generations
         }
@@ -71,12 +71,12 @@ class LoadMonitor:
         self._loads = {label: load for label, load in self._loads.items() if label in by_label}
 
     def progress(self, label: str, now: float) -> LoadProgress:
-        """Return how far a generation is; nothing of one that does not load."""
+        """Return the progress of a generation; empty if it is not loading."""
         load = self._loads.get(label)
         return NO_PROGRESS if load is None else load.progress(now)
 
     def describe_progress(self, label: str, now: float) -> str:
-        """Return the same for people, "" where nothing is known."""
+        """Return the progress of a generation in words; "" if nothing is known."""
         progress = self.progress(label, now)
         return copied_text(progress) or log_text.progress_text(progress.fraction_done, progress.remaining_s)
 
@@ -87,7 +87,7 @@ class LoadMonitor:
         if load is None:
             load = self._loads[label] = LoadEstimate(self.speeds.get(_model_of_label(label)), now)
             if nbytes is not None:
-                # It was copied for another one.
+                # Another generation had the same snapshot copied before.
                 load.on_copied(nbytes, now)
         if not load.is_copied:
             copy_progress = self._copy_progress(model.name, generation.source)
@@ -99,7 +99,7 @@ class LoadMonitor:
             load.on_load_started(now)
 
     def _on_load_end(self, label: str, generation: GenerationBase, now: float) -> None:
-        """It loads no more: if it serves, the next one is known better."""
+        """Drop the estimate of a generation that no longer loads; if it serves, remember its load speed."""
         load = self._loads.pop(label)
         speed = load.on_serving(now) if generation.state is GenerationState.SERVING else None
         if speed is not None:
@@ -113,12 +113,12 @@ class LoadMonitor:
 
 
 def copied_text(progress: LoadProgress) -> str:
-    """Return how much of a generation's files is there, where no more is known of how long it takes; else ""."""
+    """Return how much of a generation's files is copied, if its total progress is unknown; otherwise ""."""
     if progress.fraction_done is not None or progress.fraction_copied is None:
         return ""
     return f"{log_text.percent(progress.fraction_copied)} % copied"
 
 
 def _model_of_label(label: str) -> str:
-    """The model's."""
+    """Return the name of the model in a generation's label."""
     return label.rpartition(".")[0]

@@ -1,7 +1,7 @@
-"""The ends of what the processes of a model have written, of those that have ended, too, as long as their files are.
+"""Ends of the logs of a model's processes, including exited processes, as long as the files exist.
 
-A process of the daemon's user may have put anything in the place of its log: what is no file is passed over, and of
-what is one a bounded piece is read, one file at a time, so that the loop has its turns between two.
+Any process of the daemon's user may have replaced a log by something else, so only regular files are read. Each step
+reads a bounded part of one file, so that the event loop can do other work in between.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from weightd_daemon.processes.files import GenerationFiles
 from weightd_protocol import limits
 from weightd_protocol.messages.events import Logs, LogsResponse, LogTail
 
-# Of all logs in an answer.
+# Limit of all logs in a response.
 _MAX_BYTES = 1024 * 1024
 
-# Of a directory in which workers die again and again.
+# Limit of the entries that are read from a directory, where workers may exit again and again.
 _MAX_ENTRIES = 2048
 
 _SUFFIX = ".log"
@@ -31,12 +31,12 @@ class _Log(NamedTuple):
 
 
 class LogTailReader:
-    """Reads a log a step.
+    """Reads the logs for one request, one file a step.
 
     Args:
-        client: who asked.
-        request: what it asked.
-        generations: the files of those of the model, by their numbers.
+        client: the client that sent the request.
+        request: the request.
+        generations: the files of the model's generations, by generation number.
     """
 
     def __init__(self, client: bytes, request: Logs, generations: Mapping[int, GenerationFiles]) -> None:
@@ -49,7 +49,7 @@ class LogTailReader:
         self._tails: list[LogTail] = []
 
     def step(self) -> bool:
-        """Read a log; return whether it was the last."""
+        """Read one log; return whether it was the last one."""
         if self._remaining:
             log = self._remaining.pop(0)
             tail = _read_tail(log, self.request.lines, self._max_log_bytes)
@@ -58,7 +58,7 @@ class LogTailReader:
 
     @property
     def response(self) -> LogsResponse:
-        """What was read."""
+        """The response with the logs that were read."""
         return LogsResponse(self.request.id, tuple(self._tails), self._omitted)
 
 
@@ -69,16 +69,16 @@ def _find_logs(process: str, generations: Mapping[int, GenerationFiles]) -> Iter
 
 
 def _log_names(process: str, files: GenerationFiles) -> Iterable[str]:
-    """The processes that have, or may have, a log there."""
+    """Return the names of the processes that have, or may have, a log among these files."""
     if process:
-        # It names a file in this directory, or none.
+        # The name must be a file in this directory.
         return [process] if "/" not in process and "\0" not in process else []
     try:
         with os.scandir(files.directory) as entries:
             names = [entry.name for entry, _ in zip(entries, range(_MAX_ENTRIES), strict=False)]
     except OSError:
         return []
-    # No process has a name that is empty or no text: such a one could not be told.
+    # No process has an empty or unprintable name, and a response could not carry such a name.
     return [
         name.removesuffix(_SUFFIX)
         for name in names
@@ -94,7 +94,7 @@ def _modified_at(path: Path) -> float:
 
 
 def _read_tail(log: _Log, lines: int, max_bytes: int) -> LogTail | None:
-    """Return the end of a log; None where there is none, or something else."""
+    """Return the end of a log; None if the file is missing or not a regular file."""
     try:
         descriptor = os.open(log.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
@@ -113,11 +113,11 @@ def _read_tail(log: _Log, lines: int, max_bytes: int) -> LogTail | None:
 
 
 def _last_lines(content: bytes, lines: int, max_bytes: int, *, is_truncated: bool) -> str:
-    """Return the last lines, of the first of which the beginning may be missing."""
+    """Return the last lines; the beginning of the first one may be missing if the lines exceed the limit."""
     text = content.decode("utf-8", "replace")
     kept: Sequence[str] = text.splitlines(keepends=True)
     if is_truncated and len(kept) > 1:
         kept = kept[1:]
     raw = "".join(kept[-lines:]).encode()
-    # What is no text takes three bytes for each of its own.
+    # The decoder replaces each invalid byte by a character of three bytes, so the text can exceed the limit.
     return raw[max(0, len(raw) - max_bytes) :].decode("utf-8", "ignore")

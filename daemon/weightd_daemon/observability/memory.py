@@ -1,8 +1,9 @@
-"""The memory of all processes for the metrics: measured in a thread of its own, once a minute at most.
+"""Memory of all processes for metrics and status. For metrics, a thread measures it, at most once a minute.
 
-The kernel takes milliseconds to count the pages of one process, and longer where that is short of memory: the loop is
-not to wait for it, and a scrape gets what was measured before. The thread only reads files below /proc and page stores,
-and holds nothing that a fork would miss; children are started by the loop's thread alone, with which they die.
+The kernel takes milliseconds to count the pages of one process, and longer if it is short of memory. The event loop
+must not wait for that, so metrics report the previous measurement. The thread only reads files below /proc and page
+stores, and holds no locks that a forked child would miss. It starts no children, because children die with the thread
+that started them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ INTERVAL_S = 60.0
 
 
 class MeasuredProcess(Protocol):
-    """A child."""
+    """A child process."""
 
     @property
     def pid(self) -> int:
-        """As the kernel numbers it."""
+        """The process id."""
         ...
 
 
@@ -40,18 +41,18 @@ class MeasuredFiles(Protocol):
 
     @property
     def store(self) -> Path:
-        """Its pages."""
+        """The page store."""
         ...
 
 
 class MemorySubject(NamedTuple):
-    """What is to be measured of one generation.
+    """The parts of one generation whose memory is measured.
 
     Attributes:
-        pids: its processes.
-        shared_bytes: what its workers share, by their own word.
-        weight_bytes: what its copy of the weights takes, if that is known by the holder's word.
-        store_path: else the file that is looked at.
+        pids: the processes of the generation.
+        shared_bytes: the sum of the weights that each worker reports to share.
+        weight_bytes: the size of the copy of the weights as the holder reports it; 0 if unknown.
+        store_path: the page store, whose resident size is measured instead; None if the copy is not in a file.
     """
 
     pids: tuple[int, ...]
@@ -60,12 +61,12 @@ class MemorySubject(NamedTuple):
     store_path: Path | None
 
     def copy_bytes(self, resident: Callable[[Path], int | None]) -> int | None:
-        """Return what its copy of the weights has in memory; None where nobody tells. `resident` measures a file."""
+        """Return the resident size of the copy of the weights, None if unknown; `resident` measures a file."""
         return self.weight_bytes if self.store_path is None else resident(self.store_path)
 
     def saved_bytes(self, copy_bytes: int | None) -> int | None:
-        """Return what its workers share less what the copy takes."""
-        # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
+        """Return the memory that sharing saves: the weights that the workers share, less the copy."""
+        # A copy that no worker has used yet is not in memory: sharing has saved nothing then.
         return copy_bytes and max(0, self.shared_bytes - copy_bytes)
 
 
@@ -73,7 +74,7 @@ MemorySubjects = Mapping[str, Sequence[MemorySubject]]
 
 
 class MemoryFootprint(NamedTuple):
-    """What the processes of a model took of memory when that was measured last, in bytes; None: nobody tells."""
+    """The memory of a model's processes at the last measurement, in bytes; None if unknown."""
 
     pss_bytes: int | None = None
     shared_bytes: int | None = None
@@ -82,7 +83,7 @@ class MemoryFootprint(NamedTuple):
 
 
 class MemoryReport(NamedTuple):
-    """What was measured: of the daemon and what belongs to it, and of models by name."""
+    """The last measurement: the memory of the daemon with its helper processes, and of models by name."""
 
     pss_bytes: int | None = None
     footprints: Mapping[str, MemoryFootprint] = {}
@@ -91,12 +92,12 @@ class MemoryReport(NamedTuple):
 def memory_subjects(
     models: Iterable[ServedModel], processes: Mapping[str, MeasuredProcess], files: Mapping[str, MeasuredFiles]
 ) -> MemorySubjects:
-    """Return what is to be measured of models.
+    """Return the subjects to measure for each model.
 
     Args:
-        models: those that are served.
-        processes: of all of them, by name.
-        files: of each generation, by its label.
+        models: the served models.
+        processes: the processes of all models, by name.
+        files: the files of each generation, by its label.
     """
     return {
         model.name: [memory_subject(each, processes, files.get(each.label)) for each in model.generations]
@@ -107,7 +108,7 @@ def memory_subjects(
 def memory_subject(
     generation: GenerationBase, processes: Mapping[str, MeasuredProcess], files: MeasuredFiles | None
 ) -> MemorySubject:
-    """Return what is to be measured of a generation."""
+    """Return the subject to measure for a generation."""
     children = [child for child in generation.processes.alive() if child.name in processes]
     built = generation.built
     is_file = is_cpu(generation.device) and not (built is not None and built.is_template)
@@ -120,11 +121,11 @@ def memory_subject(
 
 
 class MemorySampler:
-    """Knows what was measured last.
+    """Measures memory in the background and keeps the last measurement.
 
     Args:
-        start: begins to do something that is not waited for.
-        clock: monotonic seconds.
+        start: starts a function without waiting for it.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -136,11 +137,11 @@ class MemorySampler:
         self._clock = clock
         self._due_at = -float("inf")
         self._is_measuring = False
-        # The thread puts all of it there at once.
+        # The measuring thread replaces the whole report at once, so no lock is needed.
         self._report = MemoryReport()
 
     def poll(self, daemon_pids: Sequence[int], make_subjects: Callable[[], MemorySubjects]) -> MemoryReport:
-        """Return what is known; measure again if it is time for that, for those who ask later."""
+        """Return the last measurement; start a new one if it is due."""
         now = self._clock()
         if now >= self._due_at and not self._is_measuring:
             self._due_at, self._is_measuring = now + INTERVAL_S, True
@@ -180,21 +181,21 @@ def measure_footprint(subjects: Iterable[MemorySubject]) -> MemoryFootprint:
 
 
 def _start_thread(target: Callable[[], None]) -> None:
-    # If the kernel does not come back from it, nobody waits at the end.
+    # A daemon thread: if the kernel does not return from a read, the process can still exit.
     threading.Thread(target=target, name="memory", daemon=True).start()
 
 
 T = TypeVar("T")
 
-# Whoever asks more often is told what was measured before.
+# A value is measured again only if it is older than this.
 MAX_AGE_S = 1.0
 
 
 class TtlCache:
-    """Values that were measured, for as long as they are of use.
+    """Cache of measured values that expire after `MAX_AGE_S`.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -202,7 +203,7 @@ class TtlCache:
         self._values: dict[Hashable, tuple[float, object]] = {}
 
     def get(self, key: Hashable, measure: Callable[[], T]) -> T:
-        """Return the value under `key`, measured now or at most a second ago."""
+        """Return the value for `key`, measured now or at most `MAX_AGE_S` ago."""
         if not self.has(key):
             now = self._clock()
             self._values = {each: value for each, value in self._values.items() if now < value[0] + MAX_AGE_S}
@@ -210,17 +211,17 @@ class TtlCache:
         return cast(T, self._values[key][1])
 
     def has(self, key: Hashable) -> bool:
-        """Whether there is such a value."""
+        """Return whether the cache has a value for `key` that has not expired."""
         return key in self._values and self._clock() < self._values[key][0] + MAX_AGE_S
 
 
 class MemoryScan:
-    """Reads the memory of one process a step.
+    """Reads the memory of processes for one status request, one process a step.
 
     Args:
-        request_id: the id of the question.
-        pids: the processes to look at.
-        cache: what is known.
+        request_id: the id of the request.
+        pids: the processes to measure.
+        cache: recently measured values.
     """
 
     def __init__(self, request_id: str, pids: Iterable[int], cache: TtlCache) -> None:
@@ -230,7 +231,7 @@ class MemoryScan:
         self._remaining_pids = list(pids)
 
     def step(self) -> bool:
-        """Look at one process, and at those whose memory is known; return whether these were the last."""
+        """Measure one process, and take further ones from the cache; return whether all are done."""
         is_known = True
         while self._remaining_pids and is_known:
             pid = self._remaining_pids.pop()
@@ -239,16 +240,16 @@ class MemoryScan:
         return not self._remaining_pids
 
     def pss_bytes(self, pid: int) -> int | None:
-        """Return the proportional set size that a process had; None where it is not known."""
+        """Return the proportional set size of a process; None if unknown."""
         process_memory = self.memory_by_pid.get(pid)
         return None if process_memory is None else process_memory.pss_bytes
 
     def private_bytes(self, pid: int) -> int | None:
-        """Return likewise what no other process had."""
+        """Return the memory of a process that no other process has; None if unknown."""
         process_memory = self.memory_by_pid.get(pid)
         return None if process_memory is None else process_memory.private_bytes
 
     def anonymous_bytes(self, pid: int) -> int | None:
-        """Return likewise what was no file's."""
+        """Return the memory of a process that belongs to no file; None if unknown."""
         process_memory = self.memory_by_pid.get(pid)
         return None if process_memory is None else process_memory.anonymous_bytes

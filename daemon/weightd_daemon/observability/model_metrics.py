@@ -1,4 +1,4 @@
-"""The parts of a snapshot that stand ready: counters and integers of models, for operators and for one tenant."""
+"""Metrics and status of models from data that is at hand, for operators and for a single tenant."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EMPTY_HISTOGRAM = Histogram((), 0.0)
 def model_metrics(
     model: ServedModel, counter_registry: CounterRegistry, footprint: MemoryFootprint, *, ready: bool
 ) -> ModelMetrics:
-    """Return the counters and the state of a model; its histograms are those since the daemon's first start."""
+    """Return the counters and the state of a model; its histograms count since the first start of the daemon."""
     counters, main_generation = counter_registry.counters_of(model.name), model.readiness.main_generation
     requests = model.dispatcher.status(event_loop.now())
     return ModelMetrics(
@@ -62,7 +62,7 @@ def model_metrics(
 
 
 def process_counts(generations: Iterable[GenerationBase]) -> tuple[ProcessCount, ...]:
-    """Return how many processes there are, by role and state."""
+    """Return the number of processes by role and state."""
     counts = Counter(
         (role_of(generation, child), child.state.display_name)
         for generation in generations
@@ -73,7 +73,7 @@ def process_counts(generations: Iterable[GenerationBase]) -> tuple[ProcessCount,
 
 
 def role_of(generation: GenerationBase, child: WorkerProcess) -> str:
-    """Return what a process is for: a worker that takes no requests yet is a spare."""
+    """Return the role of a process; a worker that does not take requests yet is a spare."""
     is_spare = (
         child.role is Role.WORKER and child.state is ChildState.READY and child.name not in generation.processes.serving
     )
@@ -81,7 +81,7 @@ def role_of(generation: GenerationBase, child: WorkerProcess) -> str:
 
 
 def tenant_model_metrics(model: ServedModel, queued: int, *, ready: bool) -> ModelMetrics:
-    """Return the metrics of a model for a tenant that sees its own requests alone."""
+    """Return the metrics of a model for a tenant that may only see its own requests."""
     return ModelMetrics(
         name=model.name,
         engine=model.config.engine,
@@ -108,7 +108,7 @@ def tenant_model_metrics(model: ServedModel, queued: int, *, ready: bool) -> Mod
 def tenant_model_status(
     model: ServedModel, tenant: Tenant, usage_table: UsageTable, queued: QueuedCounts
 ) -> ModelStatus:
-    """Return the status of a model for a tenant that sees its own requests alone."""
+    """Return the status of a model for a tenant that may only see its own requests."""
     usage = usage_table.usage_of(tenant.name, model.name)
     return ModelStatus(
         name=model.name,
@@ -123,7 +123,7 @@ def tenant_model_status(
 
 
 def queued_counts(models: Iterable[ServedModel]) -> QueuedCounts:
-    """Return how many requests wait, by tenant and model."""
+    """Return the number of requests in the queue, by tenant and model."""
     queued: dict[tuple[str, str], int] = {}
     for model in models:
         for tenant, count in model.dispatcher.queued_by_tenant.items():

@@ -1,7 +1,7 @@
-"""Answers status, metrics, events and logs requests, which cost the daemon's loop time.
+"""Answers status, metrics, events and logs requests within a limited share of the event loop's time.
 
-Each answer is made in steps between other work: `Reports` does one step in each turn of the loop, and keeps the answers
-for one user within a share of the loop's time.
+Each response is made in steps between other work: `Reports` does one step in each turn of the loop, and limits the time
+for the requests of one user.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from weightd_protocol.errors import RequestError, ResourceExhausted
 from weightd_protocol.messages.events import Events, Logs
 from weightd_protocol.messages.types import DaemonMessage
 
-# Of one user, and of all: each answer may cost milliseconds.
+# Limits of pending requests for one user and for all users: each response may cost milliseconds.
 MAX_PER_USER = 8
 MAX_PENDING = 16
 
-# Of the loop's time, for the questions of one user.
+# The share of the loop's time for the requests of one user.
 LOOP_SHARE = 0.1
 
-# So much of it a user can have at once who has asked for little: nobody who asks now and then waits.
+# Loop time that a user may take at once after a quiet period, so that occasional requests never wait.
 BURST_S = 0.1
 
 
-# Few may ask for logs, and each question may read a megabyte.
+# Few clients may request logs, and each request may read a megabyte.
 _MAX_LOG_READERS = 4
 
 
@@ -50,16 +50,16 @@ class Responses(Protocol):
 
 
 class StatusService:
-    """Makes the answers, and sends each when it is complete.
+    """Makes the responses, and sends each when it is complete.
 
     Args:
-        snapshots: the daemon's state.
-        event_log: what has happened.
-        loop: calls when a step is due.
-        responses: returns what sends answers, once there is a client.
+        snapshots: builds views of the daemon's state.
+        event_log: the recent events.
+        loop: runs the steps.
+        responses: returns the sender of replies, which is created after this service.
 
     Attributes:
-        timer: call it when it is due.
+        timer: runs the next step when it is due.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class StatusService:
         self._log_readers: list[LogTailReader] = []
 
     def report_status(self, requester: MetadataRequest, viewer: Viewer) -> None:
-        """Answer a status request, for who sees everything once the memory of each process has been read.
+        """Answer a status request; for a viewer of everything, after the memory of each process has been read.
 
         Raises:
-            RequestError: the client will not be told.
+            RequestError: the request is rejected.
         """
         if not viewer.can_see_all:
             self._answer(requester, lambda: self._snapshots.tenant_status(requester.request_id, viewer.tenant))
@@ -118,7 +118,7 @@ class StatusService:
         self._reports.add(requester, step)
 
     def _read_next_log(self) -> None:
-        """Read one file more."""
+        """Read one log file for the first request."""
         if self._log_readers[0].step():
             reader = self._log_readers.pop(0)
             self._responses().reply(reader.client, reader.response)
@@ -127,19 +127,19 @@ class StatusService:
 
 
 class _PendingReport(NamedTuple):
-    """A question that waits; `step` does a part of the work, and returns whether it has sent the answer."""
+    """A pending request; `step` does a part of the work, and returns whether the response was sent."""
 
     requester: MetadataRequest
     step: Callable[[], bool]
 
 
 class Reports:
-    """The questions that wait.
+    """Queue of pending requests; runs their steps and shares the loop's time among users.
 
     Args:
-        loop: calls when a step is due.
-        reject: is given a question that is not answered, and why.
-        get_time: monotonic seconds.
+        loop: runs the steps.
+        reject: called with a request that is dropped from the queue, and the error.
+        get_time: returns monotonic seconds.
     """
 
     def __init__(
@@ -153,15 +153,15 @@ class Reports:
         self._get_time = get_time
         self._pending: list[_PendingReport] = []
         self._counts_by_user = Counter[str]()
-        # By user: when the share of the loop's time makes up for all that it has had.
+        # By user: the time at which the user's share of the loop's time has paid for all steps so far.
         self._paid_until: dict[str, float] = {}
         self.timer = Timer(lambda _: self.step())
 
     def add(self, requester: MetadataRequest, step: Callable[[], bool]) -> None:
-        """Answer a question by steps; past `MAX_PENDING` the user that has most of them has one refused.
+        """Add a request; beyond `MAX_PENDING`, reject a request of the user who has the most.
 
         Raises:
-            ResourceExhausted: the user has `MAX_PER_USER` already.
+            ResourceExhausted: the user already has `MAX_PER_USER` requests.
         """
         if self._counts_by_user[requester.user] == MAX_PER_USER:
             text = f"{MAX_PER_USER} status, metrics and events requests of this user are waiting already"
@@ -176,7 +176,7 @@ class Reports:
             self._reject(last.requester, ResourceExhausted(text, retry_after=self._retry_after_s(last.requester)))
 
     def step(self) -> None:
-        """Do a step for the user that has had least, if one is due."""
+        """Run a step for the user who has had the least time, if that user's next step is due."""
         if not self._pending:
             return
         started_at = self._get_time()
@@ -202,7 +202,7 @@ class Reports:
             del self._counts_by_user[pending.requester.user]
 
     def _next_to_evict(self) -> _PendingReport:
-        """Return which one gives way: the last one of the client that has most, of the user that has most."""
+        """Return the request to reject: the last one of the largest client of the largest user."""
         by_client = Counter(each.requester.client for each in self._pending)
         by_user = self._counts_by_user
         return max(
@@ -210,5 +210,5 @@ class Reports:
         )
 
     def _retry_after_s(self, requester: MetadataRequest) -> float:
-        """Return after how many seconds another question of a user is likely to be answered."""
+        """Return after how many seconds another request of the user is likely to be answered."""
         return max(BURST_S, self._paid_until.get(requester.user, 0.0) - BURST_S / LOOP_SHARE - self._get_time())

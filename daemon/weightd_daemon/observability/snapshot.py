@@ -1,7 +1,7 @@
-"""The state of the daemon at one moment, as clients see it: all of it, or what concerns one tenant.
+"""State of the daemon at one moment, as clients see it: complete, or limited to one tenant.
 
-`SnapshotBuilder` is the only place that gathers it. Metrics are counters and integers that stand ready; a status adds
-what the kernel has to measure.
+`SnapshotBuilder` is the only code that gathers this state. Metrics consist of counters and integers that are at hand; a
+status also has values that the kernel must measure.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ from weightd_protocol.version import VERSION
 
 
 class Books(NamedTuple):
-    """What is counted, and survives the daemon.
+    """Counters that survive restarts of the daemon.
 
     Attributes:
-        usage_table: the accounts of tenants.
-        counters: of models.
-        daemon_counters: of the daemon.
+        usage_table: the usage of tenants.
+        counters: the counters of models.
+        daemon_counters: the counters of the daemon.
     """
 
     usage_table: UsageTable
@@ -86,30 +86,30 @@ class Books(NamedTuple):
 
 
 class ShimView(Protocol):
-    """The shim, as far as a status tells of it."""
+    """The shim, as far as a snapshot needs it."""
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """The process id of the shim."""
         ...
 
 
 @dataclass(frozen=True)
 class SnapshotSources:
-    """The parts of a daemon that have something to show.
+    """The parts of a daemon whose state a snapshot contains.
 
     Attributes:
         registry: the models.
-        supervisor: children, their files, and the fork servers.
-        devices: those that models use, by name.
-        load_monitor: how far models are that load.
-        books: what is counted.
-        tenants: who exists.
-        memory_budget: what is kept for clients.
-        proxies: of the ZeroMQ listeners.
-        shutdown: whether the daemon stops.
-        config_note: returns why what is in force is not what the configuration file says, or "".
-        shims: the shim, if there is one.
+        supervisor: child processes, their files, and the fork servers.
+        devices: the devices of all models, by name.
+        load_monitor: the progress of models that are loading.
+        books: the persistent counters.
+        tenants: the tenants.
+        memory_budget: the memory for messages of clients.
+        proxies: the proxies of the ZeroMQ listeners.
+        shutdown: the state of the daemon's stop.
+        config_note: returns why the configuration in force differs from the configuration file; "" if it does not.
+        shims: the shim; empty without one.
     """
 
     registry: ModelRegistry
@@ -126,10 +126,10 @@ class SnapshotSources:
 
 
 class SnapshotBuilder:
-    """Gathers the state of a daemon.
+    """Builds snapshots of the daemon's state.
 
     Args:
-        sources: where it stands.
+        sources: the parts of the daemon.
         sampler: measures memory for metrics.
     """
 
@@ -139,17 +139,17 @@ class SnapshotBuilder:
         self._started_at = time.monotonic()
 
     def pids(self) -> list[int]:
-        """Return the processes whose memory a status tells."""
+        """Return the processes whose memory a status contains."""
         return [*self._daemon_pids(), *(process.pid for process in self._sources.supervisor.processes.values())]
 
     def log_files(self, model: str) -> dict[int, GenerationFiles]:
-        """Return the files of each generation of a model, by its number."""
+        """Return the files of each generation of a model, by generation number."""
         files = self._sources.supervisor.storage.files
         generations = self._sources.registry.models[model].generations
         return {each.number: files[each.label] for each in generations if each.label in files}
 
     def status(self, memory_scan: MemoryScan) -> StatusResponse:
-        """Return everything, with the memory that `memory_scan` has read."""
+        """Return the complete status, with the memory that `memory_scan` has read."""
         sources = self._sources
         supervisor, models = sources.supervisor, list(sources.registry.models.values())
         sources.load_monitor.update(sources.registry.all_models(), event_loop.now())
@@ -176,7 +176,7 @@ class SnapshotBuilder:
         )
 
     def tenant_status(self, request_id: str, tenant: Tenant) -> StatusResponse:
-        """Return what concerns one tenant: no processes, no paths, no memory, nobody else."""
+        """Return the status for one tenant: no processes, paths or memory, and nothing about other tenants."""
         models, queued, tenants = self._own(tenant)
         return StatusResponse(
             id=request_id,
@@ -192,7 +192,7 @@ class SnapshotBuilder:
         )
 
     def metrics(self, request_id: str, viewer: Viewer) -> MetricsResponse:
-        """Return what was counted and how things stand: everything, or what concerns the viewer's tenant."""
+        """Return counters and current state: complete, or limited to the viewer's tenant."""
         if not viewer.can_see_all:
             return self._tenant_metrics(request_id, viewer.tenant)
         sources = self._sources
@@ -243,7 +243,7 @@ class SnapshotBuilder:
         )
 
     def _own(self, tenant: Tenant) -> tuple[list[ServedModel], QueuedCounts, tuple[TenantStatus, ...]]:
-        """Return the models that there are for a tenant, the requests that wait for them, and the tenant's account."""
+        """Return the models that a tenant can see, its requests in their queues, and its usage."""
         models = [model for model in self._sources.registry.models.values() if tenant.can_see(model.name)]
         queued = queued_counts(models)
         return (
@@ -264,7 +264,7 @@ class SnapshotBuilder:
         )
 
     def _daemon_pids(self) -> list[int]:
-        """The daemon, its shim, and what it has made for ZeroMQ clients."""
+        """Return the processes of the daemon, the shim and the ZeroMQ proxies."""
         return [os.getpid(), *(shim.pid for shim in self._sources.shims), *self._sources.proxies.pids]
 
     @property
