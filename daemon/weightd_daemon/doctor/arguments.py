@@ -1,4 +1,4 @@
-"""What the command takes: needed to parse `weightd`'s command line. What it does is only imported when it runs."""
+"""Command-line arguments of `weightd doctor`. The modules that do the work are imported only when the command runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _STEP_TIMEOUT_S = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what the command does and takes."""
+    """Add the description and the arguments of the command to a parser."""
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from weightd_daemon.doctor import cli  # noqa: PLC0415 - a fifth of the time that the daemon takes to start
+    from weightd_daemon.doctor import cli  # noqa: PLC0415 - importing it would add a fifth to the daemon's start time
 
     return cli.run(options)
 
@@ -107,7 +107,7 @@ def _parse_devices(text: str) -> tuple[int, ...]:
 
 
 def _parse_selftest(text: str) -> SelfTestSetting:
-    from weightd_daemon.config import selftest as selftest_config  # noqa: PLC0415 - as above
+    from weightd_daemon.config import selftest as selftest_config  # noqa: PLC0415 - for the same reason
     from weightd_protocol.schema import FieldError  # noqa: PLC0415
 
     try:

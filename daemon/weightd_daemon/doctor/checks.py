@@ -1,4 +1,4 @@
-"""The checks of a host: each looks at its facts and says what they mean for sharing weights."""
+"""Checks of a host: each inspects facts about the host and decides what they mean for sharing weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Check = Callable[[Host], Verdict]
 
 _CARD_PATTERN = re.compile(r"/dev/v?davinci\d+")
 
-# By CANN's age, the newest first; {machine} as in `uname -m`.
+# Version files of CANN, the newest layout first; {machine} as in `uname -m`.
 _CANN_VERSION_FILES = (
     "usr/local/Ascend/cann/{machine}-linux/ascend_toolkit_install.info",
     "usr/local/Ascend/ascend-toolkit/latest/{machine}-linux/ascend_toolkit_install.info",
@@ -36,13 +36,13 @@ _CANN_VERSION_FILES = (
     "usr/local/Ascend/latest/version.cfg",
 )
 
-# The first version with weights shared between processes.
+# The first version of MindSpore Lite that can share weights between processes.
 _MIN_LIBRARY_VERSION = (2, 7)
 
-# What published lists name together, by MindSpore and CANN; MindSpore Lite is released with MindSpore.
+# Versions of CANN that published lists name for each version of MindSpore, with which MindSpore Lite is released.
 _CANN_BY_MINDSPORE: Mapping[tuple[int, ...], str] = {(2, 7, 0): "8.2.RC1", (2, 7, 1): "8.3.RC1", (2, 7, 2): "8.5.0"}
 
-# What the vendor's documents say of the calls that share, by the beginning of the chip's name.
+# The vendor's documents about the calls for sharing memory, by the prefix of the chip's name.
 _LISTED_CHIPS = ("Ascend910B", "Ascend910_93")
 _CONTRADICTORY_CHIPS: Mapping[str, str] = {"Ascend310": "inference cards", "Ascend910": "the first training cards"}
 _SOURCE_ONLY_CHIPS = ("Ascend950", "Ascend910_95")
@@ -61,7 +61,7 @@ _DROP_IN_ADVICE = (
 
 
 def _check_interpreter(host: Host) -> Verdict:
-    """It runs, and has weightd in the version of the daemon."""
+    """Check that the interpreter runs and has the same version of weightd as the daemon."""
     python, report = host.options.python, host.report
     if "python" not in report.steps:
         found = f"{python}: {report.exit_description or 'it reported nothing'}"
@@ -79,14 +79,14 @@ def _check_interpreter(host: Host) -> Verdict:
 
 
 def _check_process_exits(_: Host) -> Verdict:
-    """By what the daemon learns that one of its processes has exited; either way is as good."""
+    """Report how the daemon detects the exit of a process; both ways are equally good."""
     reason = exit_watch.unavailable_reason()
     way = f"a thread waits for each process, for lack of pidfds: {reason}" if reason else "pidfds"
     return passed(f"Linux {platform.release()}: {way}")
 
 
 def _check_service(host: Host) -> Verdict:
-    """Whose environment, user and devices are judged, and whether a service gets to the cards at all."""
+    """Report whose environment, user and devices the checks use; check that a service can access the cards."""
     unit = host.unit
     if isinstance(unit, OSError):
         found = f"{unit}: this shell's environment and user were judged"
@@ -104,7 +104,7 @@ def _check_service(host: Host) -> Verdict:
 
 
 def _denied_nodes(unit: SystemdUnit) -> list[str]:
-    """The nodes that DeviceAllow= leaves out; what a class of devices ("char-...") contains is not known."""
+    """Return the needed nodes that DeviceAllow= lacks; empty if it has a class ("char-...") of unknown members."""
     if unit.allowed_devices is None or any(each.startswith("char-") for each in unit.allowed_devices):
         return []
     has_card = any(_CARD_PATTERN.fullmatch(each) for each in unit.allowed_devices)
@@ -113,7 +113,7 @@ def _denied_nodes(unit: SystemdUnit) -> list[str]:
 
 
 def _check_device_nodes(host: Host) -> Verdict:
-    """The driver's nodes are there, and open to whoever runs weightd."""
+    """Check that the driver's device nodes exist and that the user of weightd may open them."""
     cards, user = host.cards, host.user
     if not cards:
         return untestable("no /dev/davinciN", _CONTAINER_ADVICE)
@@ -136,7 +136,7 @@ def _check_device_nodes(host: Host) -> Verdict:
 
 
 def _check_library(host: Host) -> Verdict:
-    """MindSpore Lite is there, and new enough to share weights."""
+    """Check that MindSpore Lite is installed and new enough to share weights."""
     advice = "install the vendor's wheel of MindSpore Lite 2.7 or later, built for Ascend and for this Python"
     error = host.report.error("library")
     if error:
@@ -151,7 +151,7 @@ def _check_library(host: Host) -> Verdict:
 
 
 def _check_driver(host: Host) -> Verdict:
-    """The driver is installed and shows device nodes."""
+    """Check that the driver is installed and has created device nodes."""
     nodes = ", ".join(f"/dev/{each.name}" for each in host.cards) or "no /dev/davinci*"
     found = f"{nodes}; version {host.driver or 'unknown'}"
     if not isinstance(host.npus, OSError):
@@ -165,7 +165,7 @@ def _check_driver(host: Host) -> Verdict:
 
 
 def _check_cann(host: Host) -> Verdict:
-    """CANN's version, and whether published lists name it with that of the library."""
+    """Check the version of CANN, and whether published lists name it together with the library's version."""
     home, machine = host.environment.get("ASCEND_HOME_PATH", ""), platform.machine()
     if home and not (host.root / home.lstrip("/")).is_dir():
         return failed(f"ASCEND_HOME_PATH is {home}, which is not there", _SOURCE_CANN_ADVICE)
@@ -189,7 +189,7 @@ def _check_cann(host: Host) -> Verdict:
 
 
 def _check_libascendcl(host: Host) -> Verdict:
-    """The runtime beneath the library can be loaded."""
+    """Check that the runtime library beneath MindSpore Lite can be loaded."""
     error = host.report.error("libascendcl")
     if error:
         return failed(error, _SOURCE_CANN_ADVICE)
@@ -197,7 +197,7 @@ def _check_libascendcl(host: Host) -> Verdict:
 
 
 def _check_chip(host: Host) -> Verdict:
-    """What the vendor says of this kind of card; the self-test has the last word, if it has come to that."""
+    """Report what the vendor documents about this kind of card; if the self-test has run, its result decides."""
     soc, shared = host.soc, host.sharing_result(BUILD)
     kind = soc or "a chip without a name"
     test = "weightd doctor --model FILE.mindir tries it"
@@ -217,7 +217,7 @@ def _check_chip(host: Host) -> Verdict:
 
 
 def _check_current_pid(host: Host) -> Verdict:
-    """The library tells the driver's number of a process: without it no process can be put on a whitelist."""
+    """Check that the library reports the driver's number of a process, which whitelists of processes consist of."""
     error = host.report.error("current_pid")
     if error:
         return failed(error, "see the lines above")
@@ -233,7 +233,7 @@ def _check_current_pid(host: Host) -> Verdict:
 
 
 def _check_devices(host: Host) -> Verdict:
-    """The named device is there."""
+    """Check that the device exists."""
     error = host.report.error("devices")
     if error:
         return failed(error, "npu-smi info must list the card; the driver must be loaded, this user allowed to use it")
@@ -249,7 +249,7 @@ def _check_devices(host: Host) -> Verdict:
 
 
 def _check_memory(host: Host) -> Verdict:
-    """A process can take a place on the device, and there is memory."""
+    """Check that a process can open the device and that memory is free."""
     error = host.report.error("memory")
     if error:
         advice = f"a device takes {MAX_PROCESSES} processes: see the line processes; npu-smi info shows its health"
@@ -264,7 +264,7 @@ def _check_memory(host: Host) -> Verdict:
 
 
 def _check_processes(host: Host) -> Verdict:
-    """There is room for more processes on the device; a virtual machine has fewer places."""
+    """Check that the device accepts more processes; the limit is lower in a virtual machine."""
     count, device = host.count_processes(host.device), host.device
     limit, hint = MAX_PROCESSES, ""
     if host.is_virtual_machine:
@@ -284,7 +284,7 @@ def _check_processes(host: Host) -> Verdict:
 
 
 def _check_virtual_instance(host: Host) -> Verdict:
-    """The card is no virtual instance: these refuse to share memory between processes."""
+    """Check that the card is not a virtual instance, which refuses to share memory between processes."""
     if host.sharing_result(ATTACH) is CheckResult.PASS:
         return passed("none, or one that shares: the self-test could import memory")
     advice = "use a whole card: a virtual instance (vNPU) refuses to import shared memory"

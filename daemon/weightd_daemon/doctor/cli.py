@@ -1,4 +1,4 @@
-"""`weightd doctor`: runs the checks in their order, and prints what they have found."""
+"""`weightd doctor`: runs the checks in order and prints the verdicts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _NO_ASCEND = "no Ascend here"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check, print, and return the exit status."""
-    # As Ctrl-C does: the blocks that own processes and files are left in order.
+    """Run the checks, print the verdicts, and return the exit status."""
+    # Exit through SystemExit, as on Ctrl-C, so that blocks that own processes and files clean up.
     for number in (signal.SIGTERM, *((signal.SIGHUP,) if ends_on_hangup() else ())):
         signal.signal(number, _on_signal)
     findings = check_host(Host(options))
@@ -34,13 +34,13 @@ def _on_signal(number: int, _: object) -> None:
 
 
 def check_host(host: Host) -> Findings:
-    """Return the verdict of each check; where there is nothing of Ascend, most have nothing to look at."""
+    """Return the verdict of each check. On a host without Ascend, most checks are not testable."""
     findings: dict[str, Verdict] = {name: check(host) for name, check in checks.INDEPENDENT_CHECKS.items()}
     selected = dict(checks.CHECKS) if host.options.ranks is None else {**checks.CHECKS, **ranks.CHECKS}
     if host.has_ascend:
         return {**findings, **{name: check(host) for name, check in selected.items()}, **host.sharing}
     findings["ascend"] = untestable(_NO_ASCEND_DETAIL, _NO_ASCEND_ADVICE)
     for name, check in selected.items():
-        # A rank table is good or not, wherever it is read.
+        # The check of a rank table does not depend on the host.
         findings[name] = check(host) if name == ranks.TABLE else untestable(_NO_ASCEND)
     return {**findings, **(sharing.not_run(_NO_ASCEND) if host.options.model else {})}

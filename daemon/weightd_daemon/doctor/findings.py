@@ -1,4 +1,4 @@
-"""What the checks have found, as text for people and as JSON for programs."""
+"""Results of the checks, as text for people and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXIT_FAILED = 1
 
 EXIT_NOTHING_TESTABLE = 69  # EX_UNAVAILABLE
 
-# These say nothing of Ascend: they do not make a host testable.
+# These checks are independent of Ascend: a host on which only they pass has nothing to test.
 INTERPRETER = "interpreter"
 
 PROCESS_EXITS = "process exits"
@@ -29,7 +29,7 @@ _COLUMN_GAP = "  "
 
 
 class CheckResult(enum.Enum):
-    """How a check ended."""
+    """Result of a check."""
 
     PASS = "pass"  # noqa: S105 - no password
     FAIL = "fail"
@@ -37,12 +37,12 @@ class CheckResult(enum.Enum):
 
 
 class Verdict(NamedTuple):
-    """What a check says.
+    """Verdict of a check.
 
     Attributes:
-        result: how it ended.
-        detail: what there is, in figures where there are any.
-        advice: what to do; empty for what has passed, and for what another check's advice settles too.
+        result: the result of the check.
+        detail: the facts that were found, in figures where possible.
+        advice: how to fix the problem; empty for a passed check, and if the advice of another check covers it.
     """
 
     result: CheckResult
@@ -55,22 +55,22 @@ Findings = Mapping[str, Verdict]
 
 
 def passed(detail: str) -> Verdict:
-    """Nothing is to be done."""
+    """Return the verdict of a check that found no problem."""
     return Verdict(CheckResult.PASS, detail)
 
 
 def failed(detail: str, advice: str) -> Verdict:
-    """Weights cannot be shared, or not fully, until something is done."""
+    """Return the verdict of a check that found a problem, which prevents or limits the sharing of weights."""
     return Verdict(CheckResult.FAIL, detail, advice)
 
 
 def untestable(detail: str, advice: str = "") -> Verdict:
-    """It may be well or not; there is no advice where another check has it."""
+    """Return the verdict of a check without a result; without advice if another check gives it."""
     return Verdict(CheckResult.NOT_TESTABLE, detail, advice)
 
 
 def exit_status(findings: Findings) -> int:
-    """Return 1 if a check has failed, 69 if there was nothing of Ascend to test, else 0."""
+    """Return 1 if a check has failed, 69 if nothing of Ascend could be tested, otherwise 0."""
     if any(each.result is CheckResult.FAIL for each in findings.values()):
         return EXIT_FAILED
     passed_names = {name for name, each in findings.items() if each.result is CheckResult.PASS}
@@ -78,7 +78,7 @@ def exit_status(findings: Findings) -> int:
 
 
 def render_table(findings: Findings) -> str:
-    """Return a line for each check, with its advice below it, and a line that counts them."""
+    """Return a line for each check, with its advice below, and a last line with the number of each result."""
     result_width = max(len(each.value) for each in CheckResult)
     name_width = max(map(len, findings), default=0)
     margin = " " * (result_width + name_width + 2 * len(_COLUMN_GAP))
@@ -94,7 +94,7 @@ def render_table(findings: Findings) -> str:
 
 
 def render_json(findings: Findings) -> str:
-    """Return one object: version, exit status and findings, in their order."""
+    """Return a JSON object with version, exit status and findings, in the order of the checks."""
     rows = [
         {"name": name, "result": each.result.value, "detail": each.detail, "advice": each.advice}
         for name, each in findings.items()

@@ -1,7 +1,8 @@
-"""The host that is checked: the facts that several checks look at, each read when a check first asks for it.
+"""The host under test: facts that several checks use, each read at its first use.
 
-Device nodes are looked at, never opened: a driver counts who does. The places of files are those of the vendor's
-installers; each can be missing in a container, to which a host gives its device nodes and a few files only.
+Device nodes are inspected, but never opened, because the driver counts processes that open them. The paths of files are
+the defaults of the vendor's installers. In a container, any of them can be missing: it often has only the device nodes
+and a few files of its host.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from weightd_daemon.doctor.selftest import sharing
 from weightd_daemon.doctor.service import RunCommand, ServiceUser, SystemdUnit, run_for_output
 from weightd_daemon.engines import ranktable
 
-# Beside the card's own: the device manager, shared virtual memory, and the channel between host and card.
+# Device nodes needed beside the card: the device manager, shared virtual memory, and the channel from host to card.
 REQUIRED_NODES = ("davinci_manager", "devmm_svm", "hisi_hdc")
 
 # The vendor numbers virtual instances from 100: physical id * 16 + 100 and up.
@@ -33,7 +34,7 @@ _CARD_PATTERN = re.compile(r"(v?)davinci(\d+)")
 
 _READ_WRITE = 0o6
 
-# What the driver's installer leaves, and where it puts the driver unless told otherwise.
+# File that the driver's installer writes, and the default directory of the driver.
 _INSTALL_INFO = "etc/ascend_install.info"
 _DEFAULT_INSTALL_DIR = "/usr/local/Ascend"
 
@@ -42,7 +43,7 @@ _VERSION_PATTERN = re.compile(r"^\s*(?:\w*_)?version\s*=\s*\[?([^\]\s]+)", re.IG
 
 
 class DeviceNode(NamedTuple):
-    """A file below /dev: its name there, permissions, owner and group."""
+    """A device node below /dev: its name, permissions, owner and group."""
 
     name: str
     mode: int
@@ -51,17 +52,17 @@ class DeviceNode(NamedTuple):
 
     @property
     def is_card(self) -> bool:
-        """Whether it is a card or a virtual instance."""
+        """Whether the node is a card or a virtual instance."""
         return _CARD_PATTERN.fullmatch(self.name) is not None
 
     @property
     def is_virtual(self) -> bool:
-        """Whether it is a virtual instance."""
+        """Whether the node is a virtual instance."""
         match = _CARD_PATTERN.fullmatch(self.name)
         return match is not None and (match[1] == "v" or int(match[2]) >= FIRST_VIRTUAL_ID)
 
     def is_accessible_to(self, identity: ServiceUser) -> bool:
-        """Return whether the permissions let it be read and written; access control lists are not looked at."""
+        """Return whether the permissions allow reading and writing; access control lists are ignored."""
         if identity.uid == 0:
             return True
         shift = 6 if identity.uid == self.uid else 3 if self.gid in identity.gids else 0
@@ -69,7 +70,7 @@ class DeviceNode(NamedTuple):
 
     @property
     def group_name(self) -> str:
-        """The name of its group, or its number where it has none here, as in a container."""
+        """The name of the node's group; its number if the group has no name here, as in a container."""
         try:
             return grp.getgrgid(self.gid).gr_name
         except KeyError:
@@ -80,7 +81,7 @@ class DeviceNode(NamedTuple):
 
 
 class NpuInfo(NamedTuple):
-    """A row of `npu-smi info -m`: where a logical device is."""
+    """A row of `npu-smi info -m`: the NPU and chip of a logical device."""
 
     npu_id: int
     chip_id: int
@@ -88,12 +89,12 @@ class NpuInfo(NamedTuple):
 
 
 class Host:
-    """The host, for checks.
+    """The host under test.
 
     Args:
-        options: of the command line.
-        root: below which files are looked for.
-        run_command: asks npu-smi and systemctl.
+        options: the options of the command line.
+        root: the directory below which files are searched.
+        run_command: runs npu-smi and systemctl.
     """
 
     def __init__(
@@ -106,10 +107,10 @@ class Host:
 
     @cached_property
     def unit(self) -> SystemdUnit | OSError:
-        """The service, or why there is none.
+        """The systemd unit of weightd, or the error if the unit is unavailable.
 
-        Who runs the doctor has sourced CANN's set_env.sh in a shell; the service has not. So where systemd has a unit,
-        its environment, user and devices count.
+        The user of the doctor has sourced CANN's set_env.sh in a shell, but the service has not. So if systemd has a
+        unit, the checks use the unit's environment, user and devices.
         """
         try:
             return service.read_unit(self.options.unit, self.root, self.run_command)
@@ -118,27 +119,27 @@ class Host:
 
     @cached_property
     def environment(self) -> Mapping[str, str]:
-        """The environment that counts."""
+        """The environment that the checks use: the unit's, or the doctor's own without a unit."""
         return os.environ if isinstance(self.unit, OSError) else self.unit.environment
 
     @cached_property
     def user(self) -> ServiceUser | OSError:
-        """Whose rights count, or why that is not known."""
+        """The user whose permissions the checks use, or the error if the user is unknown."""
         return service.user_of(self.unit)
 
     @cached_property
     def report(self) -> InterpreterReport:
-        """What the model's interpreter says of itself and its cards."""
+        """The report of the model's interpreter on itself and its cards."""
         return interpreter.run_report(self.options.python, self.device, self.options.limit, self.environment)
 
     @property
     def soc(self) -> str:
-        """The chip's name."""
+        """The name of the chip."""
         return str(self.report.value("soc", "name") or "")
 
     @cached_property
     def nodes(self) -> tuple[DeviceNode, ...]:
-        """The driver's files below /dev, by name."""
+        """The driver's device nodes, by name."""
         try:
             names = sorted(path.name for path in (self.root / "dev").iterdir())
         except OSError:
@@ -157,28 +158,28 @@ class Host:
 
     @cached_property
     def npus(self) -> tuple[NpuInfo, ...] | OSError:
-        """The cards that npu-smi lists, or why it cannot be asked."""
+        """The cards that npu-smi lists, or the error if npu-smi failed."""
         try:
             text = self.run_command(["npu-smi", "info", "-m"])
         except OSError as error:
             return error
-        # NPU ID, Chip ID, Chip Logic ID, ..., where a chip that is no NPU has no logic id.
+        # Columns: NPU ID, Chip ID, Chip Logic ID, ...; a chip that is not an NPU has no logic id.
         rows = (line.split()[:3] for line in text.splitlines())
         return tuple(NpuInfo(*map(int, row)) for row in rows if len(row) == 3 and all(cell.isdigit() for cell in row))
 
     def npu(self, device: int) -> NpuInfo | None:
-        """Return where npu-smi sees a device of this environment."""
+        """Return the NPU and chip of a device of this environment; None if npu-smi does not list the device."""
         if isinstance(self.npus, OSError):
             return None
         card = self.card_number(device)
         return next((npu for npu in self.npus if npu.logic_id == card), None)
 
     def card_number(self, device: int) -> int | None:
-        """Return the physical number of a device of this environment; None where there is no such device."""
+        """Return the physical number of a device of this environment; None if the device does not exist."""
         return ranktable.physical_id(device, self.environment.get("ASCEND_RT_VISIBLE_DEVICES", ""))
 
     def count_processes(self, device: int) -> int | OSError:
-        """Return how many processes npu-smi lists on a device, or why that is not known."""
+        """Return how many processes npu-smi lists on a device, or the error if that is unknown."""
         npu = self.npu(device)
         if npu is None:
             return self.npus if isinstance(self.npus, OSError) else OSError(f"npu-smi lists no device {device}")
@@ -186,7 +187,7 @@ class Host:
             text = self.run_command(["npu-smi", "info", "-t", "proc-mem", "-i", str(npu.npu_id)])
         except OSError as error:
             return error
-        # Lines of processes, or that there is none, then the chip that they were of.
+        # Lines of processes, or a line that there are no processes, followed by a line with their chip.
         count = 0
         for line in text.splitlines():
             count += len(re.findall(r"Process id\s*:\s*\d+", line, re.IGNORECASE))
@@ -199,7 +200,7 @@ class Host:
 
     @cached_property
     def install_info(self) -> Mapping[str, str]:
-        """The assignments of the driver's installer, by their names in lower case: these differ between releases."""
+        """The values that the driver's installer has written, by lower-case name: the case differs between releases."""
         try:
             lines = (self.root / _INSTALL_INFO).read_text("utf-8", "replace").splitlines()
         except OSError:
@@ -209,12 +210,12 @@ class Host:
 
     @cached_property
     def driver(self) -> str:
-        """The driver's version, with its file; "" where there is none."""
+        """The driver's version, with the path of its file; "" if unknown."""
         directory = self.install_info.get("driver_install_path_param", _DEFAULT_INSTALL_DIR)
         return self.read_version([f"{directory}/driver/version.info"])
 
     def read_version(self, files: Iterable[str]) -> str:
-        """Return the version in the first file that has one, and the file's name; "" where none has."""
+        """Return the first version found in these files, with the path of its file; "" if none of them has one."""
         for file in (self.root / each.lstrip("/") for each in files):
             try:
                 match = _VERSION_PATTERN.search(file.read_text("utf-8", "replace"))
@@ -226,7 +227,7 @@ class Host:
 
     @cached_property
     def is_virtual_machine(self) -> bool:
-        """Whether a flag of the CPU says so, which is on x86-64 only: elsewhere a virtual machine looks real."""
+        """Whether the CPU reports a hypervisor. Only x86-64 has that flag: other virtual machines are not detected."""
         try:
             text = (self.root / "proc/cpuinfo").read_text("utf-8", "replace")
         except OSError:
@@ -236,16 +237,16 @@ class Host:
 
     @property
     def has_ascend(self) -> bool:
-        """Whether there is anything to test: a card, its driver or its library."""
+        """Whether there is anything of Ascend to test: a card, its driver or its library."""
         has_library = "libascendcl" in self.report.steps and not self.report.error("libascendcl")
         has_npus = not isinstance(self.npus, OSError) and bool(self.npus)
         return bool(self.cards or self.driver or has_npus or has_library or self.report.value("current_pid", "pid"))
 
     @cached_property
     def sharing(self) -> Findings:
-        """What the self-test has found."""
+        """The findings of the self-test."""
         return sharing.check_sharing(self.options, self.environment, self.report)
 
     def sharing_result(self, name: str) -> CheckResult:
-        """Return how a check of the self-test has ended, if it has come to that."""
+        """Return the result of a check of the self-test; NOT_TESTABLE if the self-test did not reach the check."""
         return self.sharing[name].result if name in self.sharing else CheckResult.NOT_TESTABLE

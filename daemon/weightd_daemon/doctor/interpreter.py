@@ -1,4 +1,4 @@
-"""Has the model's interpreter report on itself and its cards, in a process that may crash or hang."""
+"""Report of a model's interpreter on itself and its cards, made in a child process that may crash or hang."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from weightd_daemon.platform.exit_cause import describe_status
 
 _LOG_TAIL_LINES = 4
 
-# Imports from a cold disk, and a driver that takes its time to begin.
+# Allows for imports from a cold disk and for a slow start of the driver.
 _MAX_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class InterpreterReport:
-    """What `python -m weightd_worker.report` told.
+    """Report of `python -m weightd_worker.report`.
 
     Attributes:
-        steps: by name, the values of each step that ended; `error` among them where it failed.
-        unfinished_step: the step during which the process ended, "" if it ended after the last or began none.
-        exit_description: how it ended if not well, in words.
-        log_tail: the last lines of what it and its libraries wrote.
+        steps: the values of each completed step, by name; a failed step has the value `error`.
+        unfinished_step: the step during which the process ended; "" if no step was interrupted.
+        exit_description: how the process ended, in words; "" if it succeeded.
+        log_tail: the last lines that the process and its libraries have logged.
     """
 
     steps: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
@@ -35,11 +35,11 @@ class InterpreterReport:
     log_tail: str = ""
 
     def value(self, step: str, name: str) -> Any:
-        """Return a value of a step, None if it did not get so far."""
+        """Return a value of a step; None if the process did not complete the step."""
         return self.steps.get(step, {}).get(name)
 
     def error(self, step: str) -> str:
-        """Return why a step has given no values; "" if it has."""
+        """Return why a step has no values; "" if it has."""
         if step in self.steps:
             return str(self.steps[step].get("error", ""))
         if step == self.unfinished_step:
@@ -54,13 +54,13 @@ class InterpreterReport:
 
 
 def run_report(python: str, device: int, limit_s: float, environment: Mapping[str, str]) -> InterpreterReport:
-    """Start the interpreter and wait for its report, at most `limit_s` seconds."""
+    """Run the interpreter and return its report, after at most `limit_s` seconds."""
     argv = [python, "-m", "weightd_worker.report", "--device", str(device), "--parent", str(os.getpid())]
     timeout_s = min(limit_s, _MAX_TIMEOUT_S)
     with tempfile.TemporaryFile() as log:
         exit_description = ""
         try:
-            # Killed and waited for when the time is over.
+            # On a timeout, `run` kills the process and waits for it.
             result = subprocess.run(
                 argv,
                 stdin=subprocess.DEVNULL,
@@ -83,7 +83,7 @@ def run_report(python: str, device: int, limit_s: float, environment: Mapping[st
 
 
 def parse_report(output: str, exit_description: str, log: str) -> InterpreterReport:
-    """Return the report of what a process wrote; a line that is cut short counts for nothing."""
+    """Return the report in the output of a process; an incomplete line is ignored."""
     steps: dict[str, Mapping[str, Any]] = {}
     current_step = ""
     for line in output.splitlines():

@@ -1,4 +1,4 @@
-"""The checks of what ranks need beside their cards: HCCL's library, addresses, a free port and a rank table."""
+"""Checks of the requirements of ranks beyond their cards: HCCL's library, addresses, a free port and a rank table."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _HCCL_LIBRARY = "libhccl.so"
 
 _HCCN_CONF = "/etc/hccn.conf"
 
-# More than one for each card of the largest host takes.
+# Far more than the file needs for the cards of the largest host.
 _MAX_CONF_BYTES = 1024 * 1024
 
-# Where CANN has its libraries, by its age.
+# Directories of CANN's libraries; they differ between its versions.
 _HOME_LIBRARY_DIRS = ("lib64", "{machine}-linux/lib64", "compiler/lib64")
 
 _HCCL_PORT = ranktable.DEFAULT_PORT
@@ -32,7 +32,7 @@ _NO_CARD = "no card here"
 
 
 def _cards(host: Host) -> dict[str, int | None]:
-    """The physical numbers of the cards that are asked for, by name in the order of ranks; None: it is not there."""
+    """Return the physical numbers of the selected cards, by name in the order of ranks; None for a missing card."""
     if not host.has_ascend:
         return {}
     devices = host.options.ranks or range(_device_count(host) or 0)
@@ -45,7 +45,7 @@ def _device_count(host: Host) -> int | None:
 
 
 def _addresses(host: Host) -> Mapping[int, str] | OSError:
-    """The addresses of the cards by their physical number, or why they cannot be read."""
+    """Return the addresses of the cards by physical number, or the error if the file cannot be read."""
     try:
         with (host.root / _HCCN_CONF.lstrip("/")).open("rb") as file:
             return ranktable.parse_addresses(file.read(_MAX_CONF_BYTES).decode("utf-8", "replace"))
@@ -54,14 +54,14 @@ def _addresses(host: Host) -> Mapping[int, str] | OSError:
 
 
 def _known_addresses(host: Host) -> dict[str, str]:
-    """The address of each card that is asked for, "" where it has none or that is not known."""
+    """Return the address of each selected card; "" if it has none or the address is unknown."""
     addresses = _addresses(host)
     known: Mapping[int, str] = {} if isinstance(addresses, OSError) else addresses
     return {name: known.get(-1 if number is None else number, "") for name, number in _cards(host).items()}
 
 
 def _check_hccl_library(host: Host) -> Verdict:
-    """HCCL is there: the graph engine loads it even for one card. Nothing is loaded here."""
+    """Check that HCCL is installed, which the graph engine loads even for one card. The check does not load it."""
     directories = list(dict.fromkeys(_library_dirs(host.environment)))
     for path in (f"{each.rstrip('/')}/{_HCCL_LIBRARY}" for each in directories):
         if (host.root / path.lstrip("/")).is_file():
@@ -75,7 +75,7 @@ def _check_hccl_library(host: Host) -> Verdict:
 
 
 def _library_dirs(environment: Mapping[str, str]) -> Iterator[str]:
-    """As the loader goes, and where set_env.sh of CANN would lead it."""
+    """Yield the directories that the loader searches, and the directories that CANN's set_env.sh would add."""
     yield from (each for each in environment.get("LD_LIBRARY_PATH", "").split(":") if each.startswith("/"))
     home = environment.get("ASCEND_HOME_PATH", "").rstrip("/")
     if home:
@@ -83,7 +83,7 @@ def _library_dirs(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def _check_cards(host: Host) -> Verdict:
-    """The cards are there, and at least two."""
+    """Check that the cards exist, and that there are at least two."""
     cards, count = _cards(host), _device_count(host)
     found = ", ".join(f"{name} is card {'?' if number is None else number}" for name, number in cards.items())
     if len(cards) < 2:
@@ -102,7 +102,7 @@ def _check_cards(host: Host) -> Verdict:
 
 
 def _check_addresses(host: Host) -> Verdict:
-    """Each card has an address of its own, which the generated table gives; on one host some kinds can do without."""
+    """Check that each card has its own address for the generated rank table; some cards on one host need none."""
     advice = (
         f"hccn_tool -i N -ip -g tells the address of card N, -s address A netmask M sets it and writes {_HCCN_CONF};"
         f' into a container: -v {_HCCN_CONF}:{_HCCN_CONF}:ro; or set ip in [devices."ascend:N"]. Cards of one host'
@@ -123,7 +123,7 @@ def _check_addresses(host: Host) -> Verdict:
 
 
 def _check_port(host: Host) -> Verdict:
-    """Nobody has HCCL's port of the cards, as far as that is seen: it is open on the card, where no host looks."""
+    """Check that HCCL's port of each card is free. The port is on the card: the host only sees the card's processes."""
     counts = {name: host.count_processes(int(name.partition(":")[2])) for name in _cards(host)}
     used_counts = [f"{count} on {name}" for name, count in counts.items() if isinstance(count, int) and count]
     unknown_counts = [f"{name} are unknown: {count}" for name, count in counts.items() if isinstance(count, OSError)]
@@ -142,7 +142,7 @@ def _check_port(host: Host) -> Verdict:
 
 
 def _check_rank_table(host: Host) -> Verdict:
-    """The table that was given is good, and that of these cards; or weightd can write one."""
+    """Check that the given rank table is valid and matches the cards, or that weightd can generate one."""
     path: Path | None = host.options.rank_table
     cards, addresses = _cards(host), _known_addresses(host)
     if path is None:

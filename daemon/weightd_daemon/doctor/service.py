@@ -1,4 +1,4 @@
-"""The service that runs weightd: its environment, its user and the devices that it opens, as systemd has them."""
+"""The systemd service that runs weightd: its environment, its user and the devices that it may open."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PROPERTIES = (
     "DeviceAllow",
 )
 
-# What a service has before its unit says anything; see systemd.exec(5).
+# PATH of a service whose unit does not set it; see systemd.exec(5).
 _DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"
 
 _IGNORE_ERRORS_PATTERN = re.compile(r" \(ignore_errors=(yes|no)\)$")
@@ -38,16 +38,16 @@ RunCommand = Callable[[list[str]], str]
 
 @dataclass(frozen=True)
 class SystemdUnit:
-    """A service as `systemctl show` has it.
+    """A service unit as `systemctl show` reports it.
 
     Attributes:
-        name: of the unit.
-        environment: of its processes, with that of its files.
-        unreadable_files: files of its environment that could not be read.
-        user: whose its processes are; "" for root.
-        groups: names of groups that it gives them beside the user's own.
-        hides_devices: PrivateDevices=yes.
-        allowed_devices: device nodes that it opens, where it opens no others; None where it opens all.
+        name: the name of the unit.
+        environment: the environment of the unit's processes, including its environment files.
+        unreadable_files: environment files that could not be read.
+        user: the user of the processes; "" for root.
+        groups: names of the groups that the processes get in addition to the user's groups.
+        hides_devices: whether the unit has PrivateDevices=yes.
+        allowed_devices: the device nodes that the processes may open; None if they may open all.
     """
 
     name: str
@@ -61,7 +61,7 @@ class SystemdUnit:
 
 @dataclass(frozen=True)
 class ServiceUser:
-    """Whose rights count: a user's name, uid and groups."""
+    """The user whose permissions the checks use: name, user id and group ids."""
 
     name: str
     uid: int
@@ -69,10 +69,10 @@ class ServiceUser:
 
 
 def read_unit(name: str, root: Path, run_command: RunCommand) -> SystemdUnit:
-    """Return what systemd says of a unit.
+    """Return a unit as systemd reports it.
 
     Raises:
-        OSError: there is no such unit, or no systemd; the text says which.
+        OSError: the unit or systemd does not exist; the text names the cause.
     """
     if not name:
         raise OSError("no unit was named")
@@ -105,9 +105,9 @@ def read_unit(name: str, root: Path, run_command: RunCommand) -> SystemdUnit:
 
 
 def user_of(unit: SystemdUnit | OSError) -> ServiceUser | OSError:
-    """Return whose rights the unit's processes have, without a unit those of this process.
+    """Return the user of the unit's processes; without a unit, the user of this process.
 
-    An error says which user or group of the unit does not exist here.
+    Return an error if a user or group of the unit does not exist on this host.
     """
     if isinstance(unit, OSError):
         uid = os.geteuid()
@@ -125,7 +125,7 @@ def user_of(unit: SystemdUnit | OSError) -> ServiceUser | OSError:
 
 
 def _parse_environment_file(text: str) -> Iterator[tuple[str, str]]:
-    """The assignments of an environment file, as far as they are on a line each."""
+    """Yield the assignments in an environment file; assignments over several lines are not supported."""
     for line in text.splitlines():
         key, sign, value = line.strip().partition("=")
         if sign and not key.startswith(("#", ";")):
@@ -134,10 +134,10 @@ def _parse_environment_file(text: str) -> Iterator[tuple[str, str]]:
 
 
 def run_for_output(argv: list[str]) -> str:
-    """Run a command for what it prints.
+    """Run a command and return its output.
 
     Raises:
-        OSError: it cannot be run, fails, or takes too long.
+        OSError: the command cannot be run, fails, or takes too long.
     """
     try:
         result = subprocess.run(

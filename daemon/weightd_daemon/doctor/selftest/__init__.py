@@ -1,1 +1,1 @@
-"""Real workers, driven through their own protocol, outside of any daemon. Imports neither facts nor checks."""
+"""Self-test with real workers, driven through their protocol without a daemon. Imports neither `host` nor checks."""

@@ -1,7 +1,7 @@
-"""`weightd check --load`: each model is loaded in processes as the daemon's, one after another, and let go again.
+"""`weightd check --load`: loads each model in processes like the daemon's, one after another, and frees it again.
 
-A holder builds, runs the self-test and exports, as at a start. On a card, where a worker may fail at what a holder can
-do, a worker attaches, too. On the CPU it could only do the same again.
+A holder builds the model, runs the self-test and exports the weights, as at a start. On a card, a worker attaches, too,
+because the attach can fail although the build succeeds. On the CPU a worker would only repeat the holder's steps.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from weightd_protocol.messages.worker import Attached, Built
 
 _log = logging.getLogger("weightd")
 
-# On a disk by convention: a page store is as large as the model, and /tmp often lies in memory.
-_STORES_DIRECTORY = "/var/tmp"  # noqa: S108 - in a directory of its own
+# By convention, /var/tmp is on a disk: a page store is as large as the model, and /tmp is often in memory.
+_STORES_DIRECTORY = "/var/tmp"  # noqa: S108 - each use creates a private directory there
 
 
 def find_load_failures(models: Mapping[str, ModelConfig]) -> Iterator[str]:
-    """Load the models, on each of their devices; log how each went, and yield what failed: a text names the model.
+    """Load the models on each of their devices; log each result, and yield an error text for each failure.
 
-    What has been loaded is gone before the next one begins, and when the generator is closed.
+    Each model is freed before the next one is loaded, and when the generator is closed.
     """
     models_without_ranks = {name: model for name, model in models.items() if model.ranks is None}
     for name in models.keys() - models_without_ranks.keys():
@@ -55,7 +55,7 @@ def find_load_failures(models: Mapping[str, ModelConfig]) -> Iterator[str]:
 
 
 def _load_model(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[str, str]:
-    """Return why it failed, "" if it has not, and what was found."""
+    """Return the error, "" on success, and a description of the loaded model."""
     prefix = f"weightd-check-{os.getpid()}-"
     with tempfile.TemporaryDirectory(prefix=prefix, dir=_STORES_DIRECTORY) as store:
         program = WorkerProgram(

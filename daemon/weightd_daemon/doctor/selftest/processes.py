@@ -1,4 +1,4 @@
-"""Real workers for a self-test: started, ordered and heard one at a time, each wait with a limit; none is left."""
+"""Real workers for a self-test: starts them, exchanges messages with a timeout for each step, and cleans up."""
 
 from __future__ import annotations
 
@@ -44,34 +44,34 @@ MessageT = TypeVar("MessageT", bound=ChildMessage)
 
 _log = logging.getLogger("weightd.doctor")
 
-# After SIGKILL: a process that needs longer waits in the kernel, and nobody can end it.
+# Time to exit after SIGKILL. A process that takes longer is blocked in the kernel, and no signal can end it.
 _KILL_TIMEOUT_S = 10.0
 
-# A process has ended: its last message is in a buffer of the kernel, and needs a moment to come out of it.
+# Time for the last message of a process to arrive after its exit.
 _LAST_MESSAGE_TIMEOUT_MS = 200
 
 
 class ChildError(Exception):
-    """A child did not do what it was told. The text says which, in which step, and why.
+    """A child did not do what it was asked. The text names the child, the step and the reason.
 
     ChildError
-    ├── ChildRejected        it said no, with a cause
-    ├── ChildExited          it ended
-    ├── ChildTimedOut        it did nothing within the limit
-    └── ProtocolViolation    it said something else
+    ├── ChildRejected        the child reported a failure
+    ├── ChildExited          the child exited
+    ├── ChildTimedOut        the child did nothing within the limit
+    └── ProtocolViolation    the child sent an unexpected message
     """
 
 
 class ChildRejected(ChildError):
-    """The child said no."""
+    """The child reported a failure."""
 
 
 class ChildExited(ChildError):
-    """The child has ended, or could not be started.
+    """The child has exited, or could not be started.
 
     Args:
-        text: which, in which step, and why.
-        exit_cause: how it has ended.
+        text: names the child, the step and the reason.
+        exit_cause: how the child ended.
     """
 
     def __init__(self, text: str, exit_cause: ExitCause | None = None) -> None:
@@ -84,28 +84,28 @@ class ChildTimedOut(ChildError):
 
 
 class ProtocolViolation(ChildError):
-    """The child broke the protocol."""
+    """The child sent an invalid or unexpected message."""
 
 
 class ChildReply(NamedTuple):
-    """A message and the tensor frames behind it."""
+    """A message and its tensor frames."""
 
     message: ChildMessage
     frames: Sequence[Any]
 
 
 class SelfTestProcesses:
-    """The children of one self-test, by name; all are killed and waited for at the end of the block.
+    """The children of one self-test, by name; at the end of the block, all are killed and reaped.
 
     Args:
-        program: what each of them is.
-        step_timeout_s: seconds that each of their steps may take.
-        prefix: of the name of the directory for their socket.
-        directory: for their logs and the page store, which only the CPU has. Default: beside the socket.
+        program: the program that each child runs.
+        step_timeout_s: the timeout of each step in seconds.
+        prefix: the prefix of the directory for the socket.
+        directory: for the logs, and for the page store if the model runs on the CPU. Default: the socket's directory.
 
     Attributes:
-        address: where they connect, while the block lasts.
-        survivors: pids that did not end after SIGKILL; known after the block.
+        address: the address to which the children connect within the block.
+        survivors: the pids of processes that did not exit after SIGKILL; known after the block.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class SelfTestProcesses:
         self.survivors: list[int] = []
 
     def __enter__(self) -> SelfTestProcesses:
-        # Not TMPDIR: the path of a socket has at most 107 bytes.
+        # Not in TMPDIR: the path of a socket may have at most 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix=self._prefix, dir="/tmp"))
         self._files = GenerationFiles(self._files_directory or self._directory)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -147,7 +147,7 @@ class SelfTestProcesses:
         """Start a child.
 
         Raises:
-            ChildError: it cannot be started.
+            ChildError: the child cannot be started.
         """
         process_spec = spec.child_spec(self._program, name, Role.WORKER, self.address, self._files)
         try:
@@ -157,7 +157,7 @@ class SelfTestProcesses:
             raise ChildExited(f"{name}: {cause}") from None
 
     def send_order(self, name: str, message: ChildOrder, frames: Sequence[Any] = ()) -> None:
-        """Send an order; a child that cannot be reached is dying, and `wait_for` will tell."""
+        """Send an order. If the child has exited, the next `wait_for` reports it."""
         send(self._socket, name.encode(), [*encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES), *frames])
 
     def wait_for(
@@ -167,10 +167,10 @@ class SelfTestProcesses:
         step: str,
         on_announce_selftest: Callable[[AnnounceSelfTest], None] | None = None,
     ) -> tuple[MessageT, Sequence[Any]]:
-        """Wait for the child's next message, which must be a `message_type`; what it tries before that is told.
+        """Wait for the child's next message, which must be a `message_type`, and report self-tests that precede it.
 
         Raises:
-            ChildError: it says something else, or nothing; the text begins with the child and the step.
+            ChildError: the child sends another message, or none in time; the text names the child and the step.
         """
         _log.info("%s: %s", name, step)
         message, frames = self._next_message(name, step)
@@ -189,7 +189,7 @@ class SelfTestProcesses:
         raise ProtocolViolation(f"{name}: {step}: expected {message_type.__name__}, got {type(message).__name__}")
 
     def kill(self, name: str) -> None:
-        """Kill a child that runs, and wait until it is gone; the kernel then has freed what it had."""
+        """Kill a child, if it runs, and wait until the kernel has freed its resources."""
         if name in self._processes:
             processes.kill(self._processes[name])
             self._reap(name)
@@ -205,7 +205,7 @@ class SelfTestProcesses:
         while not self._received[name]:
             events = dict(poller.poll(math.ceil(event_loop.clamp_wait(deadline - event_loop.now()) * 1000)))
             if process.pidfd in events:
-                # What it said before it died counts, and may still be on its way through libzmq.
+                # The last message of the child counts, and may still be on its way through libzmq.
                 self._socket.poll(_LAST_MESSAGE_TIMEOUT_MS)
             self._receive_messages(step)
             if not self._received[name] and process.pidfd in events:
@@ -226,7 +226,7 @@ class SelfTestProcesses:
             process = self._processes.get(name)
             pid = peer_pid(received.identity)
             if process is None or pid not in (None, process.pid):
-                continue  # nobody of ours
+                continue  # the peer is not one of the children
             try:
                 message: ChildMessage = decode(received.frames, FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
             except RemoteProtocolError as error:

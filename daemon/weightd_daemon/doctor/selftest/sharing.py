@@ -1,8 +1,9 @@
-"""The self-test: weights are shared among real workers, and what should be refused is tried.
+"""Self-test of weight sharing: real workers share weights, and operations that must be refused are tried.
 
-It drives `python -m weightd_worker` through its own protocol, with the messages that the daemon sends. A program made
-for the test would show what the library can do; this shows what weightd will do with it, its engine, its self-test and
-its reading of the native log included. What the daemon adds (snapshot, restarts, queue) does not touch the card.
+The self-test runs `python -m weightd_worker` and sends it the same messages as the daemon. A separate test program
+would show what the library can do; this shows what weightd can do with the library, including its engine, its self-test
+and its evaluation of the native log. The parts that only the daemon has (snapshot, restarts, queue) do not use the
+card.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ _log = logging.getLogger("weightd.doctor")
 
 HOLDER = "holder"
 WORKER = "worker"
-LATE_WORKER = "late worker"  # listed at the build, attaches after the holder's death
+LATE_WORKER = "late worker"  # on the list at the build; attaches after the holder has exited
 NEW_WORKER = "new worker"  # starts after the build
-UNLISTED_WORKER = "unlisted worker"  # is never listed
-PRIVATE_WORKER = "private worker"  # takes a copy of its own
+UNLISTED_WORKER = "unlisted worker"  # never on the list
+PRIVATE_WORKER = "private worker"  # builds its own copy of the weights
 
 BUILD = "sharing: build"
 ATTACH = "sharing: attach"
@@ -67,10 +68,10 @@ CHECK_NAMES = (BUILD, ATTACH, ANSWER, MEMORY, LATER_WORKER, UNLISTED, HOLDER_EXI
 _SPARES_ADVICE = "weightd then replaces lost workers by spares and new generations: set spares for each device"
 _MODEL_ADVICE = "weightd doctor --model FILE.mindir shares the weights of a model among real processes"
 
-# Of the library's text, when the driver refuses an import.
+# Part of the library's error text when the driver refuses an import.
 _IMPORT_ERROR = "import from shareable handle"
 
-# What the native log says, and what is to be done about it.
+# Parts of the native log, and the advice for each.
 _ADVICE_BY_ERROR = (
     ("207001", "the device is out of memory: free some, or use a smaller model (see the line device memory)"),
     ("open device", f"the device takes no further process: it has {MAX_PROCESSES}, or is not there (see processes)"),
@@ -93,10 +94,10 @@ AnswerFrames = tuple[bytes, ...]
 
 
 def check_sharing(options: argparse.Namespace, environment: Mapping[str, str], report: InterpreterReport) -> Findings:
-    """Share the weights of the model of the command line, if it names one that can be read, and judge each step."""
+    """Share the weights of the model that the command line names, and return a verdict on each step."""
     if not options.model:
         return {"sharing": untestable("not tried", _MODEL_ADVICE)}
-    # Whatever else is wrong, the worker's own words for it are worth more than a guess.
+    # For any other problem, the worker's own error text is better than a guess.
     if report.error("library"):
         return not_run("the library cannot be imported")
     try:
@@ -120,17 +121,17 @@ def check_sharing(options: argparse.Namespace, environment: Mapping[str, str], r
 
 
 def not_run(reason: str) -> Findings:
-    """What is to be said of each check when the self-test could not begin."""
+    """Return the verdicts of all checks if the self-test could not start."""
     return dict.fromkeys(CHECK_NAMES, _not_reached(reason))
 
 
 def run_selftest(children: SelfTestProcesses, selftest: SelfTestSpec, free_bytes_before: int | None) -> Findings:
-    """Take all steps, as far as one does not need another that has failed; return a verdict on each.
+    """Run all steps that do not depend on a failed one; return a verdict on each.
 
     Args:
-        children: take the steps.
-        selftest: of the model.
-        free_bytes_before: free bytes of the device before it, None if unknown.
+        children: runs the steps.
+        selftest: the self-test of the model.
+        free_bytes_before: the free memory of the device before the self-test; None if unknown.
     """
     try:
         pids = _start_children(children, HOLDER, WORKER, LATE_WORKER)
@@ -158,12 +159,10 @@ def run_selftest(children: SelfTestProcesses, selftest: SelfTestSpec, free_bytes
 def load_model(
     children: SelfTestProcesses, selftest: SelfTestSpec, *, should_attach: bool
 ) -> tuple[Built, Attached | None]:
-    """Take the first steps alone.
-
-    Build in a holder and, if `should_attach`, in a worker with what the holder has shared.
+    """Run only the first steps: build in a holder and, if `should_attach`, attach a worker to the shared weights.
 
     Raises:
-        ChildError: of the step that failed.
+        ChildError: a step has failed.
     """
     pids = _start_children(children, HOLDER, *([WORKER] if should_attach else []))
     built = _build_model(children, tuple(pids[name] for name in pids if name != HOLDER), selftest)
@@ -171,13 +170,13 @@ def load_model(
 
 
 def format_mib(size: int) -> str:
-    """Return a size in bytes as people read it."""
+    """Format a size in bytes for people."""
     return f"{size / MIB:,.0f} MiB"
 
 
 def _check_answer(built: Built, attached: Attached) -> Verdict:
     if not built.selftest_digest:
-        # As `serve` says it.
+        # The same text as in `weightd serve`.
         found = f"no self-test: {built.selftest_note}: nothing else shows that a worker computes on the right weights"
         return failed(found, "name an input with the key selftest, or set sharing to off")
     if built.selftest_digest != attached.selftest_digest:
@@ -189,7 +188,7 @@ def _check_answer(built: Built, attached: Attached) -> Verdict:
 def _check_memory(
     children: SelfTestProcesses, built: Built, attached: Attached, free_bytes_before: int | None
 ) -> Verdict:
-    """The worker took less than the weights; if not, as for a small model, less than one with a copy of its own."""
+    """Check that the worker used less memory than the weights or, for a small model, less than a worker with a copy."""
     if built.device is None or attached.device is None:
         return untestable("the device's memory cannot be read", "compare npu-smi info before and after by hand")
     worker_bytes = built.device.free_bytes - attached.device.free_bytes
@@ -216,7 +215,7 @@ def _check_memory(
 
 
 def _check_later_worker(children: SelfTestProcesses, built: Built) -> Verdict:
-    """The list grows by one that started later."""
+    """Check that a process that started later can be added to the list and attach."""
     try:
         pids = _start_children(children, NEW_WORKER)
         children.send_order(HOLDER, AllowAttach((pids[NEW_WORKER],)))
@@ -237,7 +236,7 @@ def _check_later_worker(children: SelfTestProcesses, built: Built) -> Verdict:
 
 
 def _check_unlisted_worker(children: SelfTestProcesses, built: Built) -> Verdict:
-    """One that is not on the list is refused."""
+    """Check that a process that is not on the list is refused."""
     try:
         _attach_new_worker(children, UNLISTED_WORKER, built, handle=built.handle)
     except (ChildExited, ChildTimedOut) as error:
@@ -252,7 +251,7 @@ def _check_unlisted_worker(children: SelfTestProcesses, built: Built) -> Verdict
 
 
 def _check_holder_exit(children: SelfTestProcesses, built: Built) -> Verdict:
-    """What the worker, and one that attaches later, can do once the holder is gone: this is found out, and told."""
+    """Report what an attached worker, and one that attaches later, can do after the holder has exited."""
     try:
         answer_before = _get_answer(children, built)
     except ChildError as error:
@@ -279,7 +278,7 @@ def _check_same_answer(attached: Attached, built: Built, found: str) -> Verdict:
 
 
 def _check_survivors(pids: Sequence[int]) -> Findings:
-    """A process that SIGKILL does not end waits in the driver."""
+    """Return a failed check if a process did not exit after SIGKILL, which means that it waits in the driver."""
     if not pids:
         return {}
     found = f"{', '.join(map(str, pids))} did not end after SIGKILL"
@@ -302,7 +301,7 @@ def _child_failed(error: ChildError) -> Verdict:
 
 
 def _start_children(children: SelfTestProcesses, *names: str) -> dict[str, str]:
-    """Start these; return their numbers in the driver."""
+    """Start children; return the process numbers that the driver has for them."""
     for name in names:
         children.start(name)
     hellos = {name: children.wait_for(name, Hello, "start")[0] for name in names}
@@ -312,7 +311,7 @@ def _start_children(children: SelfTestProcesses, *names: str) -> dict[str, str]:
 
 
 def _build_model(children: SelfTestProcesses, pids: tuple[str, ...], selftest: SelfTestSpec) -> Built:
-    """Build; a holder that is lost in its search for a self-test is followed by another one, as in `serve`."""
+    """Build in the holder; if it crashes while it searches for self-test inputs, start another one, as `serve` does."""
     search = SelfTestSearch(selftest)
     while True:
         children.send_order(HOLDER, search.build_message(pids))
@@ -343,12 +342,12 @@ def _attach_new_worker(children: SelfTestProcesses, name: str, built: Built, han
         children.send_order(name, Attach(handle, built.selftest_cases))
         return children.wait_for(name, Attached, "build with the handle" if handle else "build a copy of its own")[0]
     finally:
-        # Its place and memory are given back before the next step takes some.
+        # Free the worker's memory and its place on the device before the next step.
         children.kill(name)
 
 
 def _get_answer(children: SelfTestProcesses, built: Built) -> AnswerFrames:
-    """Run the self-test, whose answer counts as the same within the tolerance; or ask what can be made up here."""
+    """Return the worker's answer to the self-test, equal within the tolerance, or else to generated inputs."""
     if built.selftest_digest:
         children.send_order(WORKER, Ping(run_selftest=True))
         return (children.wait_for(WORKER, Pong, "run the self-test")[0].selftest_digest.encode(),)
@@ -359,13 +358,13 @@ def _get_answer(children: SelfTestProcesses, built: Built) -> AnswerFrames:
 
 # --- An input without numpy -------------------------------------------------------------------------------------
 
-# Values that differ, so that weights matter; for integers 0 and 1, indices that every embedding has.
+# Different values, so that the weights matter; for integers 0 and 1, which are valid indices of every embedding.
 _FLOAT_VALUES = (0.5, -0.25, 1.0, -0.75, 0.125, -1.0, 0.875)
 _FLOAT_CODES = {"FP16": "e", "FP32": "f", "FP64": "d"}
 
 
 def make_inputs(built: Built) -> tuple[tuple[TensorSpec, ...], list[bytes]]:
-    """Return an input of the model, of a shape that it is known to run with."""
+    """Return inputs for the model, in a shape that is known to work if the self-test has found one."""
     case = built.selftest_cases[0] if built.selftest_cases else {}
     specs = tuple(_tensor_spec(each, case) for each in built.inputs)
     return specs, [_tensor_frame(each.datatype, math.prod(each.shape)) for each in specs]
