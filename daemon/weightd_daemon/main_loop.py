@@ -177,7 +177,7 @@ class Daemon:
         self.schedule_reconcile()
 
     def schedule_reconcile(self) -> None:
-        """Run `_reconcile` at the end of this turn; several calls in one turn run it once."""
+        """Schedule `_reconcile` to run once before the loop waits again."""
         self._loop.call_soon(self._reconcile)
 
     def _reconcile(self) -> None:
