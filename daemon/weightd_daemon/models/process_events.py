@@ -119,7 +119,7 @@ class ProcessEvents:
             case Pong():
                 self._on_pong(child, generation, message, now)
             case Forked():
-                pass  # a reply to the fork coordinator; generations do not handle it
+                pass  # a reply to the fork coordinator, which generations do not need
             case _:
                 self._on_load_message(child, deployment, generation, message, now)
 
