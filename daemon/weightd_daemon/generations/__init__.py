@@ -1,1 +1,1 @@
-"""One copy of the weights: its holder, its workers, its states. Plain decisions: events go in, actions come out."""
+"""Generations: copies of a model's weights with their processes. They decide without I/O, from events and the clock."""

@@ -1,4 +1,4 @@
-"""What a generation wants done. It decides; the server does."""
+"""The actions that a generation requests; the daemon performs them."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from weightd_protocol.messages.worker import AllowAttach, Attach, Build, Continu
 
 
 class Role(enum.Enum):
-    """What a child is for."""
+    """The role of a child process."""
 
     HOLDER = "holder"
     WORKER = "worker"
-    RANK = "rank"  # has a slice of the model, and runs each predict with the other ranks of its unit
-    BROKER = "broker"  # lets the ranks of its unit find each other; takes no request
+    RANK = "rank"  # has a slice of the model, and runs each predict with the other ranks of its group
+    BROKER = "broker"  # lets the ranks of its group find each other; serves no requests
 
 
 @dataclass(frozen=True)
 class TakeSnapshot:
-    """Have a snapshot of the source: a digested copy of its files; answer with `on_snapshot_taken` or `fail`."""
+    """Take the snapshot of the source, and report `on_snapshot_taken` or `fail`."""
 
 
 @dataclass(frozen=True)
 class Spawn:
-    """Start a child; `template` is the holder that it is forked of, "" for none."""
+    """Start a child; `template` is the holder from which it is forked, or ""."""
 
     name: str
     role: Role
@@ -42,7 +42,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Kill:
-    """Kill a child that has not left when it should have; `abort`: in a way that leaves its stacks in its log."""
+    """Kill a child; `abort`: with a signal that makes it log its stacks."""
 
     name: str
     abort: bool = False
@@ -50,21 +50,21 @@ class Kill:
 
 @dataclass(frozen=True)
 class AddSlot:
-    """The slot of this name may be given requests from now on."""
+    """Dispatch requests to the slot of this name from now on."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class RemoveSlot:
-    """The slot of this name gets no further request; what it still has is its own to answer, or lost."""
+    """Dispatch no more requests to the slot of this name; its processes may still finish their batches."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class DeleteFiles:
-    """Nothing is left of the generation: its files can go."""
+    """Delete the files of the generation, which has ended."""
 
 
 Action = TakeSnapshot | Spawn | Send | Kill | AddSlot | RemoveSlot | DeleteFiles

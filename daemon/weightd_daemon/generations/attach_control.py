@@ -1,4 +1,4 @@
-"""Who may still attach to the weights of a generation, how they are let, and whether the weights count at all."""
+"""The access to a generation's weights: which workers may attach and when, and whether the weights are valid."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from weightd_daemon.generations.states import (
 )
 from weightd_protocol.messages.worker import AllowAttach, Attach, AttachAllowed, TrimStore
 
-# A holder that holds has nothing else to do than to let a process attach.
+# The time for a holder's reply. A holder has nothing to do but to let processes attach.
 ALLOW_TIMEOUT_S = 10.0
 
-# How each state that is written down is reached by who takes it over: by the events that have led there.
+# The events by which a resuming daemon reaches each persisted state.
 _RESTORE_EVENTS: Mapping[AttachState, tuple[AttachEvent, ...]] = {
     AttachState.OPEN: (),
     AttachState.FORK_ONLY: (AttachEvent.FORK,),
@@ -32,24 +32,24 @@ _RESTORE_EVENTS: Mapping[AttachState, tuple[AttachEvent, ...]] = {
     AttachState.FROZEN: (AttachEvent.FIX_PIDS, AttachEvent.LOSE_HOLDER),
 }
 
-# What is written down of who may attach. What has been asked is not: nobody would know what becomes of it.
+# The states that can be persisted. A pending request to the holder cannot, because its result would be lost.
 PERSISTED_STATES = tuple(state.value for state in _RESTORE_EVENTS)
 
 
 class AttachControl(Machine[AttachState, AttachEvent]):
-    """To the weights of one generation.
+    """Controls which workers attach to the weights of one generation.
 
     Args:
-        label: of the generation.
-        processes: its children.
-        emit: takes what is to be done.
-        logger: of the generation.
+        label: the label of the generation.
+        processes: the children of the generation.
+        emit: receives the actions.
+        logger: the logger of the generation.
         attach_limit: returns how many workers may attach at the same time; at least one.
 
     Attributes:
-        closed_reason: nobody is let in any more, where it is CLOSED or ORPHANED.
-        required_holder: the holder without which the weights are invalid; "" where they need none.
-        deadline: until when the holder may think about whom it was asked to let in (monotonic seconds).
+        closed_reason: why no more workers may attach, in the states CLOSED, ORPHANED and FILES_LOST.
+        required_holder: the name of the holder without which the weights are invalid; "" if they do not depend on one.
+        deadline: until when the holder may answer a request to allow a process (monotonic seconds).
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class AttachControl(Machine[AttachState, AttachEvent]):
         self.required_holder = ""
         self.deadline = FOREVER
         self._requested_worker = ""
-        # Something may have attached since what only attaching needs was given back.
+        # Whether a process may have attached since the page store was last trimmed.
         self._should_trim = False
         self._processes = processes
         self._emit = emit
@@ -74,7 +74,7 @@ class AttachControl(Machine[AttachState, AttachEvent]):
 
     @property
     def is_fork_only(self) -> bool:
-        """Whether workers are forked of the holder."""
+        """Whether workers are forked from the holder."""
         return self.state is AttachState.FORK_ONLY
 
     @property
@@ -84,41 +84,44 @@ class AttachControl(Machine[AttachState, AttachEvent]):
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the workers go on without their holder."""
+        """Whether the workers continue without their holder."""
         return self.state is AttachState.FROZEN
 
     @property
     def is_valid(self) -> bool:
-        """Whether the weights are, as far as it is known."""
+        """Whether the weights are valid, as far as that is known."""
         return self.state is not AttachState.INVALID
 
     def can_trust_answers(self, is_alive: Callable[[str], bool]) -> bool:
-        """Return whether an answer can be passed on: not if the memory it came from may be invalid by now."""
+        """Return whether a worker's answer may be passed on, which is not so if its weights may be invalid by now."""
         return self.state is not AttachState.INVALID and (not self.required_holder or is_alive(self.required_holder))
 
-    # --- what happens -------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------
 
     def require(self, holder: WorkerProcess, *, can_outlive_holder: bool) -> None:
-        """There is something to share; where it becomes invalid with its holder, no answer counts without that."""
+        """Record the holder of shared weights if these become invalid without it, so that no answer counts then."""
         must_outlive = holder.hello is not None and holder.hello.sharing_traits.holder_must_outlive
         if must_outlive and not can_outlive_holder:
             self.required_holder = holder.name
 
     def on_hello(self, *, has_fixed_pids: bool) -> None:
-        """Somebody is up. Where it `has_fixed_pids`, the engine must know at the build who will attach."""
+        """Handle the HELLO of a process.
+
+        Workers may attach at once, unless the engine must know at the build which pids will attach (`has_fixed_pids`).
+        """
         if self.state is AttachState.OPEN and has_fixed_pids:
             self.advance(AttachEvent.FIX_PIDS)
         if self.state in (AttachState.OPEN, AttachState.FORK_ONLY):
             self.admit_greeted()
 
     def admit_greeted(self) -> None:
-        """Let those attach that are up: the engine lets anybody, or the holder builds, and is told of them."""
+        """Allow all workers that are up to attach: the engine allows any, or the build order lists them."""
         for worker in self._processes.usable(Role.WORKER):
             if worker.state is ChildState.GREETED:
                 worker.advance(ChildEvent.ADMIT)
 
     def on_built(self, *, is_shared: bool, is_template: bool = False) -> None:
-        """The holder has built. If it has nothing to share, nobody depends on it."""
+        """Record that the holder has built; if it shares nothing, any worker may load."""
         self._should_trim = True
         if is_template:
             self.advance(AttachEvent.FORK)
@@ -127,11 +130,11 @@ class AttachControl(Machine[AttachState, AttachEvent]):
             self.admit_greeted()
 
     def on_attached(self) -> None:
-        """A worker has."""
+        """Record that a worker has attached."""
         self._should_trim = True
 
     def on_allowed(self, allowed: AttachAllowed) -> None:
-        """The holder has been asked to let one more process attach, one that it did not know at its build."""
+        """Handle the holder's reply to the request to allow a process that it did not know at its build."""
         if self.state is not AttachState.ALLOW_PENDING:
             return
         worker = self._processes.children.get(self._requested_worker)
@@ -143,33 +146,34 @@ class AttachControl(Machine[AttachState, AttachEvent]):
             worker.advance(ChildEvent.ADMIT)
 
     def on_holder_lost(self) -> None:
-        """Where it need not know who attaches, that goes on without it. Whom it has forked has all that it needs."""
+        """Close the access if attaching or forking needs the holder; the existing workers continue."""
         if self.is_fork_only:
             self._close_attach(AttachEvent.ORPHAN, "the template is lost, of which they would be forked")
         elif self.state in (AttachState.LISTED, AttachState.ALLOW_PENDING, AttachState.CLOSED):
             self.advance(AttachEvent.LOSE_HOLDER)
 
     def on_files_lost(self, reason: str) -> None:
-        """What lost workers would need to load has vanished: those that are there go on."""
+        """Close the access, because files that a worker loads have vanished; the existing workers continue."""
         if self.is_valid and not self.is_attach_closed:
             self._close_attach(AttachEvent.LOSE_FILES, reason)
 
     def invalidate(self) -> None:
-        """What is computed on the weights may be anything from now on."""
+        """Record that results computed on the weights cannot be trusted any more."""
         if self.is_valid:
             self.advance(AttachEvent.INVALIDATE)
 
     def tick(self, now: float) -> None:
-        """Time has passed."""
+        """Close the access if the holder has not replied in time."""
         if now >= self.deadline:
             self._close_attach(AttachEvent.REFUSE, f"the holder has not answered for {ALLOW_TIMEOUT_S:g} s")
 
-    # --- what is done -------------------------------------------------------------------------------------------
+    # --- actions ------------------------------------------------------------------------------------------------
 
     def attach_next(self, order: Attach, now: float, timeout_s: float) -> None:
-        """Let further workers attach, each for `timeout_s` seconds, but no more at the same time than its limit.
+        """Order further workers to attach, each within `timeout_s` seconds, up to the limit of simultaneous attaches.
 
-        Each attach loads the model before it shares, so this bounds the peak of memory. Who is awaited goes first.
+        Each attach loads the model before it shares, so the limit bounds the peak of memory. Workers of the previous
+        daemon that may still reconnect take precedence.
         """
         waiting = ChildState.ADMITTED, ChildState.GREETED
         if not self._processes.count(*waiting) or self._processes.count(ChildState.AWAITED):
@@ -186,7 +190,7 @@ class AttachControl(Machine[AttachState, AttachEvent]):
                 free_count -= 1
 
     def stop_unattachable(self, now: float) -> None:
-        """A process that can never attach only takes memory."""
+        """Stop workers that can never attach, because they only take memory."""
         unattachable_states = [
             ChildState.SPAWNED,
             ChildState.GREETED,
@@ -197,7 +201,10 @@ class AttachControl(Machine[AttachState, AttachEvent]):
                 self._processes.stop(worker, now)
 
     def trim_store(self, *, is_shared: bool) -> None:
-        """No attach is due: what only attaching needed is given back, by the holder or its heir."""
+        """Order a process to release the pages of the store that only attaching needs, because no attach is due.
+
+        The order goes to the holder or, without one, to a worker that shares the weights.
+        """
         if self._should_trim:
             self._should_trim = False
             workers = self._processes.usable(Role.WORKER) if is_shared and not self.is_frozen else []
@@ -216,21 +223,21 @@ class AttachControl(Machine[AttachState, AttachEvent]):
         self.closed_reason = reason
         self._logger.log(f"lost workers are not replaced, they wait for the next generation: {reason}")
 
-    # --- one daemon after another -------------------------------------------------------------------------------
+    # --- persistence --------------------------------------------------------------------------------------------
 
     @property
     def persisted_state(self) -> str:
-        """What the next daemon has to know to `restore` it."""
+        """The value from which the next daemon can `restore` the state."""
         state = AttachState.LISTED if self.state is AttachState.ALLOW_PENDING else self.state
         return str(state.value)
 
     def restore(self, persisted_state: str, closed_reason: str) -> None:
-        """Go on with what an earlier daemon has written down."""
+        """Restore the state that the previous daemon has persisted."""
         for event in _RESTORE_EVENTS[AttachState(persisted_state)]:
             self.advance(event)
         self.closed_reason = closed_reason
 
     def advance(self, event: AttachEvent) -> None:
-        """Change who may attach; what was asked of the holder until then is over."""
+        """Change the state, which ends any pending request to the holder."""
         super().advance(event)
         self._requested_worker, self.deadline = "", FOREVER

@@ -1,7 +1,7 @@
-"""The life of every generation, whatever its processes are: a holder and its workers, or ranks.
+"""The life cycle that all generations share, whether their processes are a holder and its workers or ranks.
 
-Plain decisions: events and the clock go in, `Action`s come out. No process, socket or file is touched here. The life
-is the same for both kinds; what a kind does at each point of it, its class says in the methods that are abstract here.
+A generation makes decisions without I/O: it receives events and the clock, and returns `Action`s. It touches no
+process, socket or file. The abstract methods of this module are the steps in which the two kinds differ.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ from weightd_daemon.platform.exit_cause import ExitCause
 from weightd_protocol.messages.worker import Built, ChildMessage, Hello, ProcessFailed, Reconnected
 from weightd_protocol.version import VERSION
 
-# An interpreter on a loaded machine needs seconds to import an engine. What comes before HELLO beside that, CANN's
-# import and the digest of the model, may take as long as a build.
+# The least time until HELLO: an interpreter on a loaded machine needs seconds to import an engine. The import of CANN
+# and the digest of the model, which also precede HELLO, may take as long as a build, so a longer load_timeout applies.
 HELLO_TIMEOUT_S = 60.0
 
 
 def one_after_another(generation: GenerationView) -> int:
-    """Return how many workers may attach at once: right wherever nothing is known of the room that there is."""
+    """Return 1 as the number of workers that may attach at once, which is safe if the free memory is unknown."""
     del generation
     return 1
 
 
 @dataclass(frozen=True)
 class GenerationSetup:
-    """What a generation is made of.
+    """The arguments from which a generation is made.
 
     Attributes:
-        label: its name, the model's and a number that is never used again.
-        spec: what is configured.
-        device: where it lives. Its processes are there, or on the devices of its spec.
-        source: what it loads.
-        number: the one in its label.
-        counters: of what befalls its processes.
+        label: the name of the generation: the model's name and a number that is never used again.
+        spec: the configuration of the generation.
+        device: the device of the generation and of its processes, unless its spec lists other devices.
+        source: the model files that it loads.
+        number: the number in the label.
+        counters: counts starts, losses and failures of its processes.
         attach_limit: returns how many workers of the generation may attach at the same time; at least one.
     """
 
@@ -69,19 +69,19 @@ class GenerationSetup:
 
 
 class GenerationView(Machine[GenerationState, GenerationEvent], abc.ABC):
-    """How a generation stands: what it has, and what can be asked of it. Nothing here changes anything.
+    """The read-only view of a generation: its processes and its state.
 
     Args:
-        setup: what it is made of, of which most is an attribute here, too.
+        setup: the arguments of the generation; most are attributes here, too.
 
     Attributes:
-        processes: its processes, and what can be done with them.
-        children: every process that is alive, by name, in the order in which they were started.
-        attach_control: who may attach, and whether answers count.
-        sha256: of the model, once the snapshot is taken.
-        built: what the holder exported, or the ranks have loaded, once that is known.
-        device_usage: what one process takes on the card beside the weights.
-        failure: why it has failed, or has fewer workers than it should.
+        processes: the processes of the generation.
+        children: every live process, by name, in the order in which they were started.
+        attach_control: tracks which workers may attach, and whether the weights are valid.
+        sha256: the digest of the model, once the snapshot is taken.
+        built: the description of the model from the holder or the ranks, once they have loaded it.
+        device_usage: the memory that one process takes on the card beside the weights.
+        failure: why the generation has failed, or has fewer workers than configured.
     """
 
     def __init__(self, setup: GenerationSetup) -> None:
@@ -112,7 +112,7 @@ class GenerationView(Machine[GenerationState, GenerationEvent], abc.ABC):
 
     @property
     def cause(self) -> str:
-        """Why it failed, or why it has fewer workers than it should, for people."""
+        """Why the generation has failed, or has fewer workers than configured, as text."""
         return str(self.failure)
 
     @property
@@ -123,71 +123,71 @@ class GenerationView(Machine[GenerationState, GenerationEvent], abc.ABC):
 
     @property
     def is_ended(self) -> bool:
-        """Whether nothing is left of it."""
+        """Whether the generation has ended and all its processes have exited."""
         return self.state in ENDED and not self.children
 
     @property
     def is_complete(self) -> bool:
-        """Whether it serves with all the processes that it should have, or that it can have for now."""
+        """Whether the generation serves with all configured processes, or with all that it can have for now."""
         return self.state is GenerationState.SERVING
 
     @property
     def is_reconnecting(self) -> bool:
-        """Whether it was resumed, and a process may still reconnect."""
+        """Whether the generation was resumed, and a process may still reconnect."""
         return self.state in ACTIVE and self.processes.count(ChildState.AWAITED) > 0
 
     @property
     def has_all_workers(self) -> bool:
-        """Whether all workers and spares, or all ranks, that it should have are READY."""
+        """Whether all configured workers and spares, or all ranks, are READY."""
         return self.processes.count(ChildState.READY) == self.spec.process_count
 
     @property
     def should_be_replaced(self) -> bool:
-        """Whether it has lost processes that only another generation can replace."""
+        """Whether the generation has lost processes that only a new generation can replace."""
         return False
 
     @property
     @abc.abstractmethod
     def progress(self) -> str:
-        """What it is doing now, for people."""
+        """A text that describes the current activity."""
 
     def built_model(self, index: int) -> Built | None:
-        """Return what has been loaded of a model, once that is known; its processes may have others, too."""
-        del index  # of one model
+        """Return the description of the model with this index in a shared process; None before it has loaded."""
+        del index  # a generation of one model
         return self.built
 
     def log_extra(self, child: str = "") -> Mapping[str, Any]:
-        """Return `extra` of an event of this generation, or of one of its children."""
+        """Return the `extra` of a log record about this generation or one of its children."""
         return self._log.log_extra(child)
 
 
 class GenerationBase(GenerationView):
-    """The life of a generation: events and the clock go in, `Action`s come out."""
+    """The life cycle of a generation, which turns events and the clock into `Action`s."""
 
-    # In which a child that does not answer is ended; in another one only its deadline counts.
+    # The states in which `on_hung` ends a child; in other states only its deadline does.
     _watched_states = frozenset({ChildState.READY, ChildState.STOPPING})
 
     # --- events -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begin."""
+        """Begin with the request for a snapshot."""
         self._actions.append(TakeSnapshot())
         self._log_progress()
 
     def on_resumed(self) -> None:
-        """An earlier daemon has loaded it; it serves once its processes have reconnected."""
+        """Continue a generation that an earlier daemon has loaded; it serves once its processes have reconnected."""
         self.advance(GenerationEvent.RESUME)
 
     def on_snapshot_taken(
         self, sha256: str, now: float, selftest: SelfTestSpec | None = None, slice_digests: tuple[str, ...] = ()
     ) -> None:
-        """The snapshot exists: start the processes.
+        """Start the processes on the snapshot.
 
         Args:
-            sha256: of the model.
+            sha256: the digest of the model.
             now: the clock.
-            selftest: what an earlier generation has found out of it.
-            slice_digests: of what each rank loads, where the model is cut.
+            selftest: the self-test that an earlier generation has found, or None.
+            slice_digests: the digest of each rank's slice, if the model is divided among ranks.
         """
         if self.state is GenerationState.SNAPSHOTTING:
             self.sha256 = sha256
@@ -196,7 +196,7 @@ class GenerationBase(GenerationView):
             self._reconcile(now)
 
     def on_message(self, name: str, message: ChildMessage, now: float) -> None:
-        """A child has said something of itself: it is up, it has loaded, it cannot."""
+        """Handle a message from a child about itself: that it is up, has loaded, or has failed."""
         child = self.children.get(name)
         if child is None:
             return
@@ -214,21 +214,21 @@ class GenerationBase(GenerationView):
         self._reconcile(now)
 
     def on_leaving(self, name: str, now: float, reason: str = "") -> None:
-        """A child's model may be spoilt, for a predict has failed for this reason: it must go."""
+        """Replace a child whose model may be damaged, because a predict failed for this reason."""
         child = self.children.get(name)
         if child is not None:
             self._on_leaving(child, reason, now)
             self._reconcile(now)
 
     def on_hung(self, name: str, reason: str, now: float, *, has_answered: bool = False) -> None:
-        """A child does not answer any more. `has_answered`: it had answered something."""
+        """End a child that does not answer any more. `has_answered`: it had answered a request before."""
         child = self.children.get(name)
         if child is not None and child.state in self._watched_states:
             self._on_hung(child, reason, now, has_answered=has_answered)
             self._reconcile(now)
 
     def on_exit(self, name: str, exit_cause: ExitCause, now: float, *, has_answered: bool = False) -> None:
-        """A child has exited and has been waited for. `has_answered`: it had answered some request."""
+        """Handle the exit of a child that has been waited for. `has_answered`: it had answered a request before."""
         child = self.children.get(name)
         if child is not None:
             previous_state = child.state
@@ -238,14 +238,14 @@ class GenerationBase(GenerationView):
             self._reconcile(now)
 
     def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
-        """No new work: wind down; to finish what they have, its processes may take `timeout_s` seconds more."""
+        """Accept no more work and shut down; running batches may take `timeout_s` seconds more."""
         self.processes.limit_stops(now, timeout_s)
         if self.state in ACTIVE:
             self.advance(GenerationEvent.DRAIN)
         self._reconcile(now)
 
     def fail(self, reason: FailureReason, now: float) -> None:
-        """It cannot go on: everything that runs is wound down."""
+        """Fail the generation, and shut down all its processes."""
         if self.state in ACTIVE:
             self.failure = reason
             self._count_lost()
@@ -253,9 +253,9 @@ class GenerationBase(GenerationView):
             self._reconcile(now)
 
     def tick(self, now: float) -> None:
-        """Time has passed: end what has taken too long, start what is due."""
+        """End children that exceed their deadlines, and start the processes that are due."""
         for child in list(self.children.values()):
-            # Not those that an earlier one has taken along.
+            # A child that was ended together with an earlier one in this loop has no deadline left.
             if now >= child.deadline and child.state is ChildState.ABORTED:
                 self.processes.kill(child)
             elif now >= child.deadline:
@@ -263,12 +263,12 @@ class GenerationBase(GenerationView):
         self._reconcile(now)
 
     def take_actions(self) -> list[Action]:
-        """Return what is to be done, in order, and forget it."""
+        """Return the pending actions in order, and clear them."""
         actions = list(self._actions)
         self._actions.clear()
         return actions
 
-    # --- what is common -----------------------------------------------------------------------------------------
+    # --- common steps -------------------------------------------------------------------------------------------
 
     def _on_hello(self, child: WorkerProcess, hello: Hello, now: float) -> None:
         mismatch = self._hello_mismatch(child, hello)
@@ -282,65 +282,65 @@ class GenerationBase(GenerationView):
         self._on_greeted(hello, now)
 
     def _stop(self, child: WorkerProcess, now: float) -> None:
-        """Have a child leave; where its answers count no more, at once."""
+        """Stop a child gracefully, or kill it if its weights are invalid, so that its answers do not count."""
         if self.attach_control.is_valid:
             self.processes.stop(child, now)
         else:
             self.processes.kill(child)
 
     def _count_lost(self) -> None:
-        """Count what is lost with the generation."""
+        """Count the processes that are lost with the generation."""
         self.processes.counters.on_lost(self.processes.count(*USABLE))
 
     def _log_progress(self) -> None:
         self._log.log_progress(self.progress, has_failed=self.state is GenerationState.FAILED)
 
-    # --- what differs -------------------------------------------------------------------------------------------
+    # --- steps of each kind -------------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def _start_processes(self, now: float, selftest: SelfTestSpec | None, slice_digests: tuple[str, ...]) -> None:
-        """The snapshot exists."""
+        """Start the processes, because the snapshot exists."""
 
     def _hello_mismatch(self, child: WorkerProcess, hello: Hello) -> str:
-        """Return why a child that said this is not the one that was started, or ""."""
-        del child  # all load the same
+        """Return why a child with this HELLO is not the one that was started, or ""."""
+        del child  # all processes load the same model
         return hello_mismatch(hello, self.sha256)
 
     @abc.abstractmethod
     def _on_greeted(self, hello: Hello, now: float) -> None:
-        """A child is up, and is the one that was started."""
+        """Handle the valid HELLO of a child."""
 
     @abc.abstractmethod
     def _on_load_message(self, child: WorkerProcess, message: ChildMessage, now: float) -> None:
-        """A child says what only processes of this kind say, or what it should not, or not now."""
+        """Handle a message of this kind of process, or an unexpected one."""
 
     @abc.abstractmethod
     def _on_ready(self, child: WorkerProcess, step: int, now: float) -> None:
-        """A child is READY, as it was for the daemon before this one; `step` is the last one that it has run."""
+        """Handle a child that is READY; `step` is the last step that it has run for the previous daemon."""
 
     @abc.abstractmethod
     def _on_process_failed(self, child: WorkerProcess, failure: ProcessFailed, now: float) -> None:
-        """A child says that it cannot do what it is for."""
+        """Handle the report of a child that it cannot do its work."""
 
     @abc.abstractmethod
     def _on_leaving(self, child: WorkerProcess, reason: str, now: float) -> None:
-        """A predict of a child has failed, and may have spoilt its model."""
+        """Handle a failed predict of a child, which may have damaged its model."""
 
     @abc.abstractmethod
     def _on_hung(self, child: WorkerProcess, reason: str, now: float, *, has_answered: bool) -> None:
-        """A child does not answer any more, or takes too long."""
+        """Handle a child that does not answer any more or exceeds its deadline."""
 
     @abc.abstractmethod
     def _on_exit(self, child: WorkerProcess, loss: LossReason, exit_cause: ExitCause, now: float) -> None:
-        """A child has exited; `loss` is what that means if nobody has asked it to."""
+        """Handle the exit of a child; `loss` describes it as an unexpected one."""
 
     @abc.abstractmethod
     def _reconcile(self, now: float) -> None:
-        """Bring what is nearer to what should be; called after each event, and tells the progress."""
+        """Bring the actual state closer to the wanted one, and log the progress; called after each event."""
 
 
 def hello_mismatch(hello: Hello, sha256: str) -> str:
-    """Return why a child that said this must not load what has this digest, or ""."""
+    """Return why a child with this HELLO must not load a model of this digest, or ""."""
     worker_version = hello.versions.get("weightd", "unknown")
     if worker_version != VERSION:
         return (

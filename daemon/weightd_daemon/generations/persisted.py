@@ -1,4 +1,4 @@
-"""One daemon after another: what is written down of a generation that serves, and how the next one resumes it."""
+"""The records of serving generations, from which the next daemon resumes them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightd_protocol import limits
 from weightd_protocol.messages.worker import Built, Hello
 from weightd_protocol.schema import boolean, integer, list_of, one_of, record, text
 
-# A child looks for the daemon many times a second. One that computes is not there before it has finished that.
+# A child tries to reconnect many times a second, but not while it is running a predict.
 RECONNECT_TIMEOUT_S = 5.0
 
 _PERSISTED_STATES = (ChildState.HOLDING, ChildState.READY, ChildState.AWAITED)
@@ -27,9 +27,9 @@ _COUNT = integer(0, limits.MAX_COUNT)
 
 @dataclass(frozen=True)
 class ChildRecord:
-    """A holder that holds, a broker, or a worker or a rank that is READY, and on which device.
+    """A persisted holder, broker, READY worker or READY rank, with its device.
 
-    `shared_bytes` and `note` are what it said of its weights.
+    `shared_bytes` and `note` are the process's last report about its weights.
     """
 
     name: str = field(metadata=_NAME)
@@ -42,7 +42,7 @@ class ChildRecord:
 
 @dataclass(frozen=True)
 class SealRecord:
-    """What the page store was when the holder had exported it."""
+    """The size and modification time of a page store when the holder had exported it."""
 
     size: int = field(metadata=_COUNT)
     mtime_ns: int = field(metadata=_COUNT)
@@ -50,10 +50,10 @@ class SealRecord:
 
 @dataclass(frozen=True)
 class GenerationRecord:
-    """A generation that serves. The fields are those of `Generation` or `RankGroup`; `source` is its source's number.
+    """A persisted generation; the fields correspond to the attributes of `Generation` or `RankGroup`.
 
-    `attach_state` is who may still attach, `attach_closed_reason` why nobody may. `models` are those of a unit, none of
-    workers; `port` is that of its ranks' communication, 0 where none was told one.
+    `source` is the number of the source. `attach_closed_reason` says why no worker may attach any more. `models` are
+    the models of a rank group, and empty for workers. `port` is the port of the ranks' communication, or 0.
     """
 
     number: int = field(metadata=_COUNT)
@@ -73,7 +73,7 @@ class GenerationRecord:
 
 
 def record_generation(generation: GenerationBase, seal: SealRecord | None, port: int = 0) -> GenerationRecord | None:
-    """Return what the next daemon has to know to `resume_generation` a generation; None if it cannot."""
+    """Return the record for `resume_generation` in the next daemon; None if the generation cannot be resumed."""
     if generation.built is None or generation.state not in RESUMABLE:
         return None
     children = [
@@ -100,7 +100,7 @@ def record_generation(generation: GenerationBase, seal: SealRecord | None, port:
 
 
 def resume_generation(setup: GenerationSetup, record: GenerationRecord, now: float) -> GenerationBase:
-    """Return a generation that a daemon before this one has loaded; it serves once its processes have reconnected."""
+    """Return a generation that the previous daemon has loaded; it serves once its processes have reconnected."""
     spec = setup.spec
     generation = (Generation if spec.rank_group is None else RankGroup)(setup)
     generation.sha256, generation.built = record.sha256, record.built
@@ -113,7 +113,7 @@ def resume_generation(setup: GenerationSetup, record: GenerationRecord, now: flo
         child = generation.processes.add(each.name, Role(each.role), each.device)
         child.hello, child.shared_bytes, child.note = each.hello, each.shared_bytes, each.note
         if child.role in (Role.WORKER, Role.RANK):
-            # It may have to finish what it was given by the daemon before.
+            # The process may first have to finish the batches of the previous daemon.
             child.advance(ChildEvent.AWAIT, now + RECONNECT_TIMEOUT_S + spec.predict_timeout)
         else:
             child.advance(ChildEvent.HOLD)

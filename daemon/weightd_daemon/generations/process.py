@@ -1,4 +1,4 @@
-"""The processes of a generation: the state of each, how long that may last, and which of them take requests."""
+"""The processes of a generation, with the state and the deadline of each, and the slots that serve requests."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from weightd_protocol.messages.worker_common import DeviceMemory
 
 FOREVER = float("inf")
 
-# A child that was told to stop only has to answer what it is computing.
+# A child that has been ordered to stop only finishes the batches that it is running.
 STOP_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
 class LossReason:
-    """How a child came to be of no use any more.
+    """Why a child is lost.
 
     Attributes:
-        reason: for people.
-        previous_state: its state until then.
-        has_answered: it had answered some request.
-        is_out_of_memory: it found none on the card, where some may come free late.
-        has_timed_out: it took too long, and is being ended.
-        is_signaled: a signal has ended it.
-        is_external: another has ended it.
-        is_transient: the cause may go away by itself.
+        reason: a text for users.
+        previous_state: the state of the child before the loss.
+        has_answered: whether the child had answered a request.
+        is_out_of_memory: whether the card had no free memory, which may be released late.
+        has_timed_out: whether the child exceeded its deadline and is being ended.
+        is_signaled: whether a signal has ended the child.
+        is_external: whether the child was ended from outside, by a user or the kernel, say.
+        is_transient: whether the cause may go away by itself.
     """
 
     reason: str
@@ -46,7 +46,7 @@ class LossReason:
 
     @classmethod
     def from_exit(cls, exit_cause: ExitCause, previous_state: ChildState, *, has_answered: bool) -> LossReason:
-        """Return the loss of a child that has exited without having been asked to."""
+        """Return the reason for the loss of a child that exited unexpectedly."""
         return cls(
             str(exit_cause),
             previous_state,
@@ -58,7 +58,7 @@ class LossReason:
 
     @classmethod
     def from_failure(cls, failure: ProcessFailed, previous_state: ChildState) -> LossReason:
-        """Return the loss of a child that says that it cannot do what it is for."""
+        """Return the reason for the loss of a child that has reported a failure."""
         return cls(
             failure.reason,
             previous_state,
@@ -68,22 +68,22 @@ class LossReason:
 
 
 class WorkerProcess(Machine[ChildState, ChildEvent]):
-    """A process of a generation, whatever its role is.
+    """A process of a generation, in any role.
 
     Args:
-        name: of the process.
-        role: what it is for.
-        deadline: when its first state has lasted too long.
-        extra: of its records in the log.
-        device: where it runs.
+        name: the name of the process.
+        role: the role of the process.
+        deadline: when it has been in its first state for too long (monotonic seconds).
+        extra: the `extra` of its log records.
+        device: the device on which it runs.
 
     Attributes:
-        deadline: when its present state has lasted too long (monotonic seconds).
-        hello: what it has said of itself.
-        ready_at: since when it is READY.
-        shared_bytes: how much of its memory is shared, by its own word.
-        note: why that is not more.
-        loss: why it was given up, if that was before it was dead.
+        deadline: when it has been in its current state for too long (monotonic seconds).
+        hello: its HELLO message, or None before that.
+        ready_at: since when it has been READY (monotonic seconds).
+        shared_bytes: how much of its memory is shared, as the process reported.
+        note: why no more is shared, or "".
+        loss: why it was given up, if that was before it exited.
     """
 
     def __init__(self, name: str, role: Role, deadline: float, extra: Mapping[str, Any], device: str) -> None:
@@ -98,26 +98,26 @@ class WorkerProcess(Machine[ChildState, ChildEvent]):
         self.loss: LossReason | None = None
 
     def advance(self, event: ChildEvent, deadline: float = FOREVER) -> None:
-        """Change its state; the new one may last until `deadline`."""
+        """Change the state; the new state may last until `deadline`."""
         super().advance(event)
         self.deadline = deadline
 
 
 class GenerationProcesses:
-    """The children of one generation, and those of them that take requests.
+    """The children of one generation, and the children among them that serve requests.
 
     Args:
-        label: of the generation.
-        emit: takes what is to be done.
-        log_extra: returns `extra` of a record in the log.
-        counters: of what befalls them.
-        is_joint: whether all ranks together are one slot; else each worker is one.
+        label: the label of the generation.
+        emit: receives the actions.
+        log_extra: returns the `extra` of a log record.
+        counters: counts starts, losses and failures of processes.
+        is_joint: whether all ranks together are one slot; otherwise each worker is a slot.
 
     Attributes:
-        children: every one that is alive, by name, in the order in which they were started.
-        serving: the workers or ranks that take requests; the other workers that are READY are spares.
+        children: every live child, by name, in the order in which they were started.
+        serving: the workers or ranks that serve requests; other READY workers are spares.
         started_workers: how many workers have been started.
-        deaths: processes that ended, or had to be ended, without being asked to.
+        deaths: how many processes exited unexpectedly or had to be killed.
     """
 
     def __init__(
@@ -141,54 +141,57 @@ class GenerationProcesses:
         self._log_extra = log_extra
         self._is_joint = is_joint
 
-    # --- what it tells ------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------
 
     def usable(self, role: Role) -> list[WorkerProcess]:
-        """Return those that the generation counts on."""
+        """Return the children of this role that are alive and have not been ordered to exit."""
         return [child for child in self.children.values() if child.role is role and child.state in USABLE]
 
     def count(self, *states: ChildState) -> int:
-        """Return how many are in one of these states."""
+        """Return the number of children in any of these states."""
         return sum(child.state in states for child in self.children.values())
 
     def workers_by_device(self) -> Counter[str]:
-        """Return how many workers the generation counts on, by device."""
+        """Return the number of usable workers by device."""
         return Counter(worker.device for worker in self.usable(Role.WORKER))
 
     @property
     def holder(self) -> WorkerProcess | None:
-        """The one that the generation counts on."""
+        """The usable holder, or None."""
         return next(iter(self.usable(Role.HOLDER)), None)
 
     def has(self, role: Role) -> bool:
-        """Return whether there is one of this role, though it may be on its way out."""
+        """Return whether any child has this role, even if it is exiting."""
         return any(child.role is role for child in self.children.values())
 
     def is_ready(self, name: str) -> bool:
-        """Return whether this one is READY."""
+        """Return whether the child of this name is READY."""
         child = self.children.get(name)
         return child is not None and child.state is ChildState.READY
 
     @property
     def is_all_ready(self) -> bool:
-        """Whether no worker is on its way."""
+        """Whether every usable worker is READY."""
         return all(worker.state is ChildState.READY for worker in self.usable(Role.WORKER))
 
     @property
     def slots(self) -> Mapping[str, tuple[str, ...]]:
-        """The slots that take requests, by name: of which processes each is, in their order."""
+        """The names of the processes of each slot that serves requests, in their order, by the name of the slot."""
         if self._is_joint:
             return {self._label: tuple(self.serving)} if self.serving else {}
         return {name: (name,) for name in self.serving}
 
     def alive(self) -> Iterator[WorkerProcess]:
-        """Yield the children that have a process."""
+        """Yield the children whose processes have not exited."""
         return (child for child in self.children.values() if child.state in ALIVE)
 
-    # --- what it does -------------------------------------------------------------------------------------------
+    # --- operations ---------------------------------------------------------------------------------------------
 
     def spawn(self, role: Role, deadline: float, device: str, template: str = "") -> None:
-        """Start a holder or a worker there, forked of `template` if that is one; it is to say HELLO by `deadline`."""
+        """Start a holder or a worker on a device, forked from `template` unless that is "".
+
+        The process must send HELLO by `deadline`.
+        """
         self.started_workers += role is Role.WORKER
         self._started_holders += role is Role.HOLDER
         holder = f"{self._label}.holder{self._started_holders if self._started_holders > 1 else ''}"
@@ -202,12 +205,12 @@ class GenerationProcesses:
         self._emit(Spawn(name, role, template))
 
     def add(self, name: str, role: Role, device: str, deadline: float = FOREVER) -> WorkerProcess:
-        """Count on a process that is there; return it."""
+        """Add a process that exists, and return it."""
         child = self.children[name] = WorkerProcess(name, role, deadline, self._log_extra(name), device)
         return child
 
     def fill_slots(self, workers_per_device: int) -> None:
-        """Let as many take requests on each device; spares take the places of those that are lost there."""
+        """Let READY workers serve until each device has `workers_per_device`, so that spares replace lost workers."""
         serving_by_device = Counter(self.children[name].device for name in self.serving)
         for worker in self.usable(Role.WORKER):
             is_free = worker.state is ChildState.READY and worker.name not in self.serving
@@ -217,14 +220,14 @@ class GenerationProcesses:
                 self._emit(AddSlot(worker.name))
 
     def add_joint_slot(self) -> None:
-        """Let all ranks together take requests."""
+        """Let all ranks together serve requests as one slot."""
         self.serving.update((each.name, None) for each in self.usable(Role.RANK))
         self._emit(AddSlot(self._label))
 
     def stop(self, child: WorkerProcess, now: float) -> None:
-        """Tell one to leave."""
+        """Order a child to exit."""
         if child.state is ChildState.SPAWNED:
-            # It cannot be told anything: there may be nobody who would hear it.
+            # A process that has not sent HELLO may be unable to receive an order.
             self.kill(child)
         else:
             self._remove_slot_of(child)
@@ -232,20 +235,23 @@ class GenerationProcesses:
             self._emit(Send(child.name, Stop()))
 
     def limit_stops(self, now: float, timeout_s: float) -> None:
-        """Give those that leave, and those that will, `timeout_s` seconds more, but none more than it was given."""
+        """Give stopping children `timeout_s` seconds beyond the stop timeout, now and later.
+
+        Deadlines that were set before are shortened if necessary, but never extended.
+        """
         self._stop_timeout_s = STOP_TIMEOUT_S + timeout_s
         for child in self.children.values():
             if child.state is ChildState.STOPPING:
                 child.deadline = min(child.deadline, now + self._stop_timeout_s)
 
     def abort(self, child: WorkerProcess, deadline: float) -> None:
-        """End one that hangs, in a way that shows where; it is killed at `deadline`."""
+        """End a hung child with a signal that makes it log its stacks; it is killed at `deadline`."""
         self._remove_slot_of(child)
         child.advance(ChildEvent.ABORT, deadline)
         self._emit(Kill(child.name, abort=True))
 
     def kill(self, *children: WorkerProcess) -> None:
-        """Kill these, but those that were killed before."""
+        """Kill these children, except those already killed."""
         for child in children:
             if child.state is not ChildState.KILLED:
                 self._remove_slot_of(child)
@@ -253,12 +259,12 @@ class GenerationProcesses:
                 self._emit(Kill(child.name))
 
     def count_death(self) -> None:
-        """One has ended, or has to be, without being asked to."""
+        """Count a process that exited unexpectedly or has to be killed."""
         self.deaths += 1
         self.counters.on_death()
 
     def on_exit(self, child: WorkerProcess) -> None:
-        """One has exited and has been waited for."""
+        """Remove a child that has exited and has been waited for."""
         if self._is_joint:
             self._remove_slot_of(child)
         del self.children[child.name]
@@ -275,10 +281,10 @@ class GenerationProcesses:
 
 
 class DeviceUsage:
-    """What one process takes on a card beside the weights.
+    """The memory that one process takes on a card beside the weights.
 
     Attributes:
-        process_bytes: as far as it has been seen.
+        process_bytes: the bytes observed so far, 0 for none.
     """
 
     def __init__(self) -> None:
@@ -286,14 +292,17 @@ class DeviceUsage:
         self._free_bytes: int | None = None
 
     def on_built(self, device: DeviceMemory | None) -> None:
-        """The holder has loaded the weights."""
+        """Record the free memory after the holder has loaded the weights."""
         self._free_bytes = device.free_bytes if device else None
 
     def on_attached(self, device: DeviceMemory | None) -> None:
-        """Attaches come one after another: what a card lost since the last one, this process took."""
+        """Derive the memory of a process from the change of the free memory since the last attach.
+
+        This is possible because attaches on a card are sequential.
+        """
         if device is not None:
             used_bytes = 0 if self._free_bytes is None else self._free_bytes - device.free_bytes
-            # The least that was seen: whatever else was loaded on the card meanwhile only makes it more.
+            # The smallest observation counts, because other loads on the card can only increase it.
             if used_bytes > 0:
                 self.process_bytes = min(self.process_bytes or used_bytes, used_bytes)
             self._free_bytes = device.free_bytes

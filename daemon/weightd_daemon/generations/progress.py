@@ -1,4 +1,4 @@
-"""What is told of a generation: why it has failed or lacks workers, and each new thing in the log."""
+"""Reports about a generation: why it has failed or lacks workers, and its progress in the log."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _log = logging.getLogger("weightd.generation")
 
 
 class RetryHint(enum.Enum):
-    """What another generation may expect where one has failed."""
+    """The expected result of another generation after one has failed."""
 
-    SAME_FAILURE = "same failure"  # the same end
-    WAIT_FOR_MEMORY = "wait for memory"  # there was none on the card, and some may come free late
-    MAY_SUCCEED = "may succeed"  # a signal has ended the holder: that may go better the next time
+    SAME_FAILURE = "same failure"  # the next one would fail in the same way
+    WAIT_FOR_MEMORY = "wait for memory"  # the card had no free memory, and memory may be released late
+    MAY_SUCCEED = "may succeed"  # a signal has ended a process, so the next generation may succeed
 
     @classmethod
     def after(cls, loss: LossReason, *, may_succeed: bool) -> RetryHint:
-        """Return what follows from the loss of a process without which the generation cannot go on."""
+        """Return the hint after the loss of a process without which the generation cannot continue."""
         if loss.is_out_of_memory:
             return cls.WAIT_FOR_MEMORY
         return cls.MAY_SUCCEED if may_succeed else cls.SAME_FAILURE
@@ -34,16 +34,16 @@ class RetryHint(enum.Enum):
 
 @dataclass(frozen=True)
 class FailureReason:
-    """Why a generation has failed, or has fewer workers than it should; as text it is for people.
+    """Why a generation has failed, or has fewer workers than configured; `str` makes it a text for users.
 
     Attributes:
-        reason: what has happened.
-        child: to whom, or "".
-        log_tail: the last ones of its log, as soon as they are known.
-        prefix: what this has led to.
-        suffix: what follows from it.
-        retry_hint: of the next generation, if this one has failed of it.
-        is_transient: whether the cause may go away by itself, at whatever time.
+        reason: the event that caused the failure.
+        child: the name of the process to which it happened, or "".
+        log_tail: the last lines of the process's log, once they are known.
+        prefix: the text before the reason: its consequence.
+        suffix: the text after the reason: a further consequence.
+        retry_hint: the expected result of the next generation, if this one has failed.
+        is_transient: whether the cause may go away by itself, however late.
     """
 
     reason: str = ""
@@ -58,12 +58,12 @@ class FailureReason:
     def from_loss(
         cls, loss: LossReason, child: str, retry_hint: RetryHint = RetryHint.SAME_FAILURE, *, suffix: str = ""
     ) -> FailureReason:
-        """Return that a process was lost in this way."""
+        """Return the reason for the loss of a process."""
         is_transient = loss.is_transient or loss.is_out_of_memory
         return cls(loss.reason, child, suffix=suffix, retry_hint=retry_hint, is_transient=is_transient)
 
     def with_prefix(self, prefix_text: str) -> FailureReason:
-        """Return it with what it has led to."""
+        """Return this reason with a text before it."""
         return replace(self, prefix=f"{prefix_text}{self.prefix}")
 
     def __str__(self) -> str:
@@ -73,11 +73,11 @@ class FailureReason:
 
 
 class ProgressLogger:
-    """Tells of one generation in the log, each thing once.
+    """Logs the events of one generation, each once.
 
     Args:
-        label: of the generation.
-        number: the one in its label.
+        label: the label of the generation.
+        number: the number in its label.
     """
 
     def __init__(self, label: str, number: int) -> None:
@@ -87,24 +87,27 @@ class ProgressLogger:
         self._notes: set[str] = set()
 
     def log_extra(self, child: str = "") -> Mapping[str, Any]:
-        """Return `extra` of an event of this generation, or of one of its children."""
+        """Return the `extra` of a log record about this generation or one of its children."""
         return subject_extra(self._label.rpartition(".")[0], self._number, child)
 
     def log(self, text: str, child: str = "", *, level: int = logging.WARNING) -> None:
-        """Tell something, of one of its children or of itself."""
+        """Log an event of the generation or of one of its children."""
         _log.log(level, "%s: %s", self._label, text, extra=self.log_extra(child))
 
     def log_progress(self, progress: str, *, has_failed: bool) -> None:
-        """One line each time that there is something new; a failure is told by who knows what follows."""
+        """Log the progress if it has changed.
+
+        The deployment logs failures, together with their consequences.
+        """
         if progress != self._progress:
             self._progress = progress
             if not has_failed:
                 self.log(progress, level=logging.INFO)
 
     def log_built(self, built: Built, holder: str, spec: GenerationSpec) -> None:
-        """The holder may have found no self-test, or nothing for anybody to attach to.
+        """Log that the holder has found no self-test, or shares no weights.
 
-        That there is nothing to share is no loss.
+        This is a warning only if sharing has failed, not if the model has nothing to share.
         """
         if not built.selftest_digest:
             self.log(f"no self-test: {built.selftest_note}")
@@ -113,21 +116,21 @@ class ProgressLogger:
             self._log_unshared(built.note, holder, logging.WARNING if built.has_sharing_failed else logging.INFO)
 
     def log_row_test(self, built: Built, *, is_exact: bool) -> None:
-        """Requests were to be put together, or cut; the model may not be one of which that is right.
+        """Log why requests cannot be batched or split, if that was configured.
 
-        That it was not tested is no loss where answers need not be `is_exact`.
+        A missing test is logged as a warning only if the results have to be exact (`is_exact`).
         """
         if built.row_support is not None and built.row_support.note:
             is_loss = is_exact or not built.row_support.outputs
             self.log(f"rows of requests: {built.row_support.note}", level=logging.WARNING if is_loss else logging.INFO)
 
     def log_attached(self, built: Built, attached: Attached, worker: str) -> None:
-        """A worker may not have got what the holder has; that there is nothing, the holder has told."""
+        """Log that a worker does not share the weights although the holder does."""
         if built.shared_bytes and not attached.shared_bytes:
             self._log_unshared(attached.note, worker, logging.WARNING)
 
     def _log_unshared(self, note: str, child: str, level: int) -> None:
-        """Each cause once, however many workers meet it."""
+        """Log each reason once, however many workers report it."""
         note = note or "weights are not shared"
         if note not in self._notes:
             self._notes.add(note)
@@ -135,18 +138,18 @@ class ProgressLogger:
 
 
 def describe_selftest(built: Built | None) -> str:
-    """Return what the self-test of a model is run on, or why it has none; "" before that is known. For people."""
+    """Return the inputs of a model's self-test, or why it has none; "" before that is known."""
     if built is None:
         return ""
     return describe_cases(built.selftest_cases) if built.selftest_digest else f"none: {built.selftest_note}"
 
 
 class UnmergedPrincipal(NamedTuple):
-    """A tenant or a user whose requests are not put together with others any more.
+    """A tenant or a user whose requests no longer share batches with others.
 
     Attributes:
-        name: of the tenant or the user.
-        note: what has differed.
+        name: the name of the tenant or the user.
+        note: how the results differed.
     """
 
     name: str

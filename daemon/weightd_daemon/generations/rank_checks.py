@@ -1,7 +1,8 @@
-"""What the ranks of a group have to agree on, what they have built together, and which loss only follows from another.
+"""The checks of a rank group: whether its ranks agree, which models they have loaded, and which loss caused the others.
 
-Processes that compute together fail together: what is noticed first need not be what happened first. One of them that
-has ended by itself, before the daemon ended the others, is the cause; what is listed here is at most a sign of it.
+Processes that compute together fail together, so the first loss that the daemon observes need not be the first that
+happened. A process that exited by itself, before the daemon killed the others, is the cause. The texts and statuses in
+this module only indicate that a loss may be a consequence.
 """
 
 from __future__ import annotations
@@ -17,20 +18,21 @@ from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.ranks import GroupModelSignature, JoinedGroup, RankSlice, SelfTestDone, SelfTestResult
 from weightd_protocol.messages.worker import Built, Hello
 
-# What libraries say of a peer that has not come: MindSpore's, HCCL's of a link and of a collective, and MindSpore's of
-# every predict after one that has failed.
+# The errors of libraries after the failure of a peer: MindSpore's, HCCL's for a link and for a collective, and
+# MindSpore's for every predict after a failed one.
 _PEER_FAILURE_TEXTS = ("Launch kernel failed", "EI0006", "EI0002", "previous step")
 
-# MindSpore ends its process by SIGTERM when its broker has gone; as a status where that signal is handled.
+# MindSpore sends its process SIGTERM after the loss of the broker; the second value is the exit status if the process
+# handles that signal.
 _BROKER_LOST_STATUSES = frozenset({-signal.SIGTERM, 128 + signal.SIGTERM})
 
-# With these MindSpore's broker ends when a rank has gone, with the second when it cannot listen.
+# The exit statuses of MindSpore's broker after the loss of a rank; the status 1 also means that it cannot listen.
 _RANK_LOST_STATUSES = frozenset({0, 1})
 _LISTEN_FAILED_STATUS = 1
 
 
 def rank_mismatch(hello: Hello, rank: int) -> str:
-    """Return why a process that said this is not the rank that was started, or ""."""
+    """Return why a process with this HELLO is not the rank that was started, or ""."""
     if hello.slice is None:
         return f"expected rank {rank} of a model that is cut, got a process that names none"
     if hello.slice.rank != rank:
@@ -39,7 +41,7 @@ def rank_mismatch(hello: Hello, rank: int) -> str:
 
 
 def signature_mismatch(signatures: Mapping[str, RankSlice | JoinedGroup | GroupModelSignature]) -> str:
-    """Return which two of these, by name, say different things of the model's tensors, or ""."""
+    """Return the difference between two ranks, by name, in the tensors of the model, or ""."""
     (first, model), *others = signatures.items()
     for name, other in others:
         for what, ours, theirs in (("input", model.inputs, other.inputs), ("output", model.outputs, other.outputs)):
@@ -49,7 +51,7 @@ def signature_mismatch(signatures: Mapping[str, RankSlice | JoinedGroup | GroupM
 
 
 def unverified_rank(selftests: Mapping[int, SelfTestDone], spec: RankGroupSpec) -> str:
-    """Return which of the ranks that answer has compared nothing with the known answer, or ""."""
+    """Return an error for a rank that answers requests without having verified the known answer, or ""."""
     for rank in range(spec.size) if spec.reply_rank == CONCAT else [spec.reply_rank]:
         if not selftests[rank].selftest_digest:
             return f"rank {rank} answers requests, and has compared nothing with the self-test's known answer"
@@ -57,7 +59,7 @@ def unverified_rank(selftests: Mapping[int, SelfTestDone], spec: RankGroupSpec) 
 
 
 def loaded_models(joined: JoinedGroup, spec: RankGroupSpec) -> tuple[Built, ...]:
-    """Return what a group has loaded, by its models or as one model; nobody knows yet whether it computes rightly."""
+    """Return the descriptions of the models that a group has loaded; their self-tests have not run yet."""
     note = "the ranks have not run it yet"
     models: Sequence[JoinedGroup | GroupModelSignature] = [joined] if spec.is_sliced else joined.members
     return tuple(
@@ -68,7 +70,7 @@ def loaded_models(joined: JoinedGroup, spec: RankGroupSpec) -> tuple[Built, ...]
 def verified_models(
     built: tuple[Built, ...], selftests: Mapping[int, SelfTestDone], spec: RankGroupSpec
 ) -> tuple[Built, ...]:
-    """Return the same, whose self-test all ranks have run."""
+    """Return the descriptions of the models after all ranks have run the self-test."""
     selftest = selftests[max(spec.reply_rank, 0)]
     results: Sequence[SelfTestDone | SelfTestResult] = [selftest] if spec.is_sliced else selftest.members
     return tuple(
@@ -85,17 +87,17 @@ def verified_models(
 
 
 def is_peer_failure_text(text: str) -> bool:
-    """Return whether a library has said this because of another process."""
+    """Return whether a library's error text names the failure of another process."""
     return any(each in text for each in _PEER_FAILURE_TEXTS)
 
 
 def is_peer_failure_exit(role: Role, exit_cause: ExitCause, *, has_connected: bool) -> bool:
-    """Return whether a process may have ended in this way because of another one.
+    """Return whether the exit of a process may be a consequence of the loss of another one.
 
     Args:
-        role: what it was for.
-        exit_cause: how it has ended.
-        has_connected: whether ranks had found each other. Before that a broker ends of a reason of its own.
+        role: the role of the process.
+        exit_cause: how it has exited.
+        has_connected: whether the ranks had found each other. Before that, a broker exits only for its own reasons.
     """
     if role is Role.BROKER:
         return has_connected and exit_cause.status in _RANK_LOST_STATUSES
@@ -103,19 +105,19 @@ def is_peer_failure_exit(role: Role, exit_cause: ExitCause, *, has_connected: bo
 
 
 def is_port_taken(exit_cause: ExitCause, *, has_connected: bool) -> bool:
-    """Return whether a broker that was told to begin has most likely found its port taken: the next gets another."""
+    """Return whether a broker has probably found its port in use; the next broker gets another port."""
     return not has_connected and exit_cause.status == _LISTEN_FAILED_STATUS
 
 
 def is_independent_exit(exit_cause: ExitCause) -> bool:
-    """Return whether a process that the daemon has sent SIGKILL had ended before that came."""
+    """Return whether a process to which the daemon has sent SIGKILL had exited before that."""
     if exit_cause.status is None or exit_cause.initiator is ExitInitiator.SHIM:
         return False
     return exit_cause.status != -signal.SIGKILL or exit_cause.initiator is not ExitInitiator.DAEMON
 
 
 def _joined_outputs(outputs: tuple[TensorSignature, ...], spec: RankGroupSpec) -> tuple[TensorSignature, ...]:
-    """What a client gets of what each rank gives."""
+    """Return the outputs that a client receives, which may join the rows of all ranks."""
     if spec.reply_rank != CONCAT:
         return outputs
     return tuple(

@@ -1,8 +1,8 @@
-"""A generation of processes that live and die together.
+"""A rank group: a generation whose processes start and stop together.
 
-These are the ranks of a model that is cut, and their broker if they need one; or the one process of several models.
-Two promises: nobody is given a request unless every rank is there and has shown that it computes rightly; and when one
-is lost all are killed in the same step, and none is replaced.
+Its processes are the ranks of a divided model, with their broker if they need one, or the one process of several
+models. A rank group guarantees that no request is dispatched before every rank has passed the self-test, and that the
+loss of one process kills all at once; no single process is replaced.
 """
 
 from __future__ import annotations
@@ -32,14 +32,12 @@ from weightd_protocol.messages.worker import Built, ChildMessage, Hello, Process
 
 
 class RankGroup(GenerationBase):
-    """The life of a rank group; the argument is that of `GenerationView`.
-
-    Where each rank runs its `spec.rank_group` says.
+    """A rank group. `GenerationView` describes the argument; its `spec.rank_group` lists the device of each rank.
 
     Attributes:
-        group_spec: what is configured of its ranks.
-        models: what it has loaded: one model, or each of its members.
-        step: the last one that its ranks have run for the daemon before this one; 0 for none.
+        group_spec: the configuration of the ranks.
+        models: the descriptions of the loaded models.
+        step: the last step that the ranks have run for the previous daemon; 0 for none.
     """
 
     _watched_states = ALIVE - {ChildState.KILLED}
@@ -57,14 +55,14 @@ class RankGroup(GenerationBase):
         self._joined: dict[str, JoinedGroup] = {}
         self._selftests: dict[int, SelfTestDone] = {}
         self._reconnect_steps: dict[str, int] = {}
-        # What it has failed of may only follow from what is not known yet.
+        # Whether the recorded failure may be a consequence of a loss that is not known yet.
         self._is_consequential = False
 
-    # --- how it stands ------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------
 
     @property
     def progress(self) -> str:
-        """What it is doing now, for people."""
+        """A text that describes the current activity."""
         size = self.group_spec.size
         match self.state:
             case GenerationState.SPAWNING | GenerationState.GATHERING:
@@ -78,13 +76,16 @@ class RankGroup(GenerationBase):
                 return self.state.display_name
 
     def built_model(self, index: int) -> Built | None:
-        """Return what has been loaded of one of its models, once that is known."""
+        """Return the description of the model with this index; None before it has loaded."""
         return self.models[index] if index < len(self.models) else None
 
-    # --- while it comes up --------------------------------------------------------------------------------------
+    # --- loading ------------------------------------------------------------------------------------------------
 
     def on_resumed(self) -> None:
-        """An earlier daemon has loaded it; it serves once all ranks have reconnected, at one step."""
+        """Continue a group that an earlier daemon has loaded.
+
+        It serves once all ranks have reconnected at the same step. If a process is missing, it fails.
+        """
         super().on_resumed()
         expected = {*self._rank_names, *([broker_name(self.label)] if self.group_spec.has_broker else [])}
         if {*self.children} != expected:
@@ -93,7 +94,7 @@ class RankGroup(GenerationBase):
 
     def _start_processes(self, now: float, selftest: SelfTestSpec | None, slice_digests: tuple[str, ...]) -> None:
         """Start all processes, the broker first."""
-        del selftest  # it is configured, with the right answer
+        del selftest  # the self-test is configured, with its known answer
         self._slice_digests = slice_digests or (self.sha256,) * self.group_spec.size
         deadline = now + max(HELLO_TIMEOUT_S, self.spec.load_timeout)
         if self.group_spec.has_broker:
@@ -110,8 +111,8 @@ class RankGroup(GenerationBase):
         )
 
     def _on_greeted(self, hello: Hello, now: float) -> None:
-        """When all are up, they are to find each other, and to load."""
-        del hello  # it is kept with the child
+        """Let the processes find each other and load once all have sent HELLO."""
+        del hello  # the child has it as an attribute
         if self.processes.count(ChildState.GREETED) == len(self.children):
             self._join_group(now)
 
@@ -125,12 +126,12 @@ class RankGroup(GenerationBase):
             case ChildState.ATTACHING, SelfTestDone():
                 self._on_selftest_done(child, message, now)
             case _:
-                # What none of a group says, or not now: who says it does not know where it is.
+                # A process that sends an unexpected message is out of step with the group.
                 if child.state in USABLE:
                     self._lose(child, LossReason(f"unexpected message {type_name(message)}", child.state), now)
 
     def _join_group(self, now: float) -> None:
-        """All are up: where they say the same of the model, they are let in, all at once."""
+        """Order all processes at once to join, if their slices have the same signature."""
         ranks = self.processes.usable(Role.RANK)
         slices = {each.name: each.hello.slice for each in ranks if each.hello and each.hello.slice}
         mismatch = rank_checks.signature_mismatch(slices) if self.group_spec.is_sliced else ""
@@ -145,7 +146,7 @@ class RankGroup(GenerationBase):
             self._actions.append(Send(child.name, JoinGroup()))
 
     def _run_selftest(self, now: float) -> None:
-        """All have loaded: their first predict is where they meet, so they begin it at once."""
+        """Order all ranks at once to run the self-test: they connect to each other in their first predict."""
         mismatch = rank_checks.signature_mismatch(self._joined)
         model_count = len(self._joined[self._rank_names[0]].members)
         if not self.group_spec.is_sliced and model_count != self.group_spec.model_count:
@@ -157,12 +158,12 @@ class RankGroup(GenerationBase):
         self._set_models(rank_checks.loaded_models(self._joined[self._rank_names[0]], self.group_spec))
         order = RunSelfTest(self.spec.row_test.max_rows, self.spec.row_test.sizes)
         for child in self.processes.usable(Role.RANK):
-            # Beside the time in which all have to come, the self-test itself takes some.
+            # The self-test takes time after all ranks have connected.
             child.advance(ChildEvent.RUN_SELFTEST, now + self.group_spec.connect_timeout + self.spec.predict_timeout)
             self._actions.append(Send(child.name, order))
 
     def _on_selftest_done(self, child: WorkerProcess, selftest: SelfTestDone, now: float) -> None:
-        """A rank has run the self-test, and found its answer right; when all have, they serve."""
+        """Record that a rank has passed the self-test; the group serves once all ranks have."""
         if not self.group_spec.is_sliced and len(selftest.members) != self.group_spec.model_count:
             reason = f"expected self-tests of {self.group_spec.model_count} models, got {len(selftest.members)}"
             self._lose(child, LossReason(reason, child.state), now)
@@ -181,7 +182,7 @@ class RankGroup(GenerationBase):
         self._start_serving()
 
     def _on_ready(self, child: WorkerProcess, step: int, now: float) -> None:
-        """All ranks have to have run the same `step`."""
+        """Serve once all ranks have reconnected, provided that they have run the same `step`."""
         self._reconnect_steps[child.name] = step
         if len(self._reconnect_steps) < self.group_spec.size:
             return
@@ -199,16 +200,16 @@ class RankGroup(GenerationBase):
         self.advance(GenerationEvent.READY)
         self.processes.add_joint_slot()
 
-    # --- while it winds down ------------------------------------------------------------------------------------
+    # --- shutdown -----------------------------------------------------------------------------------------------
 
     def _reconcile(self, now: float) -> None:
-        """Nobody is started for another one. Ranks leave and are waited for; then the broker."""
+        """Kill the processes of a failed group; stop the processes of a draining one, the ranks before the broker."""
         ranks = self.processes.usable(Role.RANK)
         if self.state is GenerationState.FAILED:
             self.processes.kill(*self.children.values())
         elif self.state is GenerationState.DRAINING:
             if any(rank.state is not ChildState.READY for rank in ranks):
-                # Who loads finishes nothing.
+                # A group that is still loading has no batches to finish.
                 self.processes.kill(*self.children.values())
             for child in ranks or ([] if self.processes.has(Role.RANK) else list(self.children.values())):
                 if child.state in USABLE:
@@ -218,7 +219,7 @@ class RankGroup(GenerationBase):
         self._log_progress()
 
     def fail(self, reason: FailureReason, now: float) -> None:
-        """It cannot go on: no rank is of use without the others, and what they still say is of no worth."""
+        """Fail the group and invalidate its results, because no rank is of use without the others."""
         if self.state in ACTIVE:
             self.attach_control.invalidate()
         super().fail(reason, now)
@@ -227,26 +228,26 @@ class RankGroup(GenerationBase):
         if self.state is not GenerationState.SNAPSHOTTING:
             self.processes.counters.on_lost(self.group_spec.size + self.group_spec.has_broker)
 
-    # --- what is lost -------------------------------------------------------------------------------------------
+    # --- losses -------------------------------------------------------------------------------------------------
 
     def _on_process_failed(self, child: WorkerProcess, failure: ProcessFailed, now: float) -> None:
         is_consequential = rank_checks.is_peer_failure_text(failure.reason)
         self._lose(child, LossReason.from_failure(failure, child.state), now, is_consequential=is_consequential)
 
     def _on_leaving(self, child: WorkerProcess, reason: str, now: float) -> None:
-        """What the others have sent for the failed predict would be taken for the next one's."""
+        """Fail the group: data that other ranks have sent for the failed predict would be taken for the next one."""
         reason = f"a predict failed: {reason}" if reason else "a predict failed"
         self._lose(child, LossReason(reason, child.state), now, is_consequential=True)
 
     def _on_hung(self, child: WorkerProcess, reason: str, now: float, *, has_answered: bool) -> None:
-        """A rank does not answer any more, be it that it waits for another one."""
+        """Fail the group because of a hung rank, which may only be waiting for another one."""
         del has_answered
         self._lose(child, LossReason(reason, child.state, has_timed_out=True), now, is_consequential=True)
 
     def _on_exit(self, child: WorkerProcess, loss: LossReason, exit_cause: ExitCause, now: float) -> None:
         have_met, previous_state = bool(self.models), loss.previous_state
         is_consequential = rank_checks.is_peer_failure_exit(child.role, exit_cause, has_connected=have_met)
-        # A broker may end by itself when its ranks have left.
+        # A broker may exit after its ranks have.
         if previous_state in USABLE and not (self.state is GenerationState.DRAINING and exit_cause.status == 0):
             is_listening = previous_state is ChildState.HOLDING
             if is_listening and rank_checks.is_port_taken(exit_cause, has_connected=have_met):
@@ -257,11 +258,11 @@ class RankGroup(GenerationBase):
                 child, exit_cause, is_independent=rank_checks.is_independent_exit(exit_cause) and not is_consequential
             )
         elif exit_cause.status != 0:
-            # The others may wait for it in what they still compute.
+            # The other processes may be waiting for this one in a predict.
             self.processes.kill(*self.children.values())
 
     def _lose(self, child: WorkerProcess, loss: LossReason, now: float, *, is_consequential: bool = False) -> None:
-        """One is of no use any more: all end."""
+        """Fail the group, or kill its processes if it has ended, because of the loss of a process."""
         if loss.previous_state is ChildState.KILLED:
             return
         if loss.previous_state in USABLE:
@@ -276,11 +277,11 @@ class RankGroup(GenerationBase):
             self.processes.kill(*self.children.values())
 
     def _on_killed_exit(self, child: WorkerProcess, exit_cause: ExitCause, *, is_independent: bool) -> None:
-        """One that was killed has ended; it may have done so before, and have been what the others have died of."""
+        """Handle the exit of a killed process; if it exited before the kill, it may be the cause of the failure."""
         if self.failure.child == child.name:
             self.failure = replace(self.failure, log_tail=exit_cause.detail or self.failure.log_tail)
         elif self._is_consequential and is_independent:
-            # By another signal than the one that the daemon has sent.
+            # The process exited by another signal than the daemon's.
             reason = str(replace(exit_cause, initiator=ExitInitiator.UNKNOWN))
             self.failure = replace(self.failure, reason=reason, child=child.name, log_tail="")
             self._is_consequential = False
@@ -288,10 +289,10 @@ class RankGroup(GenerationBase):
 
 
 def rank_name(label: str, rank: int) -> str:
-    """Return the name of the process of a rank."""
+    """Return the name of a rank's process."""
     return f"{label}.rank{rank}"
 
 
 def broker_name(label: str) -> str:
-    """Return the name of the process of a broker."""
+    """Return the name of a broker's process."""
     return f"{label}.broker"

@@ -1,6 +1,7 @@
-"""Which lost processes are started again, and when: at once the first time, later and later if that is lost, too.
+"""The restart policy: which lost processes are started again, and with which delay.
 
-What has served before is tried for ever; what has not is given up.
+A worker that exits is first replaced at once; failed starts and repeated early exits increase the delay. A generation
+or model that has served before is restarted without limit; one that has never served is given up after a few attempts.
 """
 
 from __future__ import annotations
@@ -12,25 +13,25 @@ from weightd_daemon.generations.base import GenerationView
 from weightd_daemon.generations.process import FOREVER, LossReason, WorkerProcess
 from weightd_daemon.generations.states import ACTIVE, ChildState, GenerationState
 
-# A worker that never became READY this many times in a row will hardly become so the next time.
+# The number of starts in a row that may fail; a further one is unlikely to succeed.
 MAX_FAILED_STARTS = 3
 
-# A worker that dies sooner after READY than this is dying of the same cause as the one before it.
+# A worker that exits sooner than this after READY probably exits for the same reason as the previous one.
 EARLY_DEATH_S = 10.0
 
 NEVER = float("inf")
 
-# Of the start of a process, and of the load of a model.
+# The delays of process starts and of model loads.
 _FIRST_DELAY_S, _FIRST_LOAD_DELAY_S = 0.1, 1.0
 _MAX_DELAY_S, _MAX_LOAD_DELAY_S = 30.0, 60.0
 
-# Room is looked for often: each try costs a process, and requests may wait for it.
+# A start that waits for free memory is retried often, because requests may wait for it; each attempt costs a process.
 _MAX_MEMORY_DELAY_S = 2.0
 
-# Doublings that lead well past the longest delay; a float has room for a thousand, deaths are not bounded.
+# Enough doublings to exceed the longest delay; without a limit, many losses would overflow a float.
 _MAX_DOUBLINGS = 10
 
-# Workers of several models that died of one cause do not all come back at the same moment.
+# Random jitter keeps the workers of several models that exited together from restarting at the same moment.
 _JITTER = 0.25
 
 
@@ -38,7 +39,7 @@ class WorkerStarts:
     """Decides which workers of a generation are started, and when.
 
     Args:
-        generation: how it stands.
+        generation: the generation.
     """
 
     def __init__(self, generation: GenerationView) -> None:
@@ -48,7 +49,7 @@ class WorkerStarts:
 
     @property
     def missing_devices(self) -> Sequence[str]:
-        """Where a worker is to be started, now or later: the device of each, in turn."""
+        """The device of each missing worker, alternating between the devices; empty if none may start."""
         generation, spec = self._generation, self._generation.spec
         if (
             generation.state not in ACTIVE
@@ -65,47 +66,50 @@ class WorkerStarts:
         return [device for number in numbers for device in self._devices if workers_by_device[device] <= number]
 
     def due_devices(self, now: float) -> Sequence[str]:
-        """Return where a worker is to be started now."""
+        """Return the device of each worker that has to be started now."""
         return self.missing_devices if self._backoff.due_at <= now else ()
 
     @property
     def next_start_at(self) -> float:
-        """When the next worker is to be started, in monotonic seconds; `FOREVER` where none is missing."""
+        """When the next worker is started, in monotonic seconds; `FOREVER` if none is missing."""
         return self._backoff.due_at if self.missing_devices else FOREVER
 
     @property
     def backoff_delay_s(self) -> float:
-        """Seconds by which the next start is put off after a loss; 0 where nothing is put off."""
+        """The seconds by which the next start is delayed after a loss, or 0."""
         has_served = self._generation.state is GenerationState.SERVING
         return self._backoff.delay_s if has_served and self._backoff.delay_s and self.missing_devices else 0.0
 
     @property
     def is_given_up(self) -> bool:
-        """Whether none of the workers has ever been READY, and none will be."""
+        """Whether no worker has ever been READY, and no more are started."""
         return self._backoff.is_exhausted and self._generation.state is not GenerationState.SERVING
 
     @property
     def is_done(self) -> bool:
-        """Whether no start or attach is under way, and none is due or worth waiting for."""
+        """Whether every worker is READY, or further starts are unlikely to succeed."""
         return self._backoff.is_exhausted or not (self.missing_devices or not self._generation.processes.is_all_ready)
 
     @property
     def is_short(self) -> bool:
-        """Whether a device has fewer workers than take requests there."""
+        """Whether a device has fewer workers than are configured to serve there."""
         workers_by_device = self._generation.processes.workers_by_device()
         return any(workers_by_device[device] < self._generation.spec.workers for device in self._devices)
 
     def on_ready(self) -> None:
-        """A worker has become READY: starting works."""
+        """Reset the count of failed starts, because a worker has become READY."""
         self._backoff.on_ready()
 
     def on_worker_lost(self, worker: WorkerProcess, loss: LossReason, now: float) -> bool:
-        """A worker is lost; return whether the cause is to be told for as long as it is not replaced."""
+        """Schedule the replacement of a lost worker.
+
+        Return whether the loss counts as the generation's failure until a worker is READY again.
+        """
         if loss.previous_state is ChildState.READY:
             self._backoff.on_death(now - worker.ready_at, now, has_answered=loss.has_answered)
             return bool(self._backoff.delay_s) and not self._generation.attach_control.is_attach_closed
         if loss.previous_state is ChildState.AWAITED:
-            # It was READY once: that it is not back says nothing about the next one.
+            # The worker was READY for the previous daemon, so its loss says nothing about the next start.
             self._backoff.on_death(0.0, now, has_answered=True)
         elif loss.is_out_of_memory:
             self._backoff.on_out_of_memory(now, self._generation.spec.memory_timeout_s)
@@ -115,14 +119,14 @@ class WorkerStarts:
 
 
 class RestartBackoff:
-    """Counts deaths and says when the next start is due. Times are monotonic seconds.
+    """Counts losses, and computes when the next start is due. Times are monotonic seconds.
 
     Args:
-        random_fraction: returns a random number from 0 to 1, by which delays are shortened.
+        random_fraction: returns a random number from 0 to 1, which shortens delays.
 
     Attributes:
-        due_at: when the next start is.
-        delay_s: seconds from the last death to that.
+        due_at: when the next start is due.
+        delay_s: the seconds from the last loss to `due_at`.
     """
 
     def __init__(self, random_fraction: Callable[[], float] = random.random) -> None:
@@ -136,21 +140,24 @@ class RestartBackoff:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether starts have failed so often in a row that the next one hardly succeeds."""
+        """Whether MAX_FAILED_STARTS starts in a row have failed, so that another one is unlikely to succeed."""
         return self._failed_starts >= MAX_FAILED_STARTS
 
     def on_ready(self) -> None:
-        """A worker has become READY: starting works."""
+        """Reset the count of failed starts, because a worker has become READY."""
         self._failed_starts = self._memory_failures = 0
         self._out_of_memory_since = None
 
     def on_start_failed(self, now: float) -> None:
-        """A worker has died before it was READY."""
+        """Schedule a start after a worker was lost before it was READY."""
         self._failed_starts += 1
         self._schedule(now, self._delay_after(self._failed_starts))
 
     def on_out_of_memory(self, now: float, timeout_s: float) -> None:
-        """A start has found no room where some may come free late: for `timeout_s` seconds that is no failed start."""
+        """Schedule a start after one found no free memory on the card.
+
+        Such a start counts as failed only after `timeout_s` seconds of attempts.
+        """
         if self._out_of_memory_since is None:
             self._out_of_memory_since = now
         if now >= self._out_of_memory_since + timeout_s:
@@ -160,13 +167,13 @@ class RestartBackoff:
             self._schedule(now, min(_MAX_MEMORY_DELAY_S, self._delay_after(self._memory_failures)))
 
     def on_death(self, lifetime_s: float, now: float, *, has_answered: bool = False) -> None:
-        """A worker has died `lifetime_s` seconds after it was READY.
+        """Schedule a start after a worker was lost `lifetime_s` seconds after it became READY.
 
         Args:
-            lifetime_s: how long.
+            lifetime_s: the seconds since READY.
             now: the clock.
-            has_answered: whether it had answered anything. Then it was no bad start, and its successor is wanted at
-                once: requests that kill workers are the business of `scheduling.fault_isolation`.
+            has_answered: whether the worker had answered a request. Then its start was good, and its successor starts
+                at once; `scheduling.fault_isolation` handles requests that crash workers.
         """
         if has_answered or lifetime_s >= EARLY_DEATH_S:
             self._early_deaths = 0
@@ -187,7 +194,7 @@ class LoadBackoff:
     """Exponential back-off between two attempts to load a model. Times are monotonic seconds.
 
     Attributes:
-        due_at: when the next attempt is; `NEVER` if none is planned.
+        due_at: when the next attempt is due; `NEVER` if none is planned.
     """
 
     def __init__(self) -> None:
@@ -202,10 +209,10 @@ class LoadBackoff:
             self.due_at = now + delay_s
 
     def cancel(self) -> None:
-        """Plan no attempt; the delay before the next one is not shorter for that."""
+        """Plan no attempt, but keep the delay of the next one."""
         self.due_at = NEVER
 
     def on_success(self) -> None:
-        """Begin with the shortest delay again."""
+        """Plan no attempt, and reset the delay."""
         self.due_at = NEVER
         self._failures = 0

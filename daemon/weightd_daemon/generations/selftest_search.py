@@ -1,8 +1,9 @@
-"""The search for a self-test, as the daemon sees it: what the next holder is told, because the last one died of it.
+"""The daemon's part of the search for a self-test: which inputs the next holder tries after the last one was lost.
 
-A holder says what it is about to run the model on. If it dies then, or takes too long, that input was not the one; the
-next holder leaves it out. Each costs a build, so there is a bound. Who is killed from outside meanwhile has shown
-nothing: the next holder tries the same again, once, for the kernel may have been out of memory because of it.
+A holder announces the inputs on which it will run the model. If it then exits or exceeds its time, these inputs do not
+fit, and the next holder leaves them out. Each attempt costs a build, so their number is limited. A holder that is
+killed from outside has shown nothing about its inputs. The next holder tries them again, but only once, because they
+may have caused the kernel to run out of memory.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from weightd_protocol import limits
 from weightd_protocol.messages.worker import AnnounceSelfTest, Build, Built
 from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
 
-# Holders that may die in the search for one self-test.
+# The number of holders that may be lost in the search for one self-test.
 MAX_HOLDER_DEATHS = 6
 
 
 def describe_cases(cases: SelfTestCases) -> str:
-    """Return the inputs for people."""
+    """Return the inputs as text for users."""
     return " and ".join(map(_describe_case, cases))
 
 
@@ -28,15 +29,15 @@ def _describe_case(case: SelfTestCase) -> str:
 
 
 class SelfTestSearch:
-    """What is known of a generation's self-test.
+    """The state of the search for a generation's self-test.
 
     Args:
-        spec: before its first holder.
-        row_test: what is to be found out of rows.
+        spec: the settings for the first holder.
+        row_test: the row test that the holders run.
 
     Attributes:
-        spec: by now.
-        current_cases: what the holder runs its model on; nothing while it does something else.
+        spec: the settings for the next holder.
+        current_cases: the inputs on which the holder is running the model; empty outside an attempt.
     """
 
     def __init__(self, spec: SelfTestSpec, row_test: RowTestSpec = NO_ROW_TEST) -> None:
@@ -48,30 +49,31 @@ class SelfTestSearch:
         self._has_run = False
 
     def build_message(self, pids: tuple[str, ...]) -> Build:
-        """Return what the holder is told."""
+        """Return the build order for the holder."""
         spec, (rows, sizes, exact) = self.spec, self._row_test
         self._has_run = False
         return Build(pids, spec.should_search, spec.cases, spec.failed_cases, rows, sizes, exact)
 
     def on_announce_selftest(self, message: AnnounceSelfTest) -> None:
-        """The holder has said what it tries."""
-        # A configured self-test comes first.
+        """Record the inputs that the holder announces."""
+        # The configured self-test runs first, so a later announcement without inputs means that it has run.
         self._has_run = self._has_run or bool(self.current_cases and not message.cases)
         self.current_cases = message.cases
         if self.spec.should_search:
             self.spec = replace(self.spec, failed_cases=message.failed_cases)
 
     def on_built(self, built: Built) -> None:
-        """The holder has built, with this self-test or none."""
+        """Record the self-test with which the holder has built, if any."""
         self.current_cases = ()
         self.spec = replace(self.spec, cases=built.selftest_cases)
 
     def on_holder_lost(self, *, has_timed_out: bool = False, is_external: bool = False) -> bool:
-        """The holder is lost; return whether that was in a try, and another holder may do better.
+        """Record the loss of a holder; return whether it was lost in an attempt and another holder may succeed.
 
         Args:
-            has_timed_out: it took too long. The next one would wait as long: it is to build without a self-test.
-            is_external: another has ended it.
+            has_timed_out: whether the holder exceeded its time. The next one would, too, so it builds without a
+                self-test.
+            is_external: whether the holder was ended from outside.
         """
         tried, self.current_cases = self.current_cases, ()
         if not tried:

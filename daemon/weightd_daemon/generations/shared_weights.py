@@ -47,16 +47,16 @@ from weightd_protocol.messages.worker import (
     Reconnected,
 )
 
-# What a child that hangs gets to write its stacks down.
+# The time in which a hung child can log its stacks before it is killed.
 ABORT_TIMEOUT_S = 2.0
 
 
 class Generation(GenerationBase):
-    """The life of a holder and its workers; the argument is that of `GenerationView`.
+    """A holder and its workers. `GenerationView` describes the argument.
 
     Attributes:
-        selftest_search: what is known of its self-test.
-        unmerged_principals: tenants and users whose rows were found to differ when they were run with others, by their
+        selftest_search: the search for the self-test, with its results so far.
+        unmerged_principals: the tenants and users whose rows gave different results when they ran with others, by their
             numbers.
     """
 
@@ -66,7 +66,7 @@ class Generation(GenerationBase):
         self.unmerged_principals: dict[int, UnmergedPrincipal] = {}
         self._starts = WorkerStarts(self)
 
-    # --- how it stands ------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------
 
     @property
     def next_tick_at(self) -> float:
@@ -75,19 +75,19 @@ class Generation(GenerationBase):
 
     @property
     def is_complete(self) -> bool:
-        """Whether it serves with all the workers that it should have, or that it can have for now."""
+        """Whether the generation serves with all configured workers, or with all that it can have for now."""
         return self.state is GenerationState.SERVING and self._starts.is_done
 
     @property
     def should_be_replaced(self) -> bool:
-        """Whether it has lost workers that only another generation can replace."""
+        """Whether the generation has lost workers that only a new generation can replace."""
         if self.state is not GenerationState.SERVING or not self.attach_control.is_attach_closed:
             return False
         return self.attach_control.is_frozen or self._starts.is_short
 
     @property
     def progress(self) -> str:
-        """What it is doing now, for people."""
+        """A text that describes the current activity."""
         ready_count, wanted_count = self.processes.count(ChildState.READY), self.spec.process_count
         if self.state in (GenerationState.SPAWNING, GenerationState.GATHERING):
             hello_count = sum(child.hello is not None for child in self.children.values())
@@ -109,18 +109,19 @@ class Generation(GenerationBase):
 
     @property
     def _is_sharing(self) -> bool:
-        """Whether workers attach to what the holder builds, as far as it is known."""
+        """Whether workers attach to the weights of the holder, as far as that is known."""
         return self.spec.is_sharing and (self.built is None or bool(self.built.handle) or self.built.is_template)
 
-    # --- what is told of it -------------------------------------------------------------------------------------
+    # --- reports ------------------------------------------------------------------------------------------------
 
     def on_batch_mismatch(self, note: str, principals: Mapping[int, str] = MappingProxyType({})) -> None:
-        """A worker has found that rows together are not what each is alone, though the holder had found them equal.
+        """Stop batching after a worker has found that rows give other results together than alone.
 
         Args:
-            note: what differs.
-            principals: the names of those whose rows differ, by their numbers; none: those of all may. From now on
-                their requests share no batch, until there is another generation.
+            note: how the results differ.
+            principals: the names of the tenants and users whose rows differ, by their numbers. Their requests share no
+                batch until the next generation. If it is empty, or names too many, the row test counts as failed for
+                all requests.
         """
         built = self.built
         new_principals = {number: name for number, name in principals.items() if number not in self.unmerged_principals}
@@ -139,14 +140,14 @@ class Generation(GenerationBase):
             self._log.log(f"requests are not batched any more: {note}")
 
     def on_store_lost(self, cause: str, now: float) -> None:
-        """What the workers have mapped is not what the holder left there: whatever they compute may be wrong."""
+        """Fail the generation, because the page store that its workers have mapped was changed."""
         if self.state in ACTIVE and self.built is not None:
             self._invalidate(FailureReason(cause), now)
 
-    # --- while it comes up --------------------------------------------------------------------------------------
+    # --- loading ------------------------------------------------------------------------------------------------
 
     def _start_processes(self, now: float, selftest: SelfTestSpec | None, slice_digests: tuple[str, ...]) -> None:
-        """Begin with what is known of the self-test; `_reconcile` starts the holder, and the workers."""
+        """Set up the self-test search; `_reconcile` starts the processes."""
         self.selftest_search = SelfTestSearch(selftest or self.spec.selftest, self.spec.row_test)
 
     def _on_greeted(self, hello: Hello, now: float) -> None:
@@ -165,17 +166,17 @@ class Generation(GenerationBase):
             case _, AttachAllowed():
                 self.attach_control.on_allowed(message)
             case _, Hello() | Reconnected() | AnnounceSelfTest() | Built() | Attached():
-                pass  # from a child that was given up, or has said it before
+                pass  # from a child that was given up, or a repeated message
             case _:
                 reason = f"it sent {type_name(message)}, and belongs to no rank group"
                 self._on_process_failed(child, ProcessFailed(reason), now)
 
     def _on_built(self, holder: WorkerProcess, built: Built, now: float) -> None:
-        """The holder exports the weights: from here on `_reconcile` lets workers attach to them."""
+        """Record the weights that the holder has exported, so that `_reconcile` lets workers attach to them."""
         if holder.hello is None:
             return
         if self.spec.is_sharing and holder.hello.sharing_traits.attach_rewrites_weights and not built.selftest_digest:
-            # Nothing else shows that a worker computes on the right weights.
+            # Only the self-test can show that a worker computes on the right weights.
             reason = f"no self-test: {built.selftest_note}; name an input with the key selftest, or set sharing to off"
             self.selftest_search.current_cases = ()
             self._on_process_failed(holder, ProcessFailed(clip(reason)), now)
@@ -196,11 +197,11 @@ class Generation(GenerationBase):
             self.advance(GenerationEvent.BUILT)
             self.attach_control.on_built(is_shared=self._is_sharing, is_template=built.is_template)
         if not self._is_sharing:
-            # It has told the signature and the self-test; its copy of the weights is of no use to anybody.
+            # The signature and the self-test are known, and no worker uses the holder's own copy of the weights.
             self._stop(holder, now)
 
     def _on_attached(self, worker: WorkerProcess, attached: Attached, now: float) -> None:
-        """A worker has built the model; it serves if it reproduces the self-test."""
+        """Record that a worker has loaded the model; it serves if it reproduces the self-test."""
         if self.built is None:
             return
         if self.built.selftest_digest and attached.selftest_digest != self.built.selftest_digest:
@@ -211,12 +212,12 @@ class Generation(GenerationBase):
         worker.note, worker.shared_bytes = attached.note, attached.shared_bytes
         if self.spec.is_sharing:
             self._log.log_attached(self.built, attached, worker.name)
-            self.device_usage.on_attached(attached.device)  # else that was its weights too
+            self.device_usage.on_attached(attached.device)  # otherwise the process memory would include its weights
         worker.advance(ChildEvent.ATTACHED)
         self._on_ready(worker, 0, now)
 
     def _on_ready(self, child: WorkerProcess, step: int, now: float) -> None:
-        """A worker has attached, or has reconnected: it serves."""
+        """Let a worker that has attached or reconnected serve or become a spare."""
         child.ready_at = now
         self._starts.on_ready()
         self.failure = FailureReason()
@@ -228,11 +229,11 @@ class Generation(GenerationBase):
     # --- decisions ----------------------------------------------------------------------------------------------
 
     def _reconcile(self, now: float) -> None:
-        """Bring what is nearer to what should be; called after each event."""
+        """Bring the actual state closer to the wanted one; called after each event."""
         if self.state in ACTIVE:
             self.attach_control.tick(now)
             self.attach_control.stop_unattachable(now)
-        # One that is still on its way may become READY.
+        # A worker that is still starting may become READY.
         if not self.processes.usable(Role.WORKER):
             if self._starts.is_given_up:
                 self.fail(self.failure, now)
@@ -247,7 +248,7 @@ class Generation(GenerationBase):
             self._build_if_gathered(now)
             self._attach(now)
         elif self.state not in ACTIVE:
-            # Workers leave and are waited for; then the holder, whose memory they used.
+            # Workers exit before the holder, whose memory they use.
             workers = [child for child in self.children.values() if child.role is Role.WORKER]
             for child in workers or list(self.children.values()):
                 if child.state in USABLE:
@@ -258,7 +259,8 @@ class Generation(GenerationBase):
 
     def _spawn_missing(self, now: float) -> None:
         deadline = now + max(HELLO_TIMEOUT_S, self.spec.load_timeout)
-        # A holder that a self-test has killed is waited for: no two of them hold the weights at once.
+        # After a loss in a self-test attempt, the next holder waits for the exit of the last, so that two never hold
+        # the weights.
         is_starting = self.state in (GenerationState.SPAWNING, GenerationState.GATHERING)
         if is_starting and not self.processes.has(Role.HOLDER):
             self.processes.spawn(Role.HOLDER, deadline, self.device)
@@ -267,7 +269,7 @@ class Generation(GenerationBase):
             self.processes.spawn(Role.WORKER, deadline, device, "" if template is None else template.name)
 
     def _build_if_gathered(self, now: float) -> None:
-        """Order the build once the pids that must be known are."""
+        """Order the build once all pids that the engine must know are known."""
         holder = self.processes.holder
         if self.state is not GenerationState.GATHERING or holder is None or holder.hello is None:
             return
@@ -285,18 +287,18 @@ class Generation(GenerationBase):
         )
 
     def _attach(self, now: float) -> None:
-        """Give the handle of the weights to who waits for it, and take back what nobody needs for that any more."""
-        # One without anything to share leaves first, and its own copy with it.
+        """Send the handle of the weights to waiting workers, and trim the page store once all have attached."""
+        # A holder that shares nothing exits first, which releases its copy of the weights.
         if self.built is not None and (self._is_sharing or not self.processes.has(Role.HOLDER)):
             timeout_s = self.spec.load_timeout
             if self.built.is_template:
-                # Who is forked of it has built: it only runs the self-test.
+                # A forked worker has the built model already and only runs the self-test.
                 timeout_s = min(timeout_s, self.spec.predict_timeout)
             self.attach_control.attach_next(_attach_order(self.built, self.spec.row_test), now, timeout_s)
         if self.is_complete and self.processes.is_all_ready:
             self.attach_control.trim_store(is_shared=self._is_sharing)
 
-    # --- what is lost -------------------------------------------------------------------------------------------
+    # --- losses -------------------------------------------------------------------------------------------------
 
     def _on_process_failed(self, child: WorkerProcess, failure: ProcessFailed, now: float) -> None:
         if child.state in USABLE:
@@ -305,15 +307,15 @@ class Generation(GenerationBase):
             self._on_loss(child, loss, now)
 
     def _on_leaving(self, child: WorkerProcess, reason: str, now: float) -> None:
-        del reason  # the client is told
+        del reason  # the reply to the client contains it
         if child.state is ChildState.READY:
-            # It leaves in order and by its own word: no reason to wait with the next one.
+            # The worker exits in order and has announced it, so its successor starts without a delay.
             self.processes.counters.on_lost()
             self._log.log(f"{child.name} leaves: a predict failed and may have spoilt its model", child.name)
             self._stop(child, now)
 
     def _on_hung(self, child: WorkerProcess, reason: str, now: float, *, has_answered: bool) -> None:
-        """End a child that hangs: first in a way that shows where it hangs."""
+        """Abort a hung child, which makes it log its stacks."""
         previous_state = child.state
         self.processes.abort(child, now + ABORT_TIMEOUT_S)
         if previous_state in USABLE:
@@ -326,15 +328,15 @@ class Generation(GenerationBase):
         if loss.previous_state in USABLE:
             self._on_loss(child, loss, now, is_death=True)
         elif child.loss is not None and exit_cause.detail:
-            # It was given up before it was dead: only now its log is complete.
+            # The child was given up before it exited, so its log is complete only now.
             self._log.log(str(FailureReason(child.loss.reason, child.name, exit_cause.detail)), child.name)
             if self.failure.child == child.name:
                 self.failure = dataclasses.replace(self.failure, log_tail=exit_cause.detail)
 
     def _on_loss(self, child: WorkerProcess, loss: LossReason, now: float, *, is_death: bool = False) -> None:
-        """A child is of no use any more; `is_death`: it has ended, or has to be, without being asked to."""
+        """Handle the loss of a child; `is_death`: it exited unexpectedly or has to be killed."""
         state_before = self.state
-        # That a try of the holder may cost it is known.
+        # A holder may exit in a self-test attempt, so its loss is not counted as unexpected.
         is_tried = child.role is Role.HOLDER and bool(self.selftest_search.current_cases) and not loss.is_external
         if is_death and not is_tried:
             self.processes.count_death()
@@ -342,7 +344,7 @@ class Generation(GenerationBase):
             self.processes.counters.on_lost()
         if child.role is Role.HOLDER:
             self._on_holder_lost(child, loss, now)
-        if self.state is state_before:  # else it has failed with this cause, which is told with what follows
+        if self.state is state_before:  # otherwise it has failed, which is logged with this reason
             self._log.log(f"{child.name} lost: {loss.reason}", child.name)
         if child.role is Role.WORKER and self.state in ACTIVE:
             if self._starts.on_worker_lost(child, loss, now):
@@ -373,9 +375,9 @@ class Generation(GenerationBase):
             self.attach_control.on_holder_lost()
 
     def _invalidate(self, cause: FailureReason, now: float) -> None:
-        """What the workers compute on may be anything from now on: they have no time to finish."""
+        """Fail the generation and kill its processes, because results computed on its weights cannot be trusted."""
         self.attach_control.invalidate()
-        # Those that were told to leave, too.
+        # This includes the children that are already stopping.
         leaving = (ChildState.STOPPING, ChildState.ABORTED)
         self.processes.kill(*[child for child in self.children.values() if child.state in leaving])
         self.fail(cause, now)

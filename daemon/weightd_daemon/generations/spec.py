@@ -1,4 +1,4 @@
-"""What a generation is to be: what it loads, and what the configuration says about it."""
+"""The specification of a generation: the files that it loads, and its configuration."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.selftest import AUTO, SelfTestSetting
 from weightd_protocol.messages.worker_common import SelfTestCases
 
-# How long a driver takes to clean up after a killed process is not known. What has no room at all is told after that.
+# The time for which a start without free memory on the card is retried. It is unknown how long a driver takes to
+# release the memory of a killed process.
 _MEMORY_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True)
 class SelfTestSpec:
-    """What a holder is told of the self-test before it builds; the fields are those of `Build`.
+    """The self-test settings for a holder; the fields are the same as in `Build`.
 
     Attributes:
-        should_search: whether it looks for one.
-        cases: what worked before, or was configured.
-        failed_cases: what did not.
+        should_search: whether the holder searches for inputs.
+        cases: the inputs that worked before or were configured.
+        failed_cases: the inputs that failed.
     """
 
     should_search: bool = True
@@ -30,17 +31,17 @@ class SelfTestSpec:
 
     @classmethod
     def from_config(cls, key: SelfTestSetting) -> SelfTestSpec:
-        """Return what the configuration says."""
+        """Return the configured settings."""
         return cls(should_search=key == AUTO, cases=(key,) if isinstance(key, dict) else ())
 
 
 class RowTestSpec(NamedTuple):
-    """What is to be found out of the model's rows; the fields are those of `Build`.
+    """The row test that a holder runs; the fields are the same as in `Build`.
 
     Attributes:
-        max_rows: the most of one predict; 1: nothing is.
-        sizes: the only ones that it may have; none: any.
-        is_exact: whether rows together are to be tested against each alone.
+        max_rows: the most rows of one predict; 1 disables the test.
+        sizes: the only batch sizes that a predict may have; empty for any.
+        is_exact: whether rows that run together are compared with each row alone.
     """
 
     max_rows: int = 1
@@ -49,35 +50,35 @@ class RowTestSpec(NamedTuple):
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> RowTestSpec:
-        """Return what the configuration says: what is used only where it is exact is tested."""
+        """Return the configured test, which is exact if batching or splitting is configured to be."""
         tables = (config.batching.max_rows > 1, config.batching.exact), (config.split.part_rows > 0, config.split.exact)
         used = [exact for is_used, exact in tables if is_used]
         return cls(config.max_batch_rows, config.batching.sizes, any(used) or not used)
 
     def covers(self, other: RowTestSpec) -> bool:
-        """Whether what is found out by this is enough for the other."""
+        """Return whether the result of this test suffices for the other."""
         tested = self.max_rows >= other.max_rows and self.sizes == other.sizes and (self.is_exact or not other.is_exact)
         return tested or other.max_rows == 1
 
 
 NO_ROW_TEST = RowTestSpec()
 
-# Of `RankGroupSpec.reply_rank`: each rank answers with its share of the rows, in the order of ranks.
+# The value of `RankGroupSpec.reply_rank` with which each rank answers its share of the rows, in the order of ranks.
 CONCAT = -1
 
 
 @dataclass(frozen=True)
 class RankGroupSpec:
-    """What the configuration says of a generation whose processes live and die together.
+    """The configuration of a rank group.
 
     Attributes:
-        size: how many ranks there are.
-        devices: of each rank, in their order.
-        connect_timeout: seconds in which all have to come to the first predict.
+        size: the number of ranks.
+        devices: the device of each rank, in their order.
+        connect_timeout: the seconds within which all ranks must reach the first predict.
         reply_rank: the rank that answers, or `CONCAT`.
-        has_broker: whether ranks find each other by a process of its own.
-        is_sliced: whether the model is cut over ranks; else the one process serves several models.
-        model_count: how many models it serves.
+        has_broker: whether the ranks find each other through a broker process.
+        is_sliced: whether the model is divided among the ranks; otherwise the one process serves several models.
+        model_count: the number of models that the group serves.
     """
 
     size: int
@@ -91,21 +92,22 @@ class RankGroupSpec:
 
 @dataclass(frozen=True)
 class GenerationSpec:
-    """What the model's configuration says about a generation.
+    """The configuration of a generation.
 
     Attributes:
-        workers: how many take requests on each device.
-        load_timeout: seconds that one build or attach may take, and, if it is more than a minute, what comes before.
-        spares: how many more are attached there, and take requests only when another one is lost.
-        is_sharing: whether the weights are shared; else every worker loads its own.
-        can_outlive_holder: whether workers may go on where the engine says that its memory dies with the holder, but
-            the driver counts references.
-        predict_timeout: seconds that one predict may take.
-        selftest: what is known of it where no generation has found out more.
-        can_fork_from_holder: whether workers may be forked of a holder that has built: then none starts before that.
-        devices: on which its workers are; none: where the generation is.
-        row_test: what its holder is to find out of rows.
-        rank_group: of processes that live and die together; None: of a holder and its workers.
+        workers: the number of workers on each device that serve requests.
+        load_timeout: the seconds that one build or attach may take; also the seconds until HELLO, if it is more than a
+            minute.
+        spares: the number of further attached workers on each device, which replace lost ones.
+        is_sharing: whether the weights are shared; otherwise every worker loads its own.
+        can_outlive_holder: whether workers may continue without the holder although the engine declares its memory
+            invalid then, because the driver counts references.
+        predict_timeout: the seconds that one predict may take.
+        selftest: the self-test settings until a generation has found more.
+        can_fork_from_holder: whether workers may be forked from a holder that has built; then none starts before that.
+        devices: the devices of the workers; empty for the generation's device.
+        row_test: the row test that the holder runs.
+        rank_group: the configuration of the rank group; None for a holder and its workers.
     """
 
     workers: int
@@ -122,7 +124,7 @@ class GenerationSpec:
 
     @classmethod
     def from_config(cls, config: ModelConfig, devices: tuple[str, ...]) -> GenerationSpec:
-        """Return what the configuration says of a generation on these devices."""
+        """Return the configuration of a generation on these devices."""
         return cls(
             config.workers,
             config.load_timeout,
@@ -138,25 +140,25 @@ class GenerationSpec:
 
     @property
     def memory_timeout_s(self) -> float:
-        """Seconds for which a start that finds no room on a card is tried again: what has ended gives it back late."""
+        """The seconds for which a start without free memory on a card is retried, because memory is released late."""
         return min(_MEMORY_TIMEOUT_S, self.load_timeout)
 
     def without_sharing(self) -> GenerationSpec:
-        """Return the same without sharing."""
+        """Return this configuration without shared weights."""
         return replace(self, is_sharing=False, can_fork_from_holder=False)
 
     def without_forking(self) -> GenerationSpec:
-        """Return the same with workers that build for themselves."""
+        """Return this configuration with workers that are not forked from the holder."""
         return replace(self, can_fork_from_holder=False)
 
     @property
     def processes_per_device(self) -> int:
-        """How many processes attach on each device."""
+        """The number of processes that attach on each device."""
         return self.workers + self.spares
 
     @property
     def process_count(self) -> int:
-        """How many workers and spares attach, or how many ranks there are."""
+        """The number of workers and spares on all devices, or the number of ranks."""
         if self.rank_group is not None:
             return self.rank_group.size
         return self.processes_per_device * max(1, len(self.devices))
@@ -164,15 +166,15 @@ class GenerationSpec:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What a generation loads.
+    """The files that a generation loads.
 
     Attributes:
-        path: the model file.
-        weights: a file of arrays that every process loads over the model's weights, or "".
-        number: tells sources of one path apart: the file may have been replaced. All generations of one source load
-            the same bytes.
-        grant: the right by which `path` was named.
-        weights_grant: the right by which `weights` was named.
+        path: the path of the model file.
+        weights: the path of a file of arrays that replace weights of the model in every process, or "".
+        number: distinguishes sources of the same path, whose file may have been replaced. All generations of one source
+            load the same bytes.
+        grant: the file permissions of the client that named `path`.
+        weights_grant: the file permissions of the client that named `weights`.
     """
 
     path: str

@@ -1,8 +1,8 @@
-"""The states of a generation, of its processes and of who may still attach, and every legal change between them.
+"""The states of a generation, of its processes and of the access to its weights, with all legal transitions.
 
-Two rules: all legality is in the tables of this file, and an unlisted pair of state and event raises; and a state is
-changed by `Machine.advance` alone, also where what an earlier daemon has loaded is taken over.
-The diagrams of docs/architecture.md are drawn from these tables (``python -m weightd_daemon.generations.states``).
+The tables of this file list every legal transition; an unlisted pair of state and event raises. Only `Machine.advance`
+changes a state, also when a daemon resumes a generation of the previous one. A test compares the diagrams of
+docs/architecture.md with these tables.
 """
 
 from __future__ import annotations
@@ -16,29 +16,27 @@ _log = logging.getLogger("weightd.generation")
 
 
 class GenerationState(enum.Enum):
-    """Where a generation is in its life."""
+    """The state of a generation."""
 
-    SNAPSHOTTING = "snapshotting"  # the model's files are copied and digested
-    SPAWNING = "spawning"  # holder and workers start
-    GATHERING = "gathering"  # they say HELLO with their pids
-    BUILDING = "building"  # the holder builds the model and exports its weights; or ranks join, and load their slices
-    ATTACHING = (
-        "attaching"  # workers build on these weights, one after another; or ranks run the self-test, all at once
-    )
-    RESUMING = "resuming"  # an earlier daemon has loaded it; its workers come back
+    SNAPSHOTTING = "snapshotting"  # the model's files are copied and their digest is computed
+    SPAWNING = "spawning"  # holder and workers, or ranks, start
+    GATHERING = "gathering"  # the processes send HELLO with their pids
+    BUILDING = "building"  # the holder builds the model and exports its weights; or ranks join and load their slices
+    ATTACHING = "attaching"  # workers attach to these weights; or all ranks run the self-test
+    RESUMING = "resuming"  # an earlier daemon has loaded it; its workers reconnect
     SERVING = "serving"  # at least one worker has been READY
-    DRAINING = "draining"  # no new work; workers leave, then the holder
-    GONE = "gone"  # nothing is left
-    FAILED = "failed"  # nothing is left but the cause
+    DRAINING = "draining"  # no new work; workers exit, then the holder
+    GONE = "gone"  # drained; all processes have exited
+    FAILED = "failed"  # the processes are being ended or have exited; the cause is kept
 
     @property
     def display_name(self) -> str:
-        """The state for people, who are not told which daemon has loaded it."""
+        """The state as users see it, which does not reveal which daemon has loaded the generation."""
         return "attaching" if self is GenerationState.RESUMING else self.value
 
 
 class GenerationEvent(enum.Enum):
-    """What happens to a generation."""
+    """An event that changes the state of a generation."""
 
     RESUME = "resume"
     SNAPSHOT_TAKEN = "snapshot taken"
@@ -53,30 +51,30 @@ class GenerationEvent(enum.Enum):
 
 
 class ChildState(enum.Enum):
-    """Where a process is in its life."""
+    """The state of a process."""
 
     SPAWNED = "spawned"  # the process exists
-    GREETED = "greeted"  # it has said HELLO
+    GREETED = "greeted"  # it has sent HELLO
     BUILDING = "building"  # holder: builds and exports; rank: joins its group, and loads
     HOLDING = "holding"  # holder: keeps the weights alive; broker: lets ranks find each other
     JOINED = "joined"  # rank: in its group, and loaded
-    ADMITTED = "admitted"  # worker: the engine lets it attach
+    ADMITTED = "admitted"  # worker: may attach
     ATTACHING = "attaching"  # worker: builds on the holder's weights; rank: runs the self-test
-    AWAITED = "awaited"  # worker, rank: was READY for an earlier daemon, and is to come back
-    READY = "ready"  # worker: takes requests; rank: has passed the self-test, and takes them once all have
-    STOPPING = "stopping"  # told to leave
-    ABORTED = "aborted"  # hangs: it is to write its stacks down, and to end of that
-    KILLED = "killed"  # nothing is left but its exit
+    AWAITED = "awaited"  # worker, rank: was READY for an earlier daemon, and is expected to reconnect
+    READY = "ready"  # worker: serves or is a spare; rank: has passed the self-test, and serves once all have
+    STOPPING = "stopping"  # has been ordered to exit
+    ABORTED = "aborted"  # hung: has been sent a signal that makes it log its stacks and exit
+    KILLED = "killed"  # has been sent SIGKILL
     GONE = "gone"  # exited and waited for
 
     @property
     def display_name(self) -> str:
-        """The state for people, who are not told how a process is let in and got out."""
+        """The state as users see it, without the details of how a process attaches and ends."""
         return _DISPLAYED_AS.get(self, self).value
 
 
 class ChildEvent(enum.Enum):
-    """What happens to a process."""
+    """An event that changes the state of a process."""
 
     HOLD = "hold"
     AWAIT = "await"
@@ -96,21 +94,21 @@ class ChildEvent(enum.Enum):
 
 
 class AttachState(enum.Enum):
-    """Who may still attach to a generation's weights."""
+    """Which workers may still attach to a generation's weights."""
 
-    OPEN = "open"  # anybody
-    FORK_ONLY = "fork only"  # who is forked of the holder
-    ORPHANED = "orphaned"  # nobody: the holder is lost, of which workers were forked; they go on
-    LISTED = "listed"  # whom the holder knew at its build; it can be asked to let another one in
-    ALLOW_PENDING = "allow pending"  # the same; it has been asked
-    CLOSED = "closed"  # the engine lets nobody in who was not there at the build
-    FILES_LOST = "files lost"  # nobody: the files that they would load have vanished; the workers go on
-    FROZEN = "frozen"  # nobody: the holder is lost, and the workers go on
-    INVALID = "invalid"  # nobody: the weights are gone or changed, and no answer of a worker counts any more
+    OPEN = "open"  # any worker
+    FORK_ONLY = "fork only"  # workers that are forked from the holder
+    ORPHANED = "orphaned"  # none: the holder from which workers were forked is lost; the existing workers continue
+    LISTED = "listed"  # workers that the holder knew at its build; the holder can be asked to allow another one
+    ALLOW_PENDING = "allow pending"  # the same, and the holder has been asked
+    CLOSED = "closed"  # none but those known at the build: the engine allows no others
+    FILES_LOST = "files lost"  # none: the files that a worker loads have vanished; the existing workers continue
+    FROZEN = "frozen"  # none: the holder is lost; the existing workers continue
+    INVALID = "invalid"  # none: the weights are lost or changed, and the workers' results are discarded
 
 
 class AttachEvent(enum.Enum):
-    """What happens to who may attach."""
+    """An event that changes which workers may attach."""
 
     FIX_PIDS = "fix pids"
     FORK = "fork"
@@ -124,7 +122,7 @@ class AttachEvent(enum.Enum):
     LOSE_FILES = "lose files"
 
 
-# Before it serves, a generation needs its holder; these are the states that lead there.
+# The states before a generation serves, in which it depends on its holder.
 LOADING = frozenset(
     {
         GenerationState.SNAPSHOTTING,
@@ -138,10 +136,10 @@ LOADING = frozenset(
 ACTIVE = LOADING | {GenerationState.SERVING}
 ENDED = frozenset({GenerationState.GONE, GenerationState.FAILED})
 
-# What a daemon writes down of itself another one can go on with.
+# The states in which the next daemon can resume a generation.
 RESUMABLE = frozenset({GenerationState.RESUMING, GenerationState.SERVING})
 
-# A child that the generation counts on: alive, and not on its way out.
+# The states of a child that is alive and has not been ordered to exit.
 USABLE = frozenset(
     {
         ChildState.SPAWNED,
@@ -157,7 +155,7 @@ USABLE = frozenset(
 )
 ALIVE = USABLE | {ChildState.STOPPING, ChildState.ABORTED, ChildState.KILLED}
 
-# Lost workers cannot be replaced.
+# The states in which lost workers cannot be replaced.
 ATTACH_CLOSED = frozenset({AttachState.ORPHANED, AttachState.CLOSED, AttachState.FILES_LOST, AttachState.FROZEN})
 
 _DISPLAYED_AS = {
@@ -225,11 +223,11 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 class IllegalTransition(Exception):
-    """An event came in a state that does not list it: a defect of the caller."""
+    """An event arrived in a state whose transitions do not list it, which is a defect of the caller."""
 
 
 def advance(table: Mapping[tuple[S, E], S], state: S, event: E) -> S:
-    """Return the state after `event`.
+    """Return the state that follows `state` after `event`.
 
     Raises:
         IllegalTransition: the table does not list the pair.
@@ -241,17 +239,17 @@ def advance(table: Mapping[tuple[S, E], S], state: S, event: E) -> S:
 
 
 class Machine(Generic[S, E]):
-    """A state of a table.
+    """A state machine with a table of legal transitions.
 
     Args:
-        table: of the legal changes.
-        state: where it begins.
-        name: whose state it is, for the log.
-        extra: of each of its records.
+        table: the legal transitions.
+        state: the initial state.
+        name: the name of the object that has this state, for the log.
+        extra: the `extra` of each log record.
 
     Attributes:
-        name: of what has this state.
-        state: the present one; only `advance` changes it.
+        name: the name of the object that has this state.
+        state: the current state; only `advance` changes it.
     """
 
     def __init__(self, table: Mapping[tuple[S, E], S], state: S, name: str, extra: Mapping[str, Any]) -> None:
@@ -261,10 +259,10 @@ class Machine(Generic[S, E]):
         self._extra = extra
 
     def advance(self, event: E) -> None:
-        """Change it.
+        """Change the state by an event.
 
         Raises:
-            IllegalTransition: the table does not list the event in the present state.
+            IllegalTransition: the table does not list the event in the current state.
         """
         before, self.state = self.state, advance(self._table, self.state, event)
         _log.debug("%s: %s -> %s", self.name, before.value, self.state.value, extra=self._extra)
