@@ -1,6 +1,6 @@
-"""What is known of each engine outside its processes: one `EngineSpec` each, and what its files and cards demand.
+"""The properties of each engine that the daemon knows without importing it: an `EngineSpec`, and checks of its files.
 
-No engine is imported; of weightd only `platform`, the protocol and what is shared may be.
+This package imports no engine, and of weightd only `platform`, the protocol and the common packages.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from weightd_daemon.engines import mindspore_lite, onnxruntime
 from weightd_daemon.engines.spec import EngineSpec
 
-# The ranks of a model that is spread over several processes, on the CPU and on Ascend cards. Measured with 2.7.1: 1.8
-# for 96 MiB of matrices, beside the 400 MB of each process.
+# Runs the ranks of a divided model, on the CPU and on Ascend cards. The build factor was measured with 2.7.1: 1.8 for
+# 96 MiB of matrices, beside the 400 MB of each process.
 _MINDSPORE = EngineSpec(
     "mindspore", suffix=".mindir", can_run_on_cards=True, build_factor=2.0, is_ranks_only=True, has_broker=True
 )

@@ -1,6 +1,7 @@
-"""The table [models.NAME.mindspore_lite]: what MindSpore Lite can be told, and which of it goes together.
+"""MindSpore Lite: its specification, and the options of the table [models.NAME.mindspore_lite] with their conflicts.
 
-The library ignores in silence what it cannot use, so what would have no effect is refused here, with the reason.
+The library silently ignores settings that it cannot use, so settings without an effect are rejected here, with the
+reason.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _BIND_SLOW_CORES = 2
 _DEC_MODES = ("AES-GCM", "AES-CBC", "SM4-CBC")
 _FILE_KEYS = ("config_file", "dec_key_file")
 
-# The library reads them from its configuration file, too; who shares what is weightd's to say.
+# The library also reads these keys from its configuration file, but weightd decides which processes share weights.
 _SHARING_KEYS = ("shareable_weight_pid_list", "shareable_weight_mem_handle")
 
 
@@ -72,13 +73,13 @@ class MindSporeLiteOptions(EngineOptions):
     """On Ascend: the model was converted so that its weights can be changed. Such a model shares no weights."""
 
     def resolve_paths(self, base: Path) -> MindSporeLiteOptions:
-        """Return the options with paths that are absolute."""
+        """Return the options with absolute paths."""
         paths: dict[str, Any] = {key: getattr(self, key) for key in _FILE_KEYS}
         paths = {key: str(base / path) if path else "" for key, path in paths.items()}
         return dataclasses.replace(self, **paths)
 
     def problems(self, devices: Sequence[str], sharing: str) -> Iterator[FieldError]:
-        """Yield what does not go together, or would have no effect."""
+        """Yield the options that conflict or would have no effect."""
         on_cards = not all(map(is_cpu, devices))
         for key, reason in (
             *(_no_effect_on_cards(self) if on_cards else _no_effect_on_cpu(self)),
@@ -89,7 +90,7 @@ class MindSporeLiteOptions(EngineOptions):
             yield _field_error(key, reason)
 
     def file_problems(self) -> Iterator[FieldError]:
-        """Look at the files that the options name, of the key not at its content."""
+        """Yield the problems of the files that the options name; the content of the key file is not read."""
         for key in _FILE_KEYS:
             path: str = getattr(self, key)
             if path:
@@ -101,7 +102,7 @@ class MindSporeLiteOptions(EngineOptions):
                     yield _field_error(key, f"{path}: {error.strerror}")
 
     def _check_file(self, key: str, path: Path) -> None:
-        # The key must be this very file: a link's target has another owner and mode.
+        # The path of the key must not be a link: the owner and mode of the link's target could differ.
         status = path.lstat() if key == "dec_key_file" else path.stat()
         if not stat.S_ISREG(status.st_mode):
             raise _field_error(key, f"{path}: expected a regular file")
@@ -111,7 +112,7 @@ class MindSporeLiteOptions(EngineOptions):
             _check_config(key, path, self.provider)
 
 
-# Measured with 2.0.0, which has several copies of the weights at the same time: 6.0 for 192 MiB of matrices.
+# Measured with 2.0.0, which holds several copies of the weights at the same time: 6.0 for 192 MiB of matrices.
 SPEC = EngineSpec(
     "mindspore_lite", suffix=".mindir", options=MindSporeLiteOptions, can_run_on_cards=True, build_factor=6.5
 )
@@ -187,10 +188,10 @@ def _check_config(key: str, path: Path, provider: str) -> None:
 
 
 def config_items(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield section, name and value of what a configuration file of the library's own says.
+    """Yield the section, name and value of each setting in a configuration file of the library.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     section = ""
     for line in read_regular(path, MAX_CONFIG_BYTES).decode("utf-8", "replace").splitlines():

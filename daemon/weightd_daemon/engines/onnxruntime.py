@@ -1,7 +1,7 @@
-"""ONNX Runtime: on the CPU, without options of its own; and why a model's ONNX file could not be served.
+"""ONNX Runtime: its specification, for the CPU and without options, and the checks of ONNX files.
 
-No engine is asked: a file that passes may still be refused by it, which knows its own limits. `weightd check --load`
-finds that.
+The checks do not use the library, which has further limits and may still reject a file that passes. `weightd check
+--load` finds these.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _NON_TENSOR_TYPES: Mapping[int, str] = {
     8: "a sparse tensor",
     9: "optional",
 }  # in a type
-_TENSOR = 1  # the same
+_TENSOR = 1  # in a type
 _ELEM_TYPE, _SHAPE = 1, 2  # in the type of a tensor
 _DIM = 1  # in a shape
 _DIM_VALUE = 1  # in a dimension
 _TENSOR_NAME = 8  # in an initializer
-_VALUES = 1  # in a sparse one
+_VALUES = 1  # in a sparse initializer
 
-# By the numbers of TensorProto.DataType; what came later is told by its number.
+# The names by the numbers of TensorProto.DataType; newer types are reported by their numbers.
 _DATATYPES: Sequence[str] = (
     *("undefined", "FP32", "UINT8", "INT8", "UINT16", "INT16", "INT32", "INT64", "string", "BOOL", "FP16", "FP64"),
     *("UINT32", "UINT64", "complex64", "complex128", "BF16"),
@@ -44,12 +44,12 @@ _DATATYPES: Sequence[str] = (
 )
 _NO_WIRE_DATATYPE = f"has no datatype on the wire; expected one of {', '.join(ITEM_BYTES)}"
 
-# A size is an int64; below 0 it is unknown.
+# A dimension is an int64; a negative value means that it is unknown.
 _INT64_SIGN = 2**63
 
 
 class _Tensor(NamedTuple):
-    """An input or output: what it is if it is no tensor that has a datatype ("" otherwise), and its dimensions."""
+    """An input or output with its dimensions. `unsupported_type` names a type that requests cannot carry, or is ""."""
 
     name: str
     unsupported_type: str
@@ -57,10 +57,10 @@ class _Tensor(NamedTuple):
 
 
 def problems(file: BinaryIO) -> list[str]:
-    """Return why requests for the model in this file could not be answered, as far as it tells; a line each.
+    """Return why requests for the model in this file cannot be answered, one line for each problem found.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         return list(_problems(file, (0, os.fstat(file.fileno()).st_size)))
@@ -70,7 +70,7 @@ def problems(file: BinaryIO) -> list[str]:
 
 def _problems(file: BinaryIO, model: Span) -> Iterator[str]:
     for graph in _submessages(file, model, _GRAPH):
-        # Before IR version 4 each weight was an input, too.
+        # Before IR version 4, each weight was also listed as an input.
         weights = set(_weight_names(file, graph))
         inputs = (each for each in _submessages(file, graph, _INPUT) if _read_name(file, each, _NAME) not in weights)
         yield from _tensor_list_problems("input", file, inputs)
@@ -78,7 +78,7 @@ def _problems(file: BinaryIO, model: Span) -> Iterator[str]:
 
 
 def _tensor_list_problems(kind: str, file: BinaryIO, spans: Iterator[Span]) -> Iterator[str]:
-    # Of a model that is absurd the first ones tell enough.
+    # For a model with too many tensors, the problems of the first ones suffice.
     tensors = [_parse_tensor(file, span) for span in itertools.islice(spans, limits.MAX_TENSORS)]
     excess_count = sum(1 for _ in spans)
     if excess_count:
@@ -119,7 +119,7 @@ def _parse_tensor(file: BinaryIO, span: Span) -> _Tensor:
 
 def _unsupported_datatype(element: object) -> str:
     name = _DATATYPES[element] if isinstance(element, int) and element < len(_DATATYPES) else f"datatype {element}"
-    # The engine finds out what the file leaves open.
+    # The engine determines a type that the file leaves undefined.
     return "" if name in ITEM_BYTES or element == 0 else name
 
 
@@ -136,7 +136,7 @@ def _weight_names(file: BinaryIO, graph: Span) -> Iterator[str]:
 
 
 def _read_name(file: BinaryIO, message: Span, number: int) -> str:
-    """The name, cut behind the first byte that is too many."""
+    """Return the name, truncated after the first byte beyond the limit."""
     name = ""
     for start, end in _submessages(file, message, number):
         file.seek(start)
@@ -148,5 +148,6 @@ def _submessages(file: BinaryIO, message: Span, number: int) -> Iterator[Span]:
     return (value for key, value in fields(file, *message) if key == number and isinstance(value, tuple))
 
 
-# Measured: 1.1 for matrices in raw bytes. What it packs anew, or reads from fields of numbers, is there twice.
+# Measured: 1.1 for matrices in raw bytes. Weights that the library repacks, or reads from numeric fields, take memory
+# twice.
 SPEC = EngineSpec("onnxruntime", suffix=".onnx", build_factor=2.0, template_threads=1, find_problems=problems)

@@ -1,8 +1,8 @@
-"""What an Ascend card takes, and rank tables of the vendor's communication library, HCCL, for ranks on this host.
+"""The rank tables of HCCL, the vendor's communication library, for ranks on this host; and the limits of Ascend cards.
 
-HCCL takes every value of a table as text, reads one that is not "completed" again for half an hour, and finds most of
-what is wrong only when ranks connect. So a table that somebody else has written is held to the same rules as one that
-weightd writes, before any process starts. Nothing here does I/O.
+HCCL expects every value of a table as text, rereads a table that is not "completed" for half an hour, and finds most
+errors only when ranks connect. So a table from the user is checked by the same rules as a table that weightd generates,
+before any process starts. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -20,28 +20,29 @@ from weightd_protocol.schema import FieldError, describe_value, short_repr
 DEFAULT_PORT = 16666
 MAX_PORT = 65535
 
-# More than one for each rank of the largest group takes.
+# More than the table of the largest rank group takes.
 MAX_BYTES = 1024 * 1024
 
 SUFFIX = ".json"
 
-# 1.2 adds super pods to 1.0; 1.1 is for hosts of different kinds, and what has none has another form altogether.
+# Version 1.2 adds super pods to 1.0. Version 1.1 is for heterogeneous hosts, and a table without a version has another
+# format altogether.
 _VERSIONS = ("1.0", "1.2")
 _COMPLETED = "completed"
 _MAX_SERVER_ID = 64
 
-# As HCCL reads numbers: no sign, no space, and no more digits than any of them has.
+# The numbers that HCCL accepts: without sign or space, and with no more digits than any value needs.
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
 _ADDRESS = re.compile(r"address_(0|[1-9][0-9]{0,3})\s*=\s*(\S+)\s*")
 
 
 class RankDevice(NamedTuple):
-    """A card of a group, in the place of its rank.
+    """The card of one rank of a group.
 
     Attributes:
-        physical_id: the physical one: of /dev/davinciN.
-        ip: of its own network port; "" where it is not known.
-        port: on which its communication listens; 0: HCCL's own.
+        physical_id: the physical number: N of /dev/davinciN.
+        ip: the address of the card's network port; "" if unknown.
+        port: the port on which its communication listens; 0 for HCCL's default.
     """
 
     physical_id: int
@@ -50,24 +51,24 @@ class RankDevice(NamedTuple):
 
 
 class RankTable(NamedTuple):
-    """What a table says.
+    """The content of a rank table.
 
     Attributes:
-        devices: the card of each rank, in their order.
-        server: the one host that it names.
+        devices: the card of each rank, in the order of ranks.
+        server: the only host that it names.
     """
 
     devices: tuple[RankDevice, ...]
     server: str
 
 
-# --- Written ----------------------------------------------------------------------------------------------------------
+# --- generation -------------------------------------------------------------------------------------------------------
 
 
 def generate(devices: Sequence[RankDevice], server: str = "localhost") -> str:
-    """Return the table of a group whose ranks have these devices, all on this host.
+    """Return the rank table of a group whose ranks have these devices, all on this host.
 
-    Addresses are in it if all are known: on one host HCCL can do without.
+    The table contains the addresses only if all are known; on one host, HCCL does not need them.
     """
     has_ips = all(each.ip for each in devices)
     entries: list[dict[str, str]] = []
@@ -88,13 +89,13 @@ def generate(devices: Sequence[RankDevice], server: str = "localhost") -> str:
 
 
 def parse_addresses(hccn_conf: str) -> dict[int, str]:
-    """Return the addresses that /etc/hccn.conf gives, by the physical number of the card."""
+    """Return the addresses in the text of /etc/hccn.conf, by the physical number of the card."""
     matches = (_ADDRESS.fullmatch(line.strip()) for line in hccn_conf.splitlines())
     return {int(match.group(1)): match.group(2) for match in matches if match and is_address(match.group(2))}
 
 
 def is_address(text: str) -> bool:
-    """Whether this is an address of the network, without a zone."""
+    """Return whether a text is an IP address without a zone."""
     try:
         ipaddress.ip_address(text)
     except ValueError:
@@ -102,20 +103,21 @@ def is_address(text: str) -> bool:
     return "%" not in text
 
 
-# --- Read -------------------------------------------------------------------------------------------------------------
+# --- parsing ----------------------------------------------------------------------------------------------------------
 
 
 def path_problems(path: str) -> Iterator[str]:
-    """Say why HCCL would not read a table at this path, links resolved: it looks for the suffix anywhere in it."""
+    """Yield why HCCL would not read a table at this path, with links resolved: it accepts only one `.json` in it."""
     if not path.endswith(SUFFIX) or path.count(SUFFIX) > 1:
         yield f"expected a path with {SUFFIX} once, at its end, got {path!r}"
 
 
 def parse(text: str) -> RankTable:
-    """Return what a table says.
+    """Return the content of a rank table.
 
     Raises:
-        FieldError: HCCL would refuse it, wait for it, or not run it on one host; the path is that of the field.
+        FieldError: HCCL would reject the table, wait for it, or not run it on one host. The error has the path of the
+            field.
     """
     try:
         content: Any = json.loads(text)
@@ -136,12 +138,12 @@ def parse(text: str) -> RankTable:
 
 
 def device_problems(table: RankTable, devices: Mapping[str, int | None]) -> Iterator[str]:
-    """Say where a table is not that of a group.
+    """Yield the differences between a rank table and the configured devices of a group.
 
     Args:
-        table: as read.
-        devices: the physical number of the card of each rank, in their order, by the name in the configuration; None
-            where no card is known by it.
+        table: the parsed table.
+        devices: the physical number of each rank's card, in the order of ranks, by the name in the configuration; None
+            if no card is known by that name.
     """
     if len(table.devices) != len(devices):
         yield f"expected {len(devices)} ranks, as devices has, got {len(table.devices)}"
@@ -152,7 +154,7 @@ def device_problems(table: RankTable, devices: Mapping[str, int | None]) -> Iter
 
 
 def _parse_head(table: Mapping[str, Any]) -> bool:
-    """Check what stands before the servers, and return whether these are in super pods."""
+    """Check the fields before the servers; return whether the servers are in super pods."""
     version = _get_text(table, "version")
     if version not in _VERSIONS:
         raise FieldError(f"expected one of {', '.join(_VERSIONS)}, got {short_repr(version)}").at(".version")
@@ -215,7 +217,7 @@ def _check_unique(rank: int, device: RankDevice, ranks: Mapping[int, RankDevice]
 
 
 def _check_pods(table: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Each server is of a super pod."""
+    """Check that each server belongs to a super pod."""
     pod_servers: list[str] = []
     for index, each in enumerate(_get_list(table, "super_pod_list")):
         with _error_at(f".super_pod_list[{index}]"):
@@ -271,26 +273,27 @@ def _get_value(table: Mapping[str, Any], key: str) -> Any:
     return table[key]
 
 
-# aclcppdevg_000222: on training cards and 800I A2; other hosts allow 64, virtual machines 32.
+# From aclcppdevg_000222, for training cards and 800I A2; other hosts allow 64, virtual machines 32.
 MAX_PROCESSES = 63
 MAX_PROCESSES_IN_VM = 32
 
-# Only processes that the holder knew at its build attach there: who is to take a lost worker's place has to be one.
+# On cards, only processes that the holder knew at its build can attach, so the successor of a lost worker must be one
+# of these.
 DEFAULT_SPARES = 1
 
-# Shared weights take whole huge pages of the card, and one more even where they fit exactly.
+# Shared weights take whole huge pages of the card, and one more even if they fit exactly.
 _HUGE_PAGE_BYTES = 2 * MIB
 
 
 def card_bytes(weight_bytes: int) -> int:
-    """Return the bytes of a card that so many bytes of weights take."""
+    """Return the bytes that `weight_bytes` of weights take on a card."""
     return (weight_bytes // _HUGE_PAGE_BYTES + 1) * _HUGE_PAGE_BYTES
 
 
 def physical_id(device: int, visible: str) -> int | None:
-    """Return a host's own number of a device, of which a process sees only those that ASCEND_RT_VISIBLE_DEVICES lists.
+    """Return the host's number of a device that a process numbers within ASCEND_RT_VISIBLE_DEVICES.
 
-    None where the list is too short, or has something there that is no number.
+    `visible` is the value of that variable. Return None if the list is too short or its entry is not a number.
     """
     if not visible.strip():
         return device

@@ -1,4 +1,4 @@
-"""What weightd knows of an engine: what it runs, where, and what can be said of its models before it is imported."""
+"""The specification of an engine: the models and devices that it supports, and the checks that need no import of it."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _Options = TypeVar("_Options", bound="EngineOptions")
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The keys that a model has for its engine alone, each with a default. Most engines need none."""
+    """The keys of a model for its engine alone, each with a default. Most engines have none."""
 
     def resolve_paths(self: _Options, base: Path) -> _Options:
-        """Return the options with paths that are absolute; `base` is what they are relative to."""
+        """Return the options with absolute paths; `base` is the directory of relative ones."""
         del base
         return self
 
     def problems(self, devices: Sequence[str], sharing: str) -> Iterator[FieldError]:
-        """Yield what does not go together, without a look at any file; the paths begin with the key.
+        """Yield the conflicts among the options, without reading files; the path of each error begins with the key.
 
         Args:
-            devices: that the model runs on.
-            sharing: "on" where the weights have to be shared; otherwise what prevents it is allowed.
+            devices: the devices on which the model runs.
+            sharing: "on" if the weights must be shared; otherwise options that prevent sharing are allowed.
         """
         del devices, sharing
         return iter(())
 
     def file_problems(self) -> Iterator[FieldError]:
-        """Look at the files that the options name, of a secret not at its content, and yield what is wrong."""
+        """Yield the problems of the files that the options name; the content of secret files is not read."""
         return iter(())
 
     def to_json(self) -> str:
-        """Return what differs from the defaults, as a worker takes it; of files, only their paths."""
+        """Return the options that differ from their defaults, as a worker expects them. Files are given by path."""
         default = type(self)()
         non_defaults = {key: value for key, value in plain(self).items() if getattr(self, key) != getattr(default, key)}
         return json.dumps(non_defaults, sort_keys=True)
@@ -51,20 +51,21 @@ def _no_problems(file: BinaryIO) -> list[str]:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """One engine.
+    """The specification of one engine.
 
     Attributes:
-        name: in the configuration, and for a worker.
-        suffix: of its model files.
-        options: the class of its own keys; the table in the configuration is called as the engine.
-        can_run_on_cards: whether it runs on cards, too; on the CPU each engine does.
-        is_ranks_only: it runs nothing but the ranks of a model, [models.NAME.ranks].
-        has_broker: its ranks find each other by a process of its own.
-        build_factor: how many times the bytes of a model's files a process takes at most while it builds on the CPU.
-        template_threads: with at most so many threads a predict, a process that has built a model has one thread and no
-            other: so others may be forked of it.
-        find_problems: says of an open model file why requests for it could not be answered, a line each. What only the
-            library can tell is left to it. Raises OSError where the file cannot be read.
+        name: the name in the configuration and for workers.
+        suffix: the suffix of its model files.
+        options: the class of its options; the table in the configuration has the name of the engine.
+        can_run_on_cards: whether it runs on cards; every engine runs on the CPU.
+        is_ranks_only: whether it runs only the ranks of a model, [models.NAME.ranks].
+        has_broker: whether its ranks find each other through a broker process.
+        build_factor: the most memory that a process takes while it builds on the CPU, as a multiple of the bytes of the
+            model's files.
+        template_threads: the most threads of a predict for which a process that has built a model has only one thread,
+            so that workers may be forked from it; 0 for an engine without templates.
+        find_problems: returns why requests for a model file cannot be answered, one line for each problem, as far as
+            that is known without the library. Raises OSError if the file cannot be read.
     """
 
     name: str
@@ -78,5 +79,5 @@ class EngineSpec:
     find_problems: Callable[[BinaryIO], list[str]] = _no_problems
 
     def can_run_on(self, device: str) -> bool:
-        """Return whether models of this engine can be on a device of that name."""
+        """Return whether models of this engine can run on the device of that name."""
         return self.can_run_on_cards or is_cpu(device)
