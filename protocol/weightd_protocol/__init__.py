@@ -1,8 +1,8 @@
-"""The wire between clients, the daemon and its workers, and nothing else: messages, limits, errors, versions.
+"""The protocol between clients, the daemon and its workers: messages, encoding, limits, errors and versions.
 
-No sockets, no clock, no files. Imports nothing of weightd but itself; runs on Python 3.7.
+The package has no sockets, no clock and no files. It imports no other package of weightd and supports Python 3.7.
 
-`weightd_protocol.codec` turns frames into the messages of `weightd_protocol.messages`, and back, by means of `schema`;
-`weightd_protocol.tensors` does the same for numpy arrays. docs/protocol.md describes the messages of clients,
-docs/architecture.md the messages between the daemon and its children.
+`weightd_protocol.codec` converts frames to the messages of `weightd_protocol.messages` and back, using `schema`.
+`weightd_protocol.tensors` does the same for numpy arrays. docs/protocol.md specifies the protocol for clients,
+docs/architecture.md the protocol between the daemon and its child processes.
 """

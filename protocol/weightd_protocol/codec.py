@@ -1,10 +1,11 @@
-"""Frames to messages and back: the whole of wire v2, without a socket.
+"""Conversion between frames and messages: protocol version 2 without sockets.
 
-The first frame of a message is its envelope: a msgpack map with ``v`` (the protocol's version), ``type`` (the message's
-tag) and its fields. Where tensors follow, the second is their description, a map that is the same for all messages of a
-shape: it is checked once, and found again by its bytes. One frame for each tensor comes after it, in order.
-Decoding trusts nothing: every violation is a `RemoteProtocolError` that names the field. A header frame with more items
-than a legal message of its type has is refused before it is unpacked (`preview`).
+The first frame of a message is the envelope, a msgpack map with ``v`` (the protocol version), ``type`` (the tag of the
+message) and the fields of the message. If the message has tensors, the second frame is their description. It is the
+same for all messages with equal shapes, so it is validated once and then found by its bytes. It is followed by one
+frame for each tensor, in order. Decoding trusts nothing: every violation is a `RemoteProtocolError` that names the
+field. A header frame with more items than a legal message of its type can have is rejected before it is unpacked
+(`preview`).
 """
 
 from __future__ import annotations
@@ -45,39 +46,39 @@ _TAGS: Dict[Type[Any], str] = {
     cls: tag for table in (FROM_CLIENT, TO_CLIENT, FROM_CHILD, TO_CHILD) for tag, cls in table.items()
 }
 
-# What describes the tensors of those messages that have any.
+# The type of the description, for each message type that has tensors.
 _DESCRIPTION_TYPES: Dict[Type[Any], Type[Any]] = {
     cls: field.metadata["description"] for cls in _TAGS for field in fields_of(cls) if "description" in field.metadata
 }
 
-# Added to the items that the fields of a message allow: `v` and `type` of the envelope, and a few more, so that a list
-# that is a little too long is refused by its name.
+# Added to the number of items that the fields of a message allow: for `v` and `type` of the envelope, and as a margin,
+# so that the check of the field itself rejects a list that is slightly too long.
 _EXTRA_ITEMS = 64
 
-# Descriptions that are known by their bytes: shapes that are in use at a time. With what is made of them about 8 MiB at
-# most, and as much with the envelopes that came with them. A longer one than `_MAX_CACHED_DESCRIPTION_BYTES` is read
-# anew each time.
+# Cached descriptions by their bytes: the number of shapes in use. The descriptions and the objects made of them take
+# about 8 MiB at most, and the envelopes as much again. Descriptions longer than `_MAX_CACHED_DESCRIPTION_BYTES` are not
+# cached.
 _MAX_CACHED = 1024
 _MAX_CACHED_BYTES = 2 * 1024 * 1024
 _MAX_CACHED_DESCRIPTION_BYTES = 16 * 1024
 
-# numpy and the engines count the elements of a tensor in an int64, with a dimension of 0 left out.
+# numpy and the engines count the elements of a tensor in an int64, leaving out dimensions of 0.
 _MAX_EXTENT = 2**63
 
 
 class Decoder(Generic[M]):
-    """Reads the messages of a peer, and remembers what they have in common: most differ in an id and in their tensors.
+    """Decoder for the messages of a peer, with a cache: most messages differ only in their id and their tensors.
 
-    The same bytes of a description give the same object, which is immutable. What is known is bounded: what came first
-    goes first.
+    Equal bytes of a description yield the same object, which is immutable. The cache is limited; the oldest entries are
+    dropped first.
 
     Args:
-        table: tag to type of the messages that the peer may send; one of these has a description.
-        max_bytes: the largest header frame to accept.
-        max_cached: descriptions that are known at a time, and rests of envelopes with one of them.
-        max_items_for: called with the sender and the front of a long description (`preview.front`) that is not known;
-            returns the largest number of items that it may have, None for as many as the wire allows, or raises why the
-            message is refused without a look at the rest of it.
+        table: message types that the peer may send, by tag; exactly one of them has a description.
+        max_bytes: the largest accepted header frame.
+        max_cached: the maximum number of cached descriptions, and of cached envelopes.
+        max_items_for: called with the sender and the leading fields (`preview.leading_fields`) of a long description
+            that is not cached. Returns the largest number of items that the description may have, or None for the limit
+            of the protocol. May raise an error to reject the message without decoding the rest of it.
     """
 
     def __init__(
@@ -95,20 +96,20 @@ class Decoder(Generic[M]):
         [self._described_type] = [cls for cls in table.values() if cls in _DESCRIPTION_TYPES]
         self._splitter = envelope_cache.SPLITTERS[self._described_type]
         self._id_field, self._split_envelope, _ = self._splitter
-        # Descriptions by their bytes, and how many bytes these are in all.
+        # Descriptions by their bytes, and the total size of the keys.
         self._descriptions: Dict[bytes, Any] = {}
         self._description_bytes = 0
-        # What messages say beside the number or the id, and the lengths of their tensors' frames: by the bytes of the
+        # All fields of a message except its number or id, and the lengths of its tensor frames, by the bytes of the
         # description and the rest of the envelope.
         self._envelopes: Dict[Tuple[bytes, bytes], Tuple[Dict[str, Any], List[int]]] = {}
         self._envelope_bytes = 0
 
     def decode(self, frames: Sequence[Any], sender: object = None) -> M:
-        """Return the message of `frames`, as the function `decode` does. Those of the header are `bytes`.
+        """Return the message of `frames`, like the function `decode`. The header frames must be `bytes`.
 
         Args:
-            frames: header and tensors.
-            sender: is passed to `max_items_for`.
+            frames: header frames and tensor frames.
+            sender: passed to `max_items_for`.
 
         Raises:
             RemoteProtocolError: the frames are not such a message.
@@ -127,11 +128,11 @@ class Decoder(Generic[M]):
         return message
 
     def _decode_slowly(self, frames: Sequence[Any], sender: object) -> M:
-        """The message, whatever its form."""
+        """Decode a message that is not in the cache, and cache it if possible."""
         frame = frames[1] if len(frames) > 1 else b""
         description = self._descriptions.get(frame)
         max_items = None
-        # Behind a message that has no description there may be anything.
+        # The second frame of a message without a description may contain anything.
         if description is None and type(frame) is bytes and len(frame) > preview.SHORT_BYTES:
             max_items = self._max_items_for(sender, preview.leading_fields(frame))
         message = _decode(frames, self._table, description, self._max_bytes, max_items)
@@ -165,17 +166,19 @@ class Decoder(Generic[M]):
 
 
 def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[bytes]:
-    """Return the header frames of `message`; the caller adds the tensors' frames.
+    """Return the header frames of `message`. The caller adds the tensor frames.
 
     Raises:
-        LocalProtocolError: it is no message, a field has a value that the peer would refuse, or a frame is too long.
+        LocalProtocolError: `message` is not a message type, a field has a value that the peer would reject, or a header
+            frame is too long.
     """
     cls = message.__class__
     writer = envelope_cache.WRITERS.get(cls)
     envelope = None if writer is None else writer(message)
     if envelope is not None:
         description = message.description
-        # That it came in, or that it was sent in before. An envelope of this form is shorter than any bound.
+        # The bytes in which the description was received or sent before. An envelope from a writer is shorter than any
+        # limit.
         known_frame: Optional[bytes] = getattr(description, "_frame", None)
         if known_frame is not None and len(known_frame) <= max_bytes and type(description) is _DESCRIPTION_TYPES[cls]:
             return [envelope, known_frame]
@@ -196,7 +199,7 @@ def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[by
 
 
 def _description_frame(message: Any) -> bytes:
-    """The bytes of the message's description: those that it came in, or that it was sent in before."""
+    """Return the encoded description, reusing the bytes in which it was received or sent before."""
     description = message.description
     if type(description) is not _DESCRIPTION_TYPES[type(message)]:
         raise FieldError(
@@ -215,13 +218,13 @@ def _description_frame(message: Any) -> bytes:
 def decode(frames: Sequence[Any], table: Mapping[str, Type[M]], *, max_bytes: int = limits.MAX_HEADER_BYTES) -> M:
     """Return the message of `frames`, one of the types in `table`.
 
-    Tensor frames are only measured, never read or copied: they stay after the header frames. In answers of the daemon
-    fields that are not known are passed over: a later one may tell more.
+    Tensor frames are only measured, never read or copied. Unknown fields are ignored in messages of the daemon, because
+    a later daemon may send more fields.
 
     Args:
-        frames: header and tensors, without a routing prefix; anything with a length in bytes and a buffer.
-        table: tag to type of the messages that the peer may send.
-        max_bytes: the largest header frame to accept.
+        frames: header and tensor frames without a routing prefix, each with a length in bytes and the buffer interface.
+        table: message types that the peer may send, by tag.
+        max_bytes: the largest accepted header frame.
 
     Raises:
         RemoteProtocolError: the frames are not such a message.
@@ -236,17 +239,17 @@ def _decode(
     max_bytes: int,
     max_description_items: Optional[int],
 ) -> M:
-    """The message, whatever its form; `known_description` is its description, if that is known."""
+    """Decode a message. `known_description` is its description if that is cached."""
     if not frames:
         raise RemoteProtocolError("envelope: expected a frame, got an empty message")
-    # Of fields that are passed over there may be any number.
+    # A tolerant peer may receive any number of unknown fields.
     is_tolerant = table is TO_CLIENT
     is_bounded = not is_tolerant and len(frames[0]) > preview.SHORT_BYTES
     try:
         fields = _unpack(frames[0], max_bytes, _max_envelope_items(frames[0], table) if is_bounded else None)
     except FieldError as error:
         raise RemoteProtocolError(f"envelope: {error}", heading(frames).id) from None
-    # Whatever happens to the fields: an answer may need it.
+    # Kept for the error response, whatever happens to the fields.
     request_id = fields.get("id")
     try:
         message = _decode_message(fields, table, tolerant=is_tolerant)
@@ -274,12 +277,12 @@ def _decode(
 
 
 def type_name(message: Any) -> str:
-    """Return the type of a message as it is spelled in the envelope."""
+    """Return the tag of a message, its type in the envelope."""
     return _TAGS[type(message)]
 
 
 class EnvelopeHeading(NamedTuple):
-    """Type and id of a message that is not decoded; "" for one that does not stand at the front of the envelope."""
+    """Type and id of a message that was not decoded. Each is "" if it is not a leading field of the envelope."""
 
     type: str
     id: str
@@ -292,7 +295,7 @@ def heading(frames: Sequence[Any]) -> EnvelopeHeading:
 
 
 def max_request_items(inputs: int, outputs: int) -> int:
-    """Return the largest number of items of the description of a request that names so many inputs and outputs."""
+    """Return the largest number of items in the description of a request with this many inputs and outputs."""
     surplus_inputs, surplus_outputs = limits.MAX_TENSORS - inputs, limits.MAX_TENSORS - outputs
     surplus = surplus_inputs * max_record_items(TensorSpec) + surplus_outputs
     return _EXTRA_ITEMS + max_record_items(RequestDescription) - surplus
@@ -331,8 +334,8 @@ def _unpack(frame: Any, max_bytes: int, max_items: Optional[int]) -> Dict[str, A
     if problem:
         raise FieldError(problem)
     try:
-        # A text is bounded by the bytes that are there. A list or map is allocated at the length that it claims, and
-        # again on each level of nesting: hence the bounds. Depth is bounded by unpackb's own stack.
+        # The length of a text is limited by the frame. The unpacker allocates a list or map with the claimed length,
+        # again at each level of nesting, hence these limits. The unpacker itself limits the depth.
         fields: Any = msgpack.unpackb(
             frame,
             object_pairs_hook=_unique_map,
@@ -350,7 +353,7 @@ def _unpack(frame: Any, max_bytes: int, max_items: Optional[int]) -> Dict[str, A
 
 
 def _unique_map(pairs: Iterable[Tuple[Any, Any]]) -> Dict[Any, Any]:
-    # A list, or from msgpack in pure Python an iterator.
+    # msgpack passes a list, or an iterator in its pure Python version.
     listed = list(pairs)
     fields = dict(listed)
     if len(fields) != len(listed):
@@ -379,7 +382,7 @@ def _decode_message(fields: Dict[str, Any], table: Mapping[str, Type[M]], *, tol
 
 
 def _framed_tensors(tensors: Sequence[TensorSpec], shared_positions: Sequence[int]) -> Sequence[TensorSpec]:
-    """Those that have a frame."""
+    """Return the tensors that have a frame."""
     if max(shared_positions) >= len(tensors) or len({*shared_positions}) < len(shared_positions):
         listed = ", ".join(map(str, shared_positions))
         raise FieldError(f"expected positions of {len(tensors)} tensors, each once, got {listed}").at("regions")
@@ -387,7 +390,7 @@ def _framed_tensors(tensors: Sequence[TensorSpec], shared_positions: Sequence[in
 
 
 def _frames_error(tensors: Sequence[TensorSpec], frames: Sequence[Any]) -> FieldError:
-    """What is wrong with frames that are not of the described sizes."""
+    """Return the error for frames that do not have the described sizes."""
     if len(frames) != len(tensors):
         return FieldError(f"expected {len(tensors)} tensor frames after the header, got {len(frames)}").at("frames")
     index = next(index for index, tensor in enumerate(tensors) if len(frames[index]) != tensor.nbytes)
@@ -395,7 +398,7 @@ def _frames_error(tensors: Sequence[TensorSpec], frames: Sequence[Any]) -> Field
 
 
 def _extent(tensor: TensorSpec) -> int:
-    """The bytes of the tensor if dimensions of 0 did not count."""
+    """Return the size of the tensor in bytes with dimensions of 0 left out."""
     return replace(tensor, shape=tuple(dim for dim in tensor.shape if dim)).nbytes
 
 
@@ -405,14 +408,14 @@ def _tensor_error(index: int, tensor: TensorSpec, problem: str) -> FieldError:
 
 
 def _readable_id(request_id: object) -> str:
-    """The id that an error answer can carry, if the envelope has a legal one."""
+    """Return the id for an error response, "" if the envelope has no valid one."""
     if type(request_id) is not str or len(request_id.encode()) > limits.MAX_ID_BYTES:
         return ""
     return request_id
 
 
 def clip(text: str, max_bytes: int = limits.MAX_TEXT_BYTES) -> str:
-    """Return `text` cut to so many bytes of UTF-8, by default what an error text of the wire may hold."""
+    """Return `text` truncated to `max_bytes` bytes of UTF-8; the default is the limit for an error text."""
     raw = text.encode("utf-8", "replace")
     if len(raw) <= max_bytes:
         return raw.decode("utf-8")

@@ -1,13 +1,13 @@
-"""The tensor datatypes of the wire: the one table from which names, element sizes and numpy dtypes are taken.
+"""Tensor datatypes of the protocol: the only table of names, element sizes and numpy dtypes.
 
-The names are those of the Open Inference Protocol v2. BYTES and BF16 are not part of wire v2:
-their elements have no fixed size, or no numpy dtype.
+The names are taken from the Open Inference Protocol v2. Protocol version 2 does not include BYTES and BF16, because
+their elements have no fixed size or no numpy dtype.
 
-To add a datatype, add it here, and then where something else names datatypes:
+To add a datatype, add it here and in every other place that names datatypes:
 
 - each engine of the worker: `engines/onnxruntime.py`, `engines/mindspore.py`, `engines/mindspore_lite/model.py`
 - readers of model files: `engines/onnxruntime.py` of the daemon, `modelfiles/mindir.py` of common
-- the gateway: typed contents in `grpc/requests.py`; what JSON cannot carry in `tensors.py`
+- the gateway: typed contents in `grpc/requests.py`; datatypes that JSON cannot carry in `tensors.py`
 - random inputs of the doctor's self-test: `doctor/selftest/sharing.py`
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Dict
 
-# As in numpy's array interface: byte order, kind, and bytes of an element.
+# As in numpy's array interface: byte order, kind and element size in bytes.
 NUMPY_DTYPE: Dict[str, str] = {
     "BOOL": "|b1",
     "UINT8": "|u1",

@@ -1,24 +1,24 @@
-"""The errors of weightd and their codes.
+"""Exceptions of weightd and their error codes.
 
 ::
 
     WeightdError
-    ├── ProtocolError              bytes that break the protocol
-    │   ├── LocalProtocolError     this side was about to send them
-    │   └── RemoteProtocolError    the peer sent them
-    └── RequestError               a request ended in an error; one subclass for each code
-        ├── InvalidArgument        INVALID_ARGUMENT     the request can never succeed as it is
-        ├── NotFound               NOT_FOUND            no such model
-        ├── DeadlineExceeded       DEADLINE_EXCEEDED    no answer within the request's timeout
-        ├── ResourceExhausted      RESOURCE_EXHAUSTED   a bound is reached; try again later
-        ├── Unavailable            UNAVAILABLE          nobody can answer now; try again later
-        ├── FailedPrecondition     FAILED_PRECONDITION  nobody will answer until something is changed
-        ├── PermissionDenied       PERMISSION_DENIED    the caller may not
-        ├── Unauthenticated        UNAUTHENTICATED      the caller is not known
-        ├── Cancelled              CANCELLED            the caller took it back
+    ├── ProtocolError              data that violates the protocol
+    │   ├── LocalProtocolError     this side was about to send the data
+    │   └── RemoteProtocolError    the peer sent the data
+    └── RequestError               a request failed; one subclass for each code
+        ├── InvalidArgument        INVALID_ARGUMENT     the request is invalid and can never succeed
+        ├── NotFound               NOT_FOUND            the model does not exist
+        ├── DeadlineExceeded       DEADLINE_EXCEEDED    no response within the timeout of the request
+        ├── ResourceExhausted      RESOURCE_EXHAUSTED   a limit is reached; try again later
+        ├── Unavailable            UNAVAILABLE          the service is unavailable; try again later
+        ├── FailedPrecondition     FAILED_PRECONDITION  the service is unavailable until the operator changes something
+        ├── PermissionDenied       PERMISSION_DENIED    the client has no permission
+        ├── Unauthenticated        UNAUTHENTICATED      the client is unknown
+        ├── Cancelled              CANCELLED            the client cancelled the request
         └── Internal               INTERNAL             the engine or weightd failed
 
-The code names are gRPC's (https://grpc.io/docs/guides/status-codes/), so that a gateway loses nothing.
+The codes are those of gRPC (https://grpc.io/docs/guides/status-codes/), so a gateway can pass them on unchanged.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from typing import ClassVar, Dict, Optional, Type
 
 
 class WeightdError(Exception):
-    """Base of every error that weightd raises on purpose."""
+    """Base class of all exceptions that weightd raises deliberately."""
 
 
 class ProtocolError(WeightdError):
-    """Bytes break the protocol; the text names the field."""
+    """Data violates the protocol. The text names the field."""
 
 
 class LocalProtocolError(ProtocolError):
-    """This side was about to send something that the protocol forbids."""
+    """This side was about to send data that violates the protocol."""
 
 
 class RemoteProtocolError(ProtocolError):
-    """The peer sent something that the protocol forbids.
+    """The peer sent data that violates the protocol.
 
     Attributes:
-        request_id: the id of the offending request where it could be read, else "".
+        request_id: the id of the affected request, "" if it could not be read.
     """
 
     def __init__(self, text: str, request_id: str = "") -> None:
@@ -51,11 +51,11 @@ class RemoteProtocolError(ProtocolError):
 
 
 class RequestError(WeightdError):
-    """A request ended in an error.
+    """A request failed.
 
     Attributes:
-        code: the gRPC name of the error's kind.
-        retry_after: seconds after which the same request may succeed; None where nothing is known of that.
+        code: the gRPC name of the error code.
+        retry_after: seconds after which the same request may succeed; None if unknown.
     """
 
     code: ClassVar[str] = ""
@@ -66,55 +66,55 @@ class RequestError(WeightdError):
 
 
 class InvalidArgument(RequestError):
-    """The request can never succeed as it is."""
+    """The request is invalid and can never succeed unchanged."""
 
     code = "INVALID_ARGUMENT"
 
 
 class NotFound(RequestError):
-    """There is no model of that name."""
+    """The model does not exist."""
 
     code = "NOT_FOUND"
 
 
 class DeadlineExceeded(RequestError):
-    """No answer came within the request's timeout."""
+    """No response arrived within the timeout of the request."""
 
     code = "DEADLINE_EXCEEDED"
 
 
 class ResourceExhausted(RequestError):
-    """A bound of the daemon is reached; the same request may succeed later."""
+    """A limit of the daemon is reached. The same request may succeed later."""
 
     code = "RESOURCE_EXHAUSTED"
 
 
 class Unavailable(RequestError):
-    """Nobody can answer now; the same request may succeed later."""
+    """The daemon or the model is unavailable at present. The same request may succeed later."""
 
     code = "UNAVAILABLE"
 
 
 class FailedPrecondition(RequestError):
-    """Nobody can answer, and waiting does not help: something has to be changed first, the text says what."""
+    """The model is unavailable and waiting does not help. The text says what must be changed first."""
 
     code = "FAILED_PRECONDITION"
 
 
 class PermissionDenied(RequestError):
-    """The caller may not do this."""
+    """The client has no permission for this operation."""
 
     code = "PERMISSION_DENIED"
 
 
 class Unauthenticated(RequestError):
-    """The caller is not known to the daemon."""
+    """The daemon does not know the client."""
 
     code = "UNAUTHENTICATED"
 
 
 class Cancelled(RequestError):
-    """The caller took the request back."""
+    """The client cancelled the request."""
 
     code = "CANCELLED"
 
@@ -143,9 +143,9 @@ ERRORS: Dict[str, Type[RequestError]] = {
 
 
 def request_error(code: str, text: str, *, retry_after: Optional[float] = None) -> RequestError:
-    """Return the exception for a code of the wire.
+    """Return the exception for an error code of the protocol.
 
     Raises:
-        KeyError: `code` is none of the codes in `ERRORS`.
+        KeyError: `code` is not in `ERRORS`.
     """
     return ERRORS[code](text, retry_after=retry_after)

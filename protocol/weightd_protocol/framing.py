@@ -1,13 +1,14 @@
-"""Messages in a stream of bytes: how many frames, the length of each, then the frames. Without I/O.
+"""Framing of messages in a byte stream: frame count, frame lengths, frames. No I/O.
 
-A message is a list of frames, as everywhere on the wire. In a stream it is written as ::
+A message is a list of frames. In a stream it is written as ::
 
     count     unsigned 32-bit integer, little-endian: 1 to MAX_FRAMES
-    lengths   `count` of them
-    frames    one after another, nothing between them
+    lengths   `count` integers of the same type
+    frames    one after another, without padding
 
-So every bound is checked before a byte of a frame is kept. What breaks the framing itself ends the stream, for nobody
-can tell where the next message begins; what is only too long is read to its end, dropped, and told.
+All limits are checked before any byte of a frame is stored. An invalid count or an oversized frame ends the stream,
+because the start of the next message is then unknown. A message with an oversized header is read to its end, dropped
+and reported.
 """
 
 from __future__ import annotations
@@ -23,39 +24,39 @@ from weightd_protocol.errors import RemoteProtocolError
 
 MAX_FRAMES = limits.MAX_HEADER_FRAMES + limits.MAX_TENSORS
 
-# A frame that is at least so long is read to where it stays, instead of being copied there.
+# A frame of at least this length is read directly into its final buffer instead of being copied there.
 LARGE_BYTES = 64 * 1024
 
-# Memory of a longer frame is the kernel's, which has none to give before bytes are written: an announcement costs
-# nothing. Below, that of the allocator is quicker to have again.
+# Memory for longer frames comes from the kernel, which allocates pages only when they are written: announcing a long
+# frame costs nothing. For shorter frames the allocator's memory is reused faster.
 _MMAP_THRESHOLD_BYTES = 4 * 1024 * 1024
 
-# The kernel takes 1,024 pieces at once.
+# The kernel accepts 1,024 chunks in one call.
 _MAX_CHUNKS = 256
 
 _COUNT = struct.Struct("<I")
 _LENGTHS: Dict[int, struct.Struct] = {count: struct.Struct(f"<{count}I") for count in range(1, MAX_FRAMES + 1)}
 
-# What writes the head of a message from the number of its frames and their lengths, by that number.
+# Functions that pack the prefix of a message (frame count and lengths), by the frame count.
 PREFIX_PACKERS: Dict[int, Callable[..., bytes]] = {
     count: struct.Struct(f"<{1 + count}I").pack for count in range(1, MAX_FRAMES + 1)
 }
 
-# How small messages are taken apart at once, and the lengths of their frames, by the count and lengths that they begin
-# with; those that came first go first.
+# For small messages: the function that splits all frames at once, and their lengths, by the prefix of the message. The
+# oldest entries are dropped first.
 _KNOWN_LAYOUTS: Dict[bytes, Tuple[Callable[[bytes], Tuple[bytes, ...]], Tuple[int, ...]]] = {}
 _MAX_KNOWN_LAYOUTS = 1024
 
-# Where bytes go that nobody wants.
+# Destination for bytes that are dropped.
 _DISCARD_BUFFER = memoryview(bytearray(256 * 1024))
 
 
 class Message(NamedTuple):
-    """A message that has come.
+    """A received message.
 
     Attributes:
-        frames: all of them, unless the message was too long: then the first ones, as far as they were not.
-        lengths: of all frames, as they were announced.
+        frames: all frames; of a message that was too long, the frames before the first dropped one.
+        lengths: the announced lengths of all frames.
     """
 
     frames: Sequence[Any]
@@ -63,16 +64,16 @@ class Message(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing of it was dropped."""
+        """Whether no frame was dropped."""
         return len(self.frames) == len(self.lengths)
 
 
-# What a named tuple's own constructor does, without a call of Python.
+# The constructor of the named tuple without the overhead of a Python function.
 _new_message: Callable[[Type[Message], Tuple[Sequence[Any], Tuple[int, ...]]], Message] = cast(Any, tuple).__new__
 
 
 def message_prefix(frames: Sequence[Any]) -> bytes:
-    """Return what goes before the frames of a message."""
+    """Return the prefix of a message: its frame count and frame lengths."""
     return PREFIX_PACKERS[len(frames)](len(frames), *map(len, frames))
 
 
@@ -81,21 +82,24 @@ def _admit_all(nbytes: int) -> bool:
 
 
 class FrameReader:
-    """Finds the messages in a stream.
+    """Parses the messages in a byte stream.
 
-    A header frame is always given as `bytes`, another one as anything that has its bytes.
+    A header frame is always returned as `bytes`, any other frame as an object with the buffer interface.
 
     Args:
-        max_header_bytes: of a header frame; a message with a longer one is dropped from there on.
-        max_frame_bytes: whoever announces more has broken the framing.
-        admit: called with the bytes of a message that has begun and does not come at once; where it returns False,
-            nothing but the header is kept.
-        max_messages: messages that are given at once. Others that have come wait as the bytes that they are.
+        max_header_bytes: the limit for a header frame. Of a message with a longer one, that frame and all later frames
+            are dropped.
+        max_frame_bytes: the limit for any frame. A longer one is a protocol violation.
+        admit: called with the size of a message that has not arrived completely. If it returns False, only the header
+            frames are kept.
+        max_messages: the maximum number of messages returned at once. The bytes of further messages are kept.
 
     Attributes:
-        is_backlogged: whether some do, perhaps: `receive` gives them, of no more bytes too.
-        admitted_bytes: bytes of the message under way that were admitted; 0 where none is, or it is dropped.
-        missing_bytes: bytes of the frame under way that are still to come; 0 where none is.
+        is_backlogged: whether kept bytes may contain complete messages. Call `receive` again to get them, even without
+            new data.
+        admitted_bytes: the admitted size of the message in progress; 0 if there is no such message or it is being
+            dropped.
+        missing_bytes: bytes still missing from the frame in progress; 0 if there is no such frame.
     """
 
     def __init__(
@@ -109,37 +113,38 @@ class FrameReader:
         self.admitted_bytes = self.missing_bytes = 0
         self._max_header_bytes = max_header_bytes
         self._max_frame_bytes = max_frame_bytes
-        # No frame of a message that has no more in all breaks a bound.
+        # In a message of at most this size no frame can exceed a limit.
         self._fast_path_bytes = min(max_header_bytes, max_frame_bytes)
         self._admit = admit
         self._max_messages = max_messages
-        # The beginning of a message whose lengths have not all come, or more where it is behind.
+        # The beginning of a message whose lengths have not arrived completely; with a backlog, the bytes of further
+        # messages.
         self._unparsed = b""
-        # Of the message under way: its lengths, () where there is none; its frames so far; how many are to be kept; and
-        # the frame under way, None where it is dropped.
+        # State of the message in progress: its lengths, () if there is no such message; the frames so far; the number
+        # of frames to keep; and the buffer of the frame in progress, None if that frame is dropped.
         self._lengths: Tuple[int, ...] = ()
         self._frames: List[Any] = []
         self._kept_frames = 0
         self._buffer: Any = None
-        # The one that is under way, counting those that are dropped.
+        # The index of the frame in progress, including dropped frames.
         self._frame_index = 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether no message has begun that has not ended."""
+        """Whether no message is in progress."""
         return not (self._lengths or self._unparsed)
 
     def read_buffer(self) -> memoryview:
-        """Return where the next bytes are best read to, if LARGE_BYTES of a frame or more are `missing_bytes`.
+        """Return the buffer for the next bytes. Use it if `missing_bytes` is at least LARGE_BYTES.
 
-        What was read there is told to `on_filled`. Else `receive` takes them.
+        After reading into it, call `on_filled`. In all other cases pass the bytes to `receive`.
         """
         if self._buffer is None:
             return _DISCARD_BUFFER[: self.missing_bytes]
         return memoryview(self._buffer)[-self.missing_bytes :]
 
     def on_filled(self, count: int) -> List[Message]:
-        """So many bytes were read to `read_buffer`: return the message that they complete, if they do."""
+        """Record that `count` bytes were read into `read_buffer`. Return the message if it is now complete."""
         messages: List[Message] = []
         self.missing_bytes -= count
         if not self.missing_bytes:
@@ -147,10 +152,10 @@ class FrameReader:
         return messages
 
     def receive(self, data: bytes) -> List[Message]:
-        """Take in the bytes that come next; return the messages that they complete.
+        """Parse the next bytes of the stream and return the messages that they complete.
 
         Raises:
-            RemoteProtocolError: the framing is broken, and so nothing can be read any more.
+            RemoteProtocolError: the framing is invalid, so the rest of the stream cannot be parsed.
         """
         if self._lengths:
             messages: List[Message] = []
@@ -158,7 +163,7 @@ class FrameReader:
         if self._unparsed:
             data = self._unparsed + data
         elif len(data) <= self._fast_path_bytes:
-            # Most often a message comes alone and whole, and another one was like it.
+            # Usually the data is exactly one message with the same prefix as an earlier one.
             try:
                 unpack, lengths = _KNOWN_LAYOUTS[data[: 4 * (1 + data[0])]]
                 return [_new_message(Message, ([*unpack(data)], lengths))]
@@ -213,7 +218,7 @@ class FrameReader:
         self._buffer, self.missing_bytes = None, 0
 
     def _fill_frames(self, data: bytes, position: int, messages: List[Message]) -> int:
-        """Put bytes where they belong, up to the end of the message; return the position after them."""
+        """Store bytes in the frames of the message in progress, up to its end. Return the next position."""
         view = memoryview(data)
         while True:
             if not self.missing_bytes and self._next_frame():
@@ -230,7 +235,7 @@ class FrameReader:
             position += taken
 
     def _next_frame(self) -> bool:
-        """A frame is complete: begin with the next one, or return True where that was the last."""
+        """Finish the current frame and start the next one. Return True if it was the last."""
         if self._buffer is not None:
             small = len(self._buffer) < LARGE_BYTES or self._frame_index < limits.MAX_HEADER_FRAMES
             self._frames.append(bytes(self._buffer) if small else self._buffer)
@@ -246,30 +251,30 @@ class FrameReader:
 
 def _remember_layout(prefix: bytes, lengths: Tuple[int, ...]) -> None:
     if len(_KNOWN_LAYOUTS) >= _MAX_KNOWN_LAYOUTS:
-        _KNOWN_LAYOUTS.pop(next(iter(_KNOWN_LAYOUTS)), None)  # another thread may have been quicker
+        _KNOWN_LAYOUTS.pop(next(iter(_KNOWN_LAYOUTS)), None)  # another thread may have removed it first
     layout = struct.Struct(f"{len(prefix)}x{''.join([f'{length}s' for length in lengths])}")
     _KNOWN_LAYOUTS[prefix] = layout.unpack, lengths
 
 
 def allocate(nbytes: int) -> Any:
-    """Return a buffer of zeros; the pages of a large one take no memory before they are written to."""
+    """Return a buffer of zeros. The pages of a large one are allocated only when they are written."""
     return bytearray(nbytes) if nbytes < _MMAP_THRESHOLD_BYTES else mmap.mmap(-1, nbytes)
 
 
 class FrameWriter:
-    """What is to be written to a stream.
+    """Outgoing bytes of a stream.
 
     Attributes:
-        nbytes: that have not been written.
+        nbytes: the number of bytes that have not been written.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
-        # With the descriptors that go with the first byte.
+        # Each chunk with the descriptors to send with its first byte.
         self._chunks: Deque[Tuple[Any, Sequence[int]]] = deque()
 
     def put(self, chunks: Sequence[Any], descriptors: Sequence[int] = ()) -> None:
-        """Add bytes; they are not copied, and must not change before they are written."""
+        """Add chunks. They are not copied and must not change before they are written."""
         for chunk in chunks:
             if len(chunk):
                 self._chunks.append((chunk, descriptors))
@@ -277,7 +282,7 @@ class FrameWriter:
                 descriptors = ()
 
     def next_chunks(self) -> Tuple[List[Any], Sequence[int]]:
-        """Return what can be written at once, and the descriptors that go with it."""
+        """Return the chunks that can be written by one call, and the descriptors to send with them."""
         chunks: List[Any] = []
         for chunk, descriptors in self._chunks:
             if chunks and (descriptors or len(chunks) == _MAX_CHUNKS):
@@ -286,7 +291,7 @@ class FrameWriter:
         return chunks, self._chunks[0][1] if chunks else ()
 
     def on_written(self, count: int) -> None:
-        """So many bytes have been written, and the descriptors of the first of them are sent."""
+        """Remove `count` written bytes. The descriptors of the first chunk were sent with them."""
         self.nbytes -= count
         while count:
             first, _ = self._chunks.popleft()
@@ -295,7 +300,7 @@ class FrameWriter:
             count -= min(count, len(first))
 
     def clear(self) -> List[int]:
-        """Drop all; return the descriptors that were never sent."""
+        """Drop all chunks, and return the descriptors that were never sent."""
         descriptors = [each for _, several in self._chunks for each in several]
         self.nbytes = 0
         self._chunks.clear()

@@ -1,7 +1,7 @@
-"""`dataclasses.dataclass(frozen=True)` for the messages, of which there are so many that each process would feel it.
+"""Lightweight replacement for `dataclasses.dataclass(frozen=True)`, used for the many message classes.
 
-The standard library compiles six functions for each class, of which only the constructor needs to be: the others are
-the same for all. That saves each process 0.7 MB, and half of the time that the import of all messages takes.
+The standard library compiles six functions for each class. Only the constructor has to be compiled; the other functions
+are the same for all classes. This saves 0.7 MB in each process and half of the time to import all messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 else:
 
     def dataclass(*, frozen: bool) -> Callable[[type], type]:
-        """Return what makes a class of values, as the standard library's of fields without factories: always frozen."""
+        """Return a decorator like the standard library's, for fields without factories. Classes are always frozen."""
         return _freeze
 
 
@@ -64,7 +64,7 @@ def _hash(self: Any) -> int:
 
 
 def _values(self: Any) -> Tuple[object, ...]:
-    # What the codec keeps beside the fields is no part of the value.
+    # Attributes that the codec stores beside the fields are not part of the value.
     return tuple([getattr(self, name) for name in self.__dataclass_fields__])
 
 

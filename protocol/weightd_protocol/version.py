@@ -1,8 +1,8 @@
-"""The version of weightd, and what it understands beyond version 2 of the protocol as that began."""
+"""The version of weightd, and its extensions of protocol version 2."""
 
 from typing import Tuple
 
-# Daemon and worker must be of one version: they say theirs in HELLO.
+# Daemon and worker must have the same version. A worker sends its version in HELLO.
 VERSION = "0.1.0"
 
 EXTENSIONS: Tuple[str, ...] = ()
