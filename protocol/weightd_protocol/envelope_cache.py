@@ -1,8 +1,9 @@
-"""The envelopes of requests and answers, taken apart by their bytes: of these there are thousands a second.
+"""Fast encoding and decoding of the envelopes of inference messages, of which there are thousands in a second.
 
-Such an envelope is the number or the id of its message, which is another one each time, and the rest, which many have
-in common: the type, the parameters, where tensors are. A rest is read by msgpack and the schema once, and then found by
-its bytes; an envelope that is not of this form is left to them, who would say the same in four times the time.
+Such an envelope consists of the number or id of its message, which always differs, and a rest that many envelopes
+share: the type, the parameters and the locations of tensors. msgpack and the schema decode a rest once; after that it
+is found by its bytes. Envelopes of any other form are left to msgpack and the schema, which yield the same result in
+four times the time.
 """
 
 from __future__ import annotations
@@ -17,31 +18,32 @@ from weightd_protocol import limits
 from weightd_protocol.messages.inference import Infer, InferResponse
 from weightd_protocol.messages.worker import Predict, PredictResult
 
-# A longer rest is read, and written, anew each time.
+# A longer rest is not cached.
 _MAX_REST_BYTES = 512
 
-# The least number that msgpack writes in eight bytes: the daemon's are larger.
+# The smallest number that msgpack writes in eight bytes. The daemon's numbers are larger.
 _MIN_NUMBER = 2**32
 _NUMBER = struct.Struct(">Q")
 
-# The first byte of a text of n bytes is the first of these plus n, if there are less than 32; that of a list of n items
-# the other one plus n, if there are less than 16. A position is a byte.
+# The first byte of a text of n bytes is 0xA0 + n, for n below 32; that of a list of n items is 0x90 + n, for n below
+# 16. A position takes one byte.
 _SHORT_TEXT, _SHORT_BYTES = 0xA0, 32
 _SHORT_LIST, _SHORT_ITEMS = 0x90, 16
 
 _NO_SPLIT = None, b""
 
-# Where what was written after the number or the id is kept, with the value that it says.
+# The attribute of a parameters or regions object that holds its encoded bytes: the end of an envelope.
 _TAIL_KEY = "_tail"
 
 
 class EnvelopeSplitter(NamedTuple):
-    """Takes the envelopes of a type apart.
+    """Splits the envelopes of one message type.
 
     Attributes:
-        field: the name of the number or the id.
-        split: what returns that and the rest of an envelope, which is empty where it has no such form.
-        type_prefix: what the rest begins with: the type, up to the number or the id, without the number of fields.
+        field: the name of the field with the number or id.
+        split: returns the number or id, and the rest of an envelope; the rest is empty if the envelope has another
+            form.
+        type_prefix: the start of the rest up to the number or id, without the first byte, which counts the fields.
     """
 
     field: str
@@ -50,17 +52,17 @@ class EnvelopeSplitter(NamedTuple):
 
 
 def shared_rest(splitter: EnvelopeSplitter, envelope: bytes) -> Optional[bytes]:
-    """Return the rest of an envelope by which another one may be found; None where it has none."""
+    """Return the part of an envelope that others may share, or None if it has no such part."""
     _, rest = splitter.split(envelope)
     return rest if len(rest) <= _MAX_REST_BYTES and rest.startswith(splitter.type_prefix, 1) else None
 
 
 def remember_tail(envelope: bytes, message: Any) -> None:
-    """The envelope was written of this message: others with the same parameters or regions end with the same bytes."""
+    """Store the end of an envelope with the parameters or regions of its message, to be reused with them."""
     cls = message.__class__
     shared = message.parameters if cls is Infer else getattr(message, "regions", None)
     if cls is Predict and (message.step or message.model_index):
-        return  # these are not those of the next one
+        return  # step and model_index may differ in the next message
     splitter = SPLITTERS.get(cls)
     rest = None if splitter is None or shared is None else shared_rest(splitter, envelope)
     if splitter is not None and rest is not None:
@@ -68,7 +70,7 @@ def remember_tail(envelope: bytes, message: Any) -> None:
 
 
 def _pack_head(tag: str, **first: object) -> bytes:
-    """An envelope that has this field alone."""
+    """Return an envelope with a single field."""
     packed: bytes = msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": tag, **first})
     return packed
 
@@ -103,7 +105,7 @@ def _splitter_by_text(cls: Type[Any], tag: str) -> EnvelopeSplitter:
             return _NO_SPLIT
         end = after + first % _SHORT_BYTES
         text = envelope[after:end]
-        # It is not longer, nor cut, nor empty, nor anything else than a text.
+        # The text is short, complete, not empty and really a text.
         if not text or first != _SHORT_TEXT + len(text) or not text.isascii():
             return _NO_SPLIT
         return text.decode(), envelope[:begin] + envelope[end:]
@@ -120,7 +122,7 @@ SPLITTERS: Dict[Type[Any], EnvelopeSplitter] = {
 
 
 def _type_prefixes(cls: Type[Any]) -> Tuple[bytes, bytes]:
-    """The beginnings of an envelope that ends with the number or the id, and of one that has a field more."""
+    """Return the start of an envelope that ends with the number or id, and of one with one more field."""
     head = SPLITTERS[cls].type_prefix
     return bytes([0x83]) + head, bytes([0x84]) + head
 
@@ -182,7 +184,7 @@ def _write_infer(message: Infer) -> Optional[bytes]:
 
 
 def _pack_positions(positions: Tuple[int, ...]) -> Optional[bytes]:
-    """A few positions as msgpack has the field, None if they are not that simple."""
+    """Encode a short tuple of positions with the name of its field. Return None if it has another form."""
     if positions.__class__ is not tuple or len(positions) >= _SHORT_ITEMS:
         return None
     for each in positions:
@@ -191,7 +193,7 @@ def _pack_positions(positions: Tuple[int, ...]) -> Optional[bytes]:
     return _SHARED_OUTPUTS_PREFIXES[len(positions)] + bytes(positions)
 
 
-# What returns the envelope of a message; None where that has no such form, or a field may not be what it has to be.
+# Functions that return the envelope of a message, or None if it has another form or a field may be invalid.
 WRITERS: Dict[Type[Any], Callable[[Any], Optional[bytes]]] = {
     Infer: _write_infer,
     InferResponse: _write_response,

@@ -18,7 +18,7 @@
         ├── Cancelled              CANCELLED            the client cancelled the request
         └── Internal               INTERNAL             the engine or weightd failed
 
-The codes are those of gRPC (https://grpc.io/docs/guides/status-codes/), so a gateway can pass them on unchanged.
+weightd uses the codes of gRPC (https://grpc.io/docs/guides/status-codes/), so a gateway can pass them on unchanged.
 """
 
 from __future__ import annotations

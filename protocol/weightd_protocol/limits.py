@@ -81,7 +81,7 @@ MAX_REFUSAL_REASONS = 64
 # Listeners for ZeroMQ clients. Each has its own process.
 MAX_LISTENERS = 64
 
-# Generations of one model in a status response: the current one and those that are draining.
+# Generations of one model in a status response: the current one and the draining ones.
 MAX_GENERATIONS = 64
 
 # Processes of one generation: a holder, its workers (the configuration allows 1,024) and processes that are exiting.

@@ -1,10 +1,10 @@
-"""Looks at the header frame of an untrusted message before msgpack builds objects from it.
+"""Inspection of untrusted header frames before msgpack creates objects from them.
 
-The cost of unpacking depends on the number of items, not on the number of bytes: 64 KiB can hold 65,000 empty maps, and
-each of them costs as much as a field of a legal message. So a header frame that is not short is scanned first, and the
-scan stops as soon as the frame has, or announces, more items than its message may have.
+The cost of unpacking depends on the number of items, not on the number of bytes: 64 KiB can hold 65,000 empty maps,
+each of which costs as much as a field of a legal message. So every header frame that is not short is scanned first. The
+scan stops as soon as the frame contains or announces more items than its message may have.
 
-Each value is an item, also each key of a map. A list or a map itself counts as `limits.CONTAINER_ITEMS`.
+Each value is an item, and so is each key of a map. A list or map itself counts as `limits.CONTAINER_ITEMS`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import msgpack
 
 from weightd_protocol import limits
 
-# A frame of so many bytes costs little whatever it contains, and is unpacked without a scan.
+# A frame of this size is cheap to unpack whatever it contains, so it is not scanned.
 SHORT_BYTES = 512
 
-# `front` looks at so many bytes, and at so many fields: the type, the id and the name of a model fit several times.
+# Limits for `leading_fields`: type, id and model name fit several times.
 _MAX_FRONT_BYTES = 512
 _MAX_FRONT_FIELDS = 4
 
@@ -29,7 +29,7 @@ _COUNTS: Mapping[int, Callable[..., Tuple[Any, ...]]] = {
 
 
 def _lengths() -> List[int]:
-    """Return for each first byte the length of its item, which has no other items in it; 0 where more bytes decide."""
+    """Return the length of an item without nested items by its first byte; 0 if further bytes determine the length."""
     lengths = [0] * 256
     lengths[0x00:0x80] = [1] * 0x80  # positive fixint
     lengths[0xA0:0xC0] = range(1, 33)  # fixstr
@@ -41,13 +41,14 @@ def _lengths() -> List[int]:
 
 _LENGTHS = _lengths()
 
-# By the first byte: the bytes of the count behind it, which is that of the bytes that follow.
+# By the first byte of an item: the size of the length field after it. That field contains the number of following
+# bytes.
 _COUNTED: Mapping[int, int] = {
     **{0xC4 + index: 2**index for index in range(3)},  # bin
     **{0xD9 + index: 2**index for index in range(3)},  # str
 }
 
-# By the first byte: the bytes of the count behind it, and the items for each that is counted.
+# By the first byte of a container: the size of the count field after it, and the items for each counted entry.
 _CONTAINERS: Mapping[int, Tuple[int, int]] = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
 
@@ -55,16 +56,16 @@ _EXTENSIONS = frozenset([*range(0xC7, 0xCA), *range(0xD4, 0xD9)])
 
 
 def find_problem(frame: Any, max_items: int) -> str:
-    """Return why a header frame is not to be unpacked; "" if it may be.
+    """Return the reason why a header frame must not be unpacked, or "" if it may be.
 
     Args:
-        frame: its first value is looked at. A frame that is cut short, or is not msgpack, is left to msgpack, which
-            fails after no more items than `max_items`.
-        max_items: the largest number of items that it may have or announce.
+        frame: the frame, of which only the first value is inspected. A truncated frame or one that is not msgpack
+            passes: msgpack rejects it after at most `max_items` items.
+        max_items: the largest number of items that the frame may contain or announce.
     """
     if len(frame) <= SHORT_BYTES:
         return ""
-    # Values that were announced and not reached yet.
+    # Announced values that were not reached yet.
     remaining = items = 1
     position: int = 0
     try:
@@ -100,11 +101,11 @@ def find_problem(frame: Any, max_items: int) -> str:
 
 
 def leading_fields(frame: Any) -> Dict[str, Any]:
-    """Return the fields that a map begins with, up to the first one whose value is a list or a map.
+    """Return the leading fields of a map, up to the first field whose value is a list or map.
 
-    No more than a few fields, and no more than a few hundred bytes, are looked at. What is not a map has no fields.
+    The function inspects only a few fields and a few hundred bytes. The result is empty if the frame is not a map.
     """
-    # Not kept between calls: after an error it cannot be used again.
+    # Created for each call, because an unpacker cannot be used after an error.
     unpacker = msgpack.Unpacker(max_buffer_size=_MAX_FRONT_BYTES, max_array_len=0, max_map_len=0, max_ext_len=0)
     fields: Dict[str, Any] = {}
     unpacker.feed(bytes(frame[:_MAX_FRONT_BYTES]))
@@ -114,5 +115,5 @@ def leading_fields(frame: Any) -> Dict[str, Any]:
             if type(key) is str:
                 fields.setdefault(key, value)
     except (ValueError, TypeError, msgpack.UnpackException):
-        pass  # the front ends here
+        pass  # no further leading fields
     return fields

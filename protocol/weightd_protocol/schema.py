@@ -1,13 +1,13 @@
-"""Typed messages out of untrusted msgpack maps, and back.
+"""Declarative schema of messages: conversion of untrusted msgpack maps to typed messages and back.
 
-A message is a frozen dataclass. Each field carries, as metadata, the kind of value that the wire allows
-for it (`text(128)`, `integer(0, 10)` ...), so a field is declared once: type, bound and documentation.
+A message is a frozen dataclass. The metadata of each field is the type of value that the protocol allows (`text(128)`,
+`integer(0, 10)` ...), so that type, limit and documentation are declared once.
 
-Both directions are strict, by the same checks: an unknown field, a missing one or a value of another type or out of
-its bound is a `FieldError` that names the path of the field, such as ``inputs[0].shape[1]``. So what one side
-encodes, the other decodes, to an equal message.
+Both directions apply the same strict checks. An unknown or missing field, or a value with another type or beyond its
+limit, is a `FieldError` that names the path of the field, such as ``inputs[0].shape[1]``. Whatever one side encodes,
+the other side decodes to an equal message.
 
-Types are compared by identity, never by `isinstance`: a boolean is an int for Python, but not for the wire.
+Types are compared by identity, never by `isinstance`: in Python a boolean is an int, in the protocol it is not.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from weightd_protocol import limits
 
 T = TypeVar("T")
 
-# Named so that no checker infers a map of unknown things from the comparison.
+# An alias, so that type checkers do not infer a map of unknown types from the comparison.
 _MAP: Type[Any] = dict
 
-# How much of a foreign value an error shows.
+# How much of a foreign value an error text shows.
 _MAX_SHOWN_CHARACTERS = 40
 _MAX_SHOWN_BITS = 128
 
 
 class FieldError(ValueError):
-    """A value of the wire is not what its field allows."""
+    """A value violates the type of its field."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
@@ -37,7 +37,7 @@ class FieldError(ValueError):
         self.path = ""
 
     def at(self, step: str) -> FieldError:
-        """Put `step` (".name" or "[0]") in front of the path; return self, to be raised again."""
+        """Prepend `step` (".name" or "[0]") to the path and return self, to be raised again."""
         self.path = step + self.path
         return self
 
@@ -47,12 +47,16 @@ class FieldError(ValueError):
 
 
 class FieldType(NamedTuple):
-    """What the wire allows for a field.
+    """Type of a field in the protocol.
 
-    `check` takes a value as msgpack unpacked it and returns the typed one; `tolerant` does the same and passes over
-    fields that it does not know; `plain` is the way back. All raise `FieldError`. `description` is for people. `record`
-    is the dataclass of a map with fixed fields. `items` is the largest number of items that a legal value has
-    in msgpack: each key and each value is one, and a list or a map itself counts as `limits.CONTAINER_ITEMS`.
+    Attributes:
+        check: validates a value unpacked by msgpack and returns the typed value. Raises `FieldError`.
+        tolerant: like `check`, but ignores unknown fields.
+        plain: converts a typed value back. Raises `FieldError`.
+        description: the type in words, for error texts and documentation.
+        record: the dataclass of a map with fixed fields; None for other types.
+        items: the largest number of msgpack items in a legal value. Each key and each value counts as one; a list or
+            map itself counts as `limits.CONTAINER_ITEMS`.
     """
 
     check: Callable[[Any], Any]
@@ -67,12 +71,12 @@ Metadata = Mapping[str, FieldType]
 
 
 def short_repr(value: object) -> str:
-    """Return a picture of a foreign value, short however long or deep the value is."""
-    # repr() of a list that nests deeper than Python's stack raises RecursionError.
+    """Return a representation of a foreign value that is short however long or deep the value is."""
+    # repr() of a list nested deeper than Python's stack raises RecursionError.
     if isinstance(value, (list, tuple, dict)):
         return f"of {len(value)} items"  # pyright: ignore[reportUnknownArgumentType]
     if isinstance(value, int) and value.bit_length() > _MAX_SHOWN_BITS:
-        # Python refuses to write a number of thousands of digits.
+        # Python refuses to format integers with thousands of digits.
         return f"of {value.bit_length()} bits"
     text = repr(value[:_MAX_SHOWN_CHARACTERS]) if isinstance(value, (str, bytes)) else _repr(value)
     return text if len(text) <= _MAX_SHOWN_CHARACTERS else text[: _MAX_SHOWN_CHARACTERS - 3] + "..."
@@ -86,12 +90,12 @@ def _repr(value: object) -> str:
 
 
 def describe_value(value: object) -> str:
-    """Return type and picture of a foreign value."""
+    """Return type and representation of a foreign value."""
     return f"{type(value).__name__} {short_repr(value)}"
 
 
 def label(name: object) -> str:
-    """Return a foreign name as it may stand in a path or a log: as it is where that is harmless, else quoted."""
+    """Return a foreign name for a path or a log: unchanged if it is harmless, otherwise quoted."""
     return (
         name
         if isinstance(name, str) and 0 < len(name) <= _MAX_SHOWN_CHARACTERS and name.isprintable()
@@ -104,7 +108,7 @@ def _type_error(expected: str, value: object) -> FieldError:
 
 
 def _plain_metadata(check: Callable[[Any], Any], description: str) -> Metadata:
-    """A value that msgpack packs as it is: the check alone decides."""
+    """Return the metadata for a value that msgpack packs unchanged."""
     return _new_metadata(check, check, check, description)
 
 
@@ -119,7 +123,7 @@ def _new_metadata(
 
 
 def text(max_bytes: int, *, empty: bool = False) -> Metadata:
-    """A string of at most `max_bytes` bytes of UTF-8, not empty unless `empty`."""
+    """Return the type of a string of at most `max_bytes` bytes of UTF-8, which may be empty only with `empty`."""
     min_bytes = 0 if empty else 1
     description = f"text, {min_bytes} to {max_bytes} bytes"
 
@@ -142,7 +146,7 @@ def _utf8_bytes(value: str) -> int:
 
 
 def one_of(names: Iterable[str]) -> Metadata:
-    """One of the given strings."""
+    """Return the type of a string from a fixed set."""
     allowed: FrozenSet[str] = frozenset(names)
     description = "one of " + ", ".join(name or '""' for name in sorted(allowed))
 
@@ -155,7 +159,7 @@ def one_of(names: Iterable[str]) -> Metadata:
 
 
 def integer(low: int, high: int) -> Metadata:
-    """An integer from `low` to `high`, both included; a boolean is not an integer."""
+    """Return the type of an integer from `low` to `high`, inclusive. A boolean is not an integer."""
     description = f"integer, {low} to {high}"
 
     def check(value: Any) -> int:
@@ -167,7 +171,7 @@ def integer(low: int, high: int) -> Metadata:
 
 
 def boolean() -> Metadata:
-    """True or false."""
+    """Return the type of a boolean."""
 
     def check(value: Any) -> bool:
         if type(value) is not bool:
@@ -178,12 +182,12 @@ def boolean() -> Metadata:
 
 
 def number(high: float = sys.float_info.max, *, positive: bool = False) -> Metadata:
-    """A finite number of at least 0, or more than 0 if `positive`, up to `high`; an integer will do."""
+    """Return the type of a finite number from 0, or above 0 if `positive`, to `high`. Integers are allowed."""
     lower_bound = "more than 0" if positive else "at least 0"
     description = f"number of {lower_bound}" + (f" and at most {high:.15g}" if high < sys.float_info.max else "")
 
     def check(value: Any) -> float:
-        # An integer beyond the largest float would not become one; NaN fails every comparison.
+        # A larger integer cannot become a float. NaN fails every comparison.
         if type(value) not in (float, int) or not 0 <= value <= high or (positive and not value):
             raise _type_error(description, value)
         return float(value)
@@ -192,7 +196,7 @@ def number(high: float = sys.float_info.max, *, positive: bool = False) -> Metad
 
 
 def list_of(item: Metadata, max_items: int) -> Metadata:
-    """A list of at most `max_items` of the given kind; a tuple once decoded."""
+    """Return the type of a list of at most `max_items` items, which is decoded to a tuple."""
     kind = item["field_type"]
 
     def convert(value: Any, expected: Type[Any], each_to: Callable[[Any], Any]) -> List[Any]:
@@ -218,7 +222,7 @@ def list_of(item: Metadata, max_items: int) -> Metadata:
 
 
 def nullable(item: Metadata) -> Metadata:
-    """The given kind, or nil, where that says something of its own; None once decoded."""
+    """Return the type of a value that may be nil, where nil has a meaning. It is decoded to None."""
     kind = item["field_type"]
     return _new_metadata(
         lambda value: None if value is None else kind.check(value),
@@ -230,7 +234,7 @@ def nullable(item: Metadata) -> Metadata:
 
 
 def mapping(item: Metadata, max_items: int) -> Metadata:
-    """A map from names to the given kind, at most `max_items` of them."""
+    """Return the type of a map from names to values of the given type, with at most `max_items` entries."""
     kind = item["field_type"]
     check_name = text(limits.MAX_NAME_BYTES)["field_type"].check
 
@@ -258,12 +262,12 @@ def mapping(item: Metadata, max_items: int) -> Metadata:
 
 
 def in_own_frame(cls: Type[Any]) -> Mapping[str, Any]:
-    """Not a field of the message's own map: a record `cls` that has a frame of its own."""
+    """Return the metadata of a record that is encoded in a separate frame instead of the message's map."""
     return {"description": cls}
 
 
 def record(cls: Type[Any]) -> Metadata:
-    """A map with exactly the fields of the dataclass `cls`; an instance of it once decoded."""
+    """Return the type of a map with exactly the fields of the dataclass `cls`, which is decoded to an instance."""
     return {
         "field_type": FieldType(
             _record_check(cls, tolerant=False),
@@ -277,12 +281,12 @@ def record(cls: Type[Any]) -> Metadata:
 
 
 def omit_default(kind: Metadata) -> Mapping[str, Any]:
-    """The given kind; on the wire the field is left out where it has its default."""
+    """Return the given type for a field that is left out of the map if it has its default."""
     return {**kind, "omit_default": True}
 
 
 def _fields(cls: Type[Any]) -> List[dataclasses.Field[Any]]:
-    """The fields of its map."""
+    """Return the fields that belong to the map."""
     return [field for field in dataclasses.fields(cls) if "field_type" in field.metadata]
 
 
@@ -310,7 +314,7 @@ def _record_check(cls: Type[Any], *, tolerant: bool) -> Callable[[Any], Any]:
             raise error.at(f".{label(name)}") from None
         if len(checked) < len(checks):
             _fill_defaults(checked, defaults)
-        # What __init__ of a frozen dataclass does, in a third of the time.
+        # The same as __init__ of a frozen dataclass, in a third of the time.
         instance: Any = object.__new__(cls)
         instance.__dict__.update(checked)
         return instance
@@ -327,7 +331,7 @@ def _fill_defaults(checked: Dict[str, Any], defaults: Iterable[Tuple[str, Any]])
 
 
 def _record_plain(cls: Type[Any]) -> Callable[[Any], Dict[str, Any]]:
-    # Name, way back, whether the field is left out when it is None, and as which other plain value it is.
+    # Name, conversion, whether the field is left out if it is None, and the other plain value for which it is left out.
     fields: List[Tuple[str, Callable[[Any], Any], bool, object]] = [
         (
             field.name,
@@ -360,25 +364,25 @@ def _record_plain(cls: Type[Any]) -> Callable[[Any], Dict[str, Any]]:
 
 
 def decode(cls: Type[T], value: object, *, tolerant: bool = False) -> T:
-    """Return `value` (a map as msgpack unpacked it) as a `cls`; `tolerant` passes over unknown fields.
+    """Return `value`, a map unpacked by msgpack, as a `cls`. With `tolerant`, unknown fields are ignored.
 
     Raises:
-        FieldError: the map is not a `cls`; the text names the field.
+        FieldError: the map is not a valid `cls`; the text names the field.
     """
     kind = _KINDS.get(cls) or _cache_kind(cls)
     return (kind.tolerant if tolerant else kind.check)(value)  # type: ignore[no-any-return]
 
 
 def max_record_items(cls: Type[Any]) -> int:
-    """Return the largest number of items that a legal map of a `cls` has, see `FieldType`."""
+    """Return the largest number of items in a legal map of a `cls`, see `FieldType`."""
     return (_KINDS.get(cls) or _cache_kind(cls)).items
 
 
 def plain(message: object) -> Dict[str, Any]:
-    """Return `message` as a map of what msgpack can pack; a field that is None, or `omit_default`, is not there.
+    """Return `message` as a map that msgpack can pack, without fields that are None or `omit_default`.
 
     Raises:
-        FieldError: a value is not what its field allows; the text names the field.
+        FieldError: a value violates the type of its field; the text names the field.
     """
     cls = type(message)
     return (_KINDS.get(cls) or _cache_kind(cls)).plain(message)  # type: ignore[no-any-return]
@@ -393,7 +397,7 @@ def _cache_kind(cls: Type[Any]) -> FieldType:
 
 
 def describe_fields(cls: Type[Any]) -> List[Tuple[str, str, Optional[object]]]:
-    """Return name, kind and "required" or the default of each field, for the documentation and its test."""
+    """Return name, type and default (or "required") of each field, for the documentation and its test."""
     return [
         (
             field.name,

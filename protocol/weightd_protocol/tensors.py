@@ -1,4 +1,4 @@
-"""numpy arrays to tensor frames and back. The only module of the protocol that needs numpy."""
+"""Conversion between numpy arrays and tensor frames. The only module of the protocol that needs numpy."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.schema import label
 
-# Made once: numpy takes longer to read a dtype's name than to look at an array.
+# Created once, because numpy takes longer to parse the name of a dtype than to inspect an array.
 _DTYPES: Dict[str, Any] = {name: np.dtype(dtype) for name, dtype in NUMPY_DTYPE.items()}
 _WIRE_DTYPES = frozenset(_DTYPES.values())
 _DATATYPES_BY_DTYPE: Dict[str, str] = {dtype: name for name, dtype in NUMPY_DTYPE.items()}
 
 
 def to_wire(array: Any) -> Any:
-    """Return `array` as the wire wants it: C order, little-endian. A copy only where it is not so already.
+    """Return `array` in the format of the protocol: C order, little-endian. It is copied only if necessary.
 
     Raises:
-        InvalidArgument: it is no array, its dtype has no name on the wire (object, string, complex, structured ...),
-            it has too many dimensions, or it is too large for a frame.
+        InvalidArgument: `array` is not an array, its dtype has no datatype in the protocol (object, string, complex,
+            structured ...), it has too many dimensions, or it is too large for a frame.
     """
-    # Most are so: this is looked at in one go.
+    # The usual case, checked in one expression.
     if (
         type(array) is np.ndarray
         and array.dtype in _WIRE_DTYPES
@@ -40,14 +40,14 @@ def to_wire(array: Any) -> Any:
     except MemoryError:
         raise
     except Exception as error:
-        # The conversion is the object's own code: PyTorch, for example, raises RuntimeError.
+        # The conversion runs code of the object, which may raise anything: PyTorch raises RuntimeError.
         raise InvalidArgument(f"expected an array: {str(error) or type(error).__name__}") from error
     dtype = array.dtype.newbyteorder("<")
     if dtype.str not in _DATATYPES_BY_DTYPE:
         names = ", ".join(NUMPY_DTYPE)
         raise InvalidArgument(f"dtype {array.dtype} has no datatype on the wire; expected one of {names}")
     _check_size(array)
-    # Not ascontiguousarray: it turns a scalar into shape (1,).
+    # `ascontiguousarray` would change the shape of a scalar to (1,).
     return np.asarray(array, dtype=dtype, order="C")
 
 
@@ -61,21 +61,21 @@ def _check_size(array: Any) -> None:
 def describe_request(
     model: str, arrays: Mapping[str, Any], outputs: Optional[Sequence[str]] = None
 ) -> RequestDescription:
-    """Return what is asked of a model with `arrays`, which `to_wire` returned: the same object for the same shapes."""
+    """Return the description of a request with `arrays` from `to_wire`. Equal shapes yield the same object."""
     return _request_description(model, _shapes(arrays), None if outputs is None else tuple(outputs))
 
 
 def describe_response(model: str, arrays: Mapping[str, Any]) -> ResponseDescription:
-    """Return what a model has answered with `arrays`, which `to_wire` returned: the same object for the same shapes."""
+    """Return the description of a response with `arrays` from `to_wire`. Equal shapes yield the same object."""
     return _response_description(model, _shapes(arrays))
 
 
 def spec_of(name: str, array: Any) -> TensorSpec:
-    """Return the description of one array, which is what `to_wire` returned."""
+    """Return the description of one array from `to_wire`."""
     return _specs(_shapes({name: array}))[0]
 
 
-# What is known of arrays without their bytes.
+# Names, dtypes and shapes of arrays.
 _Shapes = Tuple[Tuple[str, Any, Tuple[int, ...]], ...]
 
 
@@ -98,16 +98,17 @@ def _specs(shapes: _Shapes) -> Tuple[TensorSpec, ...]:
 
 
 def frame_of(array: Any) -> memoryview:
-    """Return the bytes of `array`, which is what `to_wire` returned, without a copy."""
+    """Return the bytes of `array` from `to_wire`, without a copy."""
     # A view without elements cannot be cast.
     return memoryview(array).cast("B") if array.size else memoryview(b"")
 
 
 def from_frame(spec: TensorSpec, frame: Any) -> Any:
-    """Return the tensor of a frame whose length the decoder has checked: a view, writable if the frame is.
+    """Return the tensor of a frame, whose length the decoder has checked, as a view that is writable if the frame is.
 
     Raises:
-        InvalidArgument: a BOOL is neither 0 nor 1. numpy and the engines compute nonsense with such a byte.
+        InvalidArgument: an element of a BOOL is neither 0 nor 1. numpy and the engines compute nonsense with such
+            bytes.
     """
     array = np.ndarray(spec.shape, _DTYPES[spec.datatype], frame)
     if spec.datatype == "BOOL":
@@ -116,10 +117,10 @@ def from_frame(spec: TensorSpec, frame: Any) -> Any:
 
 
 def from_memory(spec: TensorSpec, array: Callable[[Tuple[int, ...], Any], Any]) -> Any:
-    """Return the tensor for which `array` returns memory as an array of a shape and a dtype.
+    """Return the tensor in memory for which `array(shape, dtype)` returns an array.
 
     Raises:
-        InvalidArgument: as `from_frame` does.
+        InvalidArgument: as `from_frame`.
     """
     tensor = array(spec.shape, _DTYPES[spec.datatype])
     if spec.datatype == "BOOL":
