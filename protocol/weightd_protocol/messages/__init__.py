@@ -1,5 +1,9 @@
-"""What is said over the wire, by who speaks: clients (`data`, `control`, `status`, `metrics`; all: `types`), children.
+"""Messages of the protocol.
 
-Field names are those of the Open Inference Protocol v2. Tensor bytes are not in these messages: they are the frames
-that follow the header, one for each entry of `inputs` or `outputs`, in the same order.
+`types` lists the messages between clients and the daemon, which are in `inference`, `control`, `status`, `metrics`,
+`events` and `regions`. `worker` lists the messages between the daemon and its child processes, some of which are in
+`ranks`.
+
+Field names follow the Open Inference Protocol v2. Tensor bytes are not part of these messages. They are in the frames
+after the header, one for each entry of `inputs` or `outputs`, in the same order.
 """

@@ -1,4 +1,4 @@
-"""What a status tells of tenants: who there is, and what each has asked and been given."""
+"""Usage accounts of tenants in status and metrics responses."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _COUNT = integer(0, limits.MAX_COUNT)
 
 @dataclass(frozen=True)
 class AccountStatus:
-    """What a tenant has asked of one model, and what that has taken; since the tenant is there, over restarts.
+    """Usage of one model by one tenant. The counters start when the tenant is created and survive restarts.
 
-    `model` is empty for what is no request of a model that there is: of those that are gone, what was refused before
-    a model was known, and where an answer has no room for each model, those that were asked least. Each request that
-    has ended is in `served`, or once in `refused`, by its error's code or by the bound of the tenant that was reached.
-    `rows` and `slot_seconds` are what ran, the latter in seconds of workers; `queue_seconds` is from the arrival of
-    each to the worker. Bytes are those of tensors that were sent. `unexpected_exits` are workers that were lost to its
-    requests.
+    `model` is empty for requests that belong to no listed model: requests of removed models, requests that were
+    rejected before their model was known and, if the response has no room for every model, requests of the least used
+    models. `served` counts the requests that succeeded. `failed` counts the others, by error code or by the limit of
+    the tenant that was reached. `rows` and `slot_seconds` count what workers ran, the latter in seconds of workers.
+    `queue_seconds` is the time from the arrival of each request until a worker received it. `bytes_in` and `bytes_out`
+    count transferred tensors. `unexpected_exits` counts workers that crashed because of the tenant's requests.
     """
 
     model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES, empty=True))
@@ -39,24 +39,24 @@ class AccountStatus:
 
     @property
     def refused(self) -> int:
-        """How many requests were refused, or ended in an error."""
+        """The number of requests that were rejected or failed."""
         return sum(self.failed.values())
 
     @property
     def mean_queue_s(self) -> Optional[float]:
-        """How long requests waited for a worker on average; None where none was served."""
+        """Mean time of a request in the queue in seconds; None if no request was served."""
         return self.queue_seconds / self.served if self.served else None
 
 
 def total_account(accounts: Iterable[AccountStatus]) -> AccountStatus:
-    """Return the sum of accounts, as one of no model."""
+    """Return the sum of accounts as an account without a model."""
     accounts = list(accounts)
     sums = {name: sum(getattr(each, name) for each in accounts) for name in _SUMMED_FIELDS}
     return AccountStatus(model="", failed=total_failed(accounts), **sums)
 
 
 def total_failed(accounts: Iterable[AccountStatus]) -> Dict[str, int]:
-    """Return how many requests of these accounts were refused, by reason, in the order of their names."""
+    """Return the number of failed requests in these accounts by reason, sorted by reason."""
     counts: Dict[str, int] = {}
     for account in accounts:
         for reason, count in account.failed.items():
@@ -69,10 +69,10 @@ _SUMMED_FIELDS = [each.name for each in fields(AccountStatus) if each.name not i
 
 @dataclass(frozen=True)
 class TenantStatus:
-    """A tenant of the configuration, with an account for each model of which it has asked anything.
+    """A tenant of the configuration, with an account for each model that it has used.
 
-    `share` is its part of the seconds of all workers of the last minute; absent where none were used. `merged_accounts`
-    are accounts that are one here: an answer has room for so many.
+    `share` is the tenant's part of the seconds of all workers in the last minute; absent if the workers were idle.
+    `merged_accounts` is the number of accounts that were merged into one because a response has limited room.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))

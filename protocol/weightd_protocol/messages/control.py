@@ -1,4 +1,4 @@
-"""What is asked about the server and its models, and what changes them."""
+"""Queries about the server and its models, and operations that change them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COUNT = integer(0, limits.MAX_COUNT)
 
 @dataclass(frozen=True)
 class ServerReady:
-    """client → daemon: is every model ready?"""
+    """client → daemon: ask whether every model is ready."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
@@ -24,7 +24,7 @@ class ServerReady:
 
 @dataclass(frozen=True)
 class ModelReady:
-    """client → daemon: is this model ready?"""
+    """client → daemon: ask whether a model is ready."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -34,9 +34,9 @@ class ModelReady:
 
 @dataclass(frozen=True)
 class ReadyResponse:
-    """daemon → client: whether a worker of the model, or of each model, has answered within the watchdog's period.
+    """daemon → client: whether a worker of the model, or of each model, has responded within the watchdog's period.
 
-    `reason` says why not; "" where it is ready. The message itself is true or false as `ready` is.
+    `reason` explains why the model is not ready; it is "" otherwise. The truth value of the message is `ready`.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -49,7 +49,7 @@ class ReadyResponse:
 
 @dataclass(frozen=True)
 class ServerMetadata:
-    """client → daemon: who answers here?"""
+    """client → daemon: ask for the name, version and models of the server."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
@@ -58,9 +58,9 @@ class ServerMetadata:
 
 @dataclass(frozen=True)
 class ServerMetadataResponse:
-    """daemon → client: name and version of the server, its models, and what it understands beyond version 2 as it was.
+    """daemon → client: name and version of the server, its models, and its extensions of protocol version 2.
 
-    Nothing is sent to a server that it does not name in `extensions`, for it refuses what it does not know.
+    Clients must not use an extension that `extensions` does not name: the server rejects unknown fields and messages.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -72,7 +72,7 @@ class ServerMetadataResponse:
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """client → daemon: what does the model take and give?"""
+    """client → daemon: ask for the signature of a model."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -82,10 +82,11 @@ class ModelMetadata:
 
 @dataclass(frozen=True)
 class ModelMetadataResponse:
-    """daemon → client: the model's inputs and outputs; `platform` is its engine.
+    """daemon → client: the model's inputs and outputs. `platform` is its engine.
 
-    `exact` is there where requests may share a predict, or run in parts: whether it was tested that no bit of an answer
-    changes by that. `example` has a shape for each input, in their order: together they are known to be good.
+    `exact` is present if requests may share a predict or run in parts. It tells whether a test has shown that this
+    changes no bit of an output. `example` has a shape for each input, in their order, with which the model is known to
+    run.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -101,12 +102,12 @@ class ModelMetadataResponse:
 
 @dataclass(frozen=True)
 class Update:
-    """client → daemon: load another model, or other weights, beside what serves, and let it take over.
+    """client → daemon: load another model file or other weights beside the serving version, and switch to it.
 
-    Paths are the daemon's. `path` is "" to keep the model's file, `weights` is "" to keep the weights that are in it.
-    `rollback`: go back to what served before the last update; paths are then "". The daemon's user, root, and tenants
-    that may `operate` may send this. The user of such a tenant has to be able to read every file, unless the file lies
-    below one of the `model_dirs` of the tenant.
+    Paths are on the daemon's host. An empty `path` keeps the model file; an empty `weights` keeps the weights in the
+    model file. With `rollback`, the daemon returns to the version before the last update, and both paths must be empty.
+    The daemon's user, root, and tenants that may `operate` may send this. The user of such a tenant must be able to
+    read every file, unless the file is in one of the `model_dirs` of the tenant.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -118,10 +119,11 @@ class Update:
 
 @dataclass(frozen=True)
 class UpdateResponse:
-    """daemon → client: the generations with these numbers have taken over, one on each device.
+    """daemon → client: the generations with these numbers now serve the model, one on each device.
 
-    They serve `path`, with `weights` over those in it or "". `configured_path` is the file that the configuration
-    names: an update does not change it, and a daemon that has to load the model anew loads that.
+    They serve `path`, with `weights` loaded over its weights unless "". `configured_path` is the file in the
+    configuration. An update does not change the configuration, so a daemon that has to load the model again loads that
+    file.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -134,7 +136,7 @@ class UpdateResponse:
 
 @dataclass(frozen=True)
 class Reload:
-    """client → daemon: read the configuration file again, and serve what it says now.
+    """client → daemon: read the configuration file again and apply it.
 
     The daemon's user, root, and tenants that may `operate` every model may send this.
     """
@@ -144,9 +146,10 @@ class Reload:
 
 @dataclass(frozen=True)
 class ReloadResponse:
-    """daemon → client: the file is good and in force; these models load, roll to what it says now, or drain.
+    """daemon → client: the configuration file is valid and in force.
 
-    `retried` had failed, and are loaded again as they are.
+    `added` models load, `changed` models switch to the new configuration, and `removed` models drain. `retried` models
+    had failed and are loaded again unchanged.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))

@@ -1,4 +1,4 @@
-"""What has happened in the daemon, and what its processes have said."""
+"""Events of the daemon, and log tails of its processes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from weightd_protocol.schema import integer, list_of, number, omit_default, one_
 
 _COUNT = integer(0, limits.MAX_COUNT)
 
-# Fields are called as the kinds are.
+# Created here, because the fields `number` and `text` hide these functions in the bodies of the classes.
 _TIME = number()
 _TEXT = text(limits.MAX_TEXT_BYTES, empty=True)
 _NAME = omit_default(text(limits.MAX_NAME_BYTES, empty=True))
 
-# From the least severe.
+# From the least to the most severe.
 SEVERITIES = ("info", "warning", "error")
 
 
 @dataclass(frozen=True)
 class Events:
-    """client → daemon: what has happened after this event?
+    """client → daemon: ask for the events after the event with number `after`.
 
-    `model_name` is "" for all that has happened. Who may not see what concerns others is told nothing.
+    `model_name` is "" for all events. A client that may not see other tenants' data is rejected.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -35,10 +35,10 @@ class Events:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that has happened; `time` is that of the host's clock, in seconds since 1970.
+    """An event. `time` is in seconds since 1970 by the host's clock.
 
-    Numbers grow by 1 with each event, and from one daemon to the next. `model`, `generation` and `child` are what it is
-    about, as far as it is about one. The daemon does not keep all events: there may be gaps between numbers.
+    Numbers increase with each event, across restarts of the daemon. `model`, `generation` and `child` identify the
+    subject of the event, if it has one. The daemon keeps only recent events, so there may be gaps between numbers.
     """
 
     number: int = field(metadata=_COUNT)
@@ -52,10 +52,11 @@ class Event:
 
 @dataclass(frozen=True)
 class EventsResponse:
-    """daemon → client: what has happened, the oldest first.
+    """daemon → client: events, oldest first.
 
-    `last` is the event up to which was looked: the next question has it in `after`. `remaining` have happened already.
-    `missed` happened after the event that the question has named, up to `last`, and are not kept any more.
+    `last` is the number of the last event that was examined: use it as `after` in the next query. `remaining` is the
+    number of later events that exist already. `missed` is the number of events between the requested one and `last`
+    that the daemon no longer has.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -67,9 +68,9 @@ class EventsResponse:
 
 @dataclass(frozen=True)
 class Logs:
-    """client → daemon: what have the processes of a model said last?
+    """client → daemon: ask for the last log lines of a model's processes.
 
-    `process` is "" for all of them, those that have ended among them. Only who may operate is told.
+    `process` is "" for all of them, including processes that have exited. Only operators may send this.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
@@ -80,9 +81,9 @@ class Logs:
 
 @dataclass(frozen=True)
 class LogTail:
-    """The end of what a process has written, as UTF-8: `text` are whole lines, but of one that is too long.
+    """The end of a process's log, as UTF-8. `text` consists of whole lines, except the tail of an overlong line.
 
-    `size` is what it has written in all, in bytes, and `changed_at` when it did so last, in seconds since 1970.
+    `size` is the total size of the log in bytes. `changed_at` is the time of the last write, in seconds since 1970.
     """
 
     process: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -94,7 +95,7 @@ class LogTail:
 
 @dataclass(frozen=True)
 class LogsResponse:
-    """daemon → client: what they have said, who has spoken last being the last; `omitted` have spoken before that."""
+    """daemon → client: log tails, the most recently written last. `omitted` older ones did not fit."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     logs: Tuple[LogTail, ...] = field(metadata=list_of(record(LogTail), limits.MAX_LOGS))

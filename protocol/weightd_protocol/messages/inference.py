@@ -1,4 +1,4 @@
-"""Inference: tensors in, tensors out."""
+"""Inference requests and responses, and their tensors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a request or an answer: its bytes are in the frame of the same position.
+    """Description of one tensor of a request or response. Its bytes are in the frame at the same position.
 
-    `shape` is the size of each dimension; [] is a scalar. The frame holds the elements in C order,
-    little-endian, without padding: its length is the product of the dimensions times the element's size.
+    `shape` has the size of each dimension; [] is a scalar. The frame holds the elements in C order, little-endian,
+    without padding. Its length is the product of the dimensions and the element size.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -40,9 +40,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class TensorSignature:
-    """One input or output of a model. A dimension of -1 is free: each request chooses it.
+    """Signature of one input or output of a model. A dimension of -1 is free: each request chooses its size.
 
-    A shape of None is of any rank: each request chooses that, too. One of [] is a scalar.
+    A shape of None means any rank, chosen by each request. A shape of [] is a scalar.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -51,13 +51,13 @@ class TensorSignature:
 
     @property
     def shape_text(self) -> str:
-        """The shape, for people."""
+        """The shape as text."""
         return "of any rank" if self.shape is None else str(list(self.shape))
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """What a request asks for beside its tensors."""
+    """Options of a request beside its tensors."""
 
     timeout_us: Optional[int] = field(default=None, metadata=integer(1, limits.MAX_TIMEOUT_US))
     """Microseconds until the caller stops waiting; the daemon's default where it is absent."""
@@ -73,7 +73,7 @@ NO_PARAMETERS = Parameters()
 
 
 class _Once(Generic[T]):
-    """A property that is computed when it is read first, and from then on is an attribute like any other."""
+    """A property that is computed at its first access and is then stored as an attribute."""
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self._compute = compute
@@ -87,7 +87,7 @@ class _Once(Generic[T]):
 
 
 class _Description:
-    """What is the same for all messages of a shape, and has a frame of its own: found again by its bytes."""
+    """Description of tensors, shared by all messages with equal shapes. It is encoded in a separate frame."""
 
     @property
     def tensors(self) -> Tuple[TensorSpec, ...]:
@@ -101,18 +101,18 @@ class _Description:
 
     @_Once
     def largest(self) -> int:
-        """The length of the longest of them; 0 where there is none."""
+        """The length of the longest frame in bytes; 0 without tensors."""
         return max(self.sizes, default=0)
 
     @property
     def nbytes(self) -> int:
-        """The length of all these frames together."""
+        """The total length of the frames in bytes."""
         return sum(self.sizes)
 
 
 @dataclass(frozen=True)
 class RequestDescription(_Description):
-    """What is asked of a model: by all requests with the same shapes."""
+    """Model, inputs and requested outputs of a request, shared by all requests with equal shapes."""
 
     model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     inputs: Tuple[TensorSpec, ...] = field(metadata=list_of(record(TensorSpec), limits.MAX_TENSORS))
@@ -129,7 +129,7 @@ class RequestDescription(_Description):
 
 @dataclass(frozen=True)
 class ResponseDescription(_Description):
-    """What a model has answered."""
+    """Model and outputs of a response."""
 
     model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     outputs: Tuple[TensorSpec, ...] = field(metadata=list_of(record(TensorSpec), limits.MAX_TENSORS))
@@ -150,14 +150,14 @@ class Infer:
 
     @property
     def shared_positions(self) -> Tuple[int, ...]:
-        """The positions of the tensors that have no frame."""
+        """The positions of the tensors without a frame."""
         regions = self.parameters.regions
         return () if regions is None else tuple([each.tensor_index for each in regions.inputs])
 
 
 @dataclass(frozen=True)
 class InferResponse:
-    """daemon → client: what the model answered."""
+    """daemon → client: the outputs of the model."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     description: ResponseDescription = field(metadata=in_own_frame(ResponseDescription))
@@ -168,15 +168,15 @@ class InferResponse:
 
     @property
     def shared_positions(self) -> Tuple[int, ...]:
-        """The positions of the tensors that have no frame."""
+        """The positions of the tensors without a frame."""
         return self.shared_outputs or ()
 
 
 @dataclass(frozen=True)
 class Error:
-    """daemon → client: the request with this id ended in an error.
+    """daemon → client: the request with this id failed.
 
-    `id` is empty when the request was so broken that its id could not be read.
+    `id` is empty if the id of the request could not be read.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES, empty=True))
@@ -190,9 +190,9 @@ class Error:
 
 @dataclass(frozen=True)
 class Cancel:
-    """client → daemon: the request with this id is not wanted any more.
+    """client → daemon: cancel the request with this id.
 
-    If it has not ended, it ends in CANCELLED now. This message itself has no answer.
+    If the request has not ended, it now ends with CANCELLED. This message itself has no response.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))

@@ -1,4 +1,4 @@
-"""The metrics: what has been counted, and how things stand. Integers and sums only, so that it costs little to ask."""
+"""Metrics: counters and gauges. They consist of integers and sums only, so that a query costs little."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COUNT = integer(0, limits.MAX_COUNT)
 
 @dataclass(frozen=True)
 class Metrics:
-    """client → daemon: what have you counted?"""
+    """client → daemon: ask for the metrics."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
@@ -25,10 +25,10 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How often there were values of each size; empty where nothing of it is told.
+    """Histogram of a quantity; empty if the client may not see it.
 
-    `counts` has one for each bound, of the values up to that and beyond the one before, and one for those beyond the
-    last; `sum` is that of all values.
+    `counts` has one entry for each upper bound, with the number of values above the previous bound, and one entry for
+    values above the last bound. `sum` is the sum of all values.
     """
 
     counts: Tuple[int, ...] = field(metadata=list_of(_COUNT, limits.MAX_BUCKETS + 1))
@@ -37,7 +37,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class ProcessCount:
-    """How many processes of a model have this role and are in this state."""
+    """Number of processes of a model with this role and state."""
 
     role: str = field(metadata=one_of(ROLES))
     state: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -46,16 +46,17 @@ class ProcessCount:
 
 @dataclass(frozen=True)
 class ModelMetrics:
-    """One model of the configuration. Memory in bytes.
+    """Metrics of one model. Memory is in bytes.
 
-    `generation` and `sha256` are of the one that tells how it stands. Counters, and all histograms, go on over
-    restarts of the daemon, reloads and updates. `unexpected_exits` are processes that ended without being asked to,
-    `restarts` those that were started in the place of lost ones; `selftest_failures` are workers that did not reproduce
-    the known answer, `batch_mismatches` generations of which rows together were found not to be what each is alone.
-    `request_seconds` are from the arrival of each answered request to its answer, `queue_seconds` until a worker was
-    given it; `compute_seconds` are those of executions, `batch_rows` their rows, as far as those are known. `max_queue`
-    is how many may wait. Memory is what was measured when somebody asked before, once a minute at most; it is absent
-    before that, and where the kernel does not tell.
+    `generation` and `sha256` belong to the generation that represents the state of the model. Counters and histograms
+    continue across restarts of the daemon, reloads and updates. `unexpected_exits` counts processes that exited without
+    being stopped, `restarts` their replacements. `selftest_failures` counts workers that did not reproduce the known
+    answer. `batch_mismatches` counts generations in which batched rows had other results than single rows.
+    `request_seconds` measures from the arrival of a request to its response, for requests that succeeded;
+    `queue_seconds` until a worker received it. `compute_seconds` measures executions and `batch_rows` their rows, as
+    far as known. `max_queue` is the capacity of the queue. Memory values date from the previous query for metrics and
+    are measured at most once a minute. They are absent before the first measurement and if the kernel does not report
+    them.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -86,7 +87,7 @@ class ModelMetrics:
 
 @dataclass(frozen=True)
 class ReloadCounts:
-    """How often the configuration was read again: with which success."""
+    """Number of configuration reloads by result."""
 
     succeeded: int = field(metadata=_COUNT)
     refused: int = field(metadata=_COUNT)
@@ -94,11 +95,12 @@ class ReloadCounts:
 
 @dataclass(frozen=True)
 class MetricsResponse:
-    """daemon → client: what was counted. Whoever may not see what concerns others is told its own.
+    """daemon → client: the metrics. A client that may not see other tenants' data receives only its own.
 
-    That is the names, states and readiness of the models that there are for it, and its own account; all else is 0 or
-    empty. `tenants` has one named `default` where the configuration has none. `seconds_bounds` and `rows_bounds` are
-    those of the histograms. `pss_bytes` is of the daemon, its proxies and its shim, as the memory of models.
+    For such a client the response has the names, states and readiness of the models that the client may use, and its
+    own account; all other values are 0 or empty. If the configuration has no tenants, `tenants` has one named
+    `default`. `seconds_bounds` and `rows_bounds` are the bounds of the histograms. `pss_bytes` is the memory of the
+    daemon, its proxies and its shim, measured like the memory of models.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))

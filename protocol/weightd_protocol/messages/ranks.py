@@ -1,7 +1,7 @@
-"""What is said only to and by the processes of a unit, which live and die together.
+"""Messages to and from processes of a rank group, and of a process that serves a model group.
 
-A unit is a model that is cut over several processes, its ranks, of which each has one slice; or one process that serves
-several models, its members.
+The ranks of a model that is cut into slices run as a rank group: its processes start and stop together. A process that
+serves all models of a model group is treated as a rank group with one process; its models are its members.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SIGNATURES = list_of(record(TensorSignature), limits.MAX_TENSORS)
 
 @dataclass(frozen=True)
 class RankSlice:
-    """Which rank a process is, and what the file of its slice says of the model's tensors."""
+    """The number of a rank, and the model's signature according to the file of its slice."""
 
     rank: int = field(metadata=integer(0, limits.MAX_DEVICES - 1))
     """Number of the rank, from 0."""
@@ -41,7 +41,7 @@ class RankSlice:
 
 @dataclass(frozen=True)
 class GroupModelSignature:
-    """One of the models of a process that has several: what it takes and gives."""
+    """Signature of one model of a model group."""
 
     inputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
     """Inputs of the model."""
@@ -51,7 +51,7 @@ class GroupModelSignature:
 
 @dataclass(frozen=True)
 class SelfTestResult:
-    """What the self-test of one model of a process has shown: the digest of its answer, "" where it has none."""
+    """Self-test result of one model of a process: inputs and digest. The digest is "" without a self-test."""
 
     selftest_digest: str = field(metadata=DIGEST)
     """Sha256 of the answer; empty if the model has no self-test."""
@@ -61,17 +61,17 @@ class SelfTestResult:
 
 @dataclass(frozen=True)
 class JoinGroup:
-    """daemon → each process of a unit: all are there; join the group, and load.
+    """daemon → each process of a rank group: all processes are running; join the group and load the slice.
 
-    A broker, by which ranks find each other, answers nothing to it.
+    The broker, through which the ranks find each other, does not reply.
     """
 
 
 @dataclass(frozen=True)
 class JoinedGroup:
-    """rank → daemon: I am in the group, and have loaded my slice, which takes and gives this.
+    """rank → daemon: joined the group and loaded the slice, which has this signature.
 
-    `members` are those of a process that has several models; then `inputs` and `outputs` are empty.
+    A process with a model group sends the signatures in `members`; `inputs` and `outputs` are then empty.
     """
 
     inputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
@@ -85,9 +85,9 @@ class JoinedGroup:
 
 @dataclass(frozen=True)
 class RunSelfTest:
-    """daemon → rank: all have joined, and all are told this at once: run the self-test.
+    """daemon → rank: all ranks have joined; run the self-test. All ranks receive this message at once.
 
-    `max_rows`, `allowed_batch_sizes` as in `Build`.
+    `max_rows`, `allowed_batch_sizes`: as in `Build`.
     """
 
     max_rows: int = field(default=1, metadata=ROW_COUNT)
@@ -96,11 +96,11 @@ class RunSelfTest:
 
 @dataclass(frozen=True)
 class SelfTestDone:
-    """rank → daemon: I have run the self-test, and what I had to compare was right.
+    """rank → daemon: the self-test has run, and everything that this rank compares was right.
 
-    `selftest_digest` is the digest of what was compared, "" where this rank has nothing to compare, and
-    `selftest_cases` are its inputs. Of a process that has several models `members` has both of each, in their order;
-    then these are empty.
+    `selftest_digest` is the digest of the compared answer, "" if this rank compares nothing; `selftest_cases` are its
+    inputs. A process with a model group sends both for each model in `members`, in their order; these fields are then
+    empty.
     """
 
     selftest_digest: str = field(metadata=DIGEST)
@@ -116,7 +116,7 @@ class SelfTestDone:
 
 @dataclass(frozen=True)
 class PredictDone:
-    """rank → daemon: the `Predict` is run, and what came of it another rank tells."""
+    """rank → daemon: the `Predict` was run. Another rank sends its result."""
 
     request: int = field(metadata=integer(0, limits.MAX_COUNT))
     """As in `Predict`."""

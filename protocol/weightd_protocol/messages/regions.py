@@ -1,4 +1,4 @@
-"""Tensors that are not in frames: in memory that a client has registered."""
+"""Shared-memory regions: tensors in memory that a client has registered, instead of in frames."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _BYTES = integer(0, limits.MAX_COUNT)
 _NUMBER = integer(0, limits.MAX_COUNT)
 REGION = text(limits.MAX_REGION_ID_BYTES)
 
-# Of tensors in a description.
+# Positions of tensors in a description.
 POSITIONS = list_of(_TENSOR, limits.MAX_TENSORS)
 
 
 @dataclass(frozen=True)
 class InputLocation:
-    """An input that has no frame: it is in a region, from `offset` on.
+    """Location of an input without a frame: it starts at `offset` of a region.
 
     `tensor_index` is its position in the description.
     """
@@ -32,7 +32,7 @@ class InputLocation:
 
 @dataclass(frozen=True)
 class OutputLocation:
-    """Where an output may be written, if it has no more than `nbytes`. `tensor_index` is its position in the answer."""
+    """Buffer for an output of at most `nbytes`. `tensor_index` is the position of the output in the response."""
 
     tensor_index: int = field(metadata=_TENSOR)
     region: str = field(metadata=REGION)
@@ -42,7 +42,7 @@ class OutputLocation:
 
 @dataclass(frozen=True)
 class Regions:
-    """Which tensors of a request are in shared memory, and where."""
+    """Locations of the tensors of a request that are in shared memory."""
 
     inputs: Tuple[InputLocation, ...] = field(default=(), metadata=list_of(record(InputLocation), limits.MAX_TENSORS))
     outputs: Tuple[OutputLocation, ...] = field(
@@ -52,7 +52,7 @@ class Regions:
 
 @dataclass(frozen=True)
 class MappedInput:
-    """An `InputLocation`, for a worker, which knows regions by numbers."""
+    """An `InputLocation` for a worker, which identifies regions by numbers."""
 
     tensor_index: int = field(metadata=_TENSOR)
     """Position in `inputs` of the request."""
@@ -64,7 +64,7 @@ class MappedInput:
 
 @dataclass(frozen=True)
 class MappedOutput:
-    """An `OutputLocation`, for a worker, which knows regions by numbers."""
+    """An `OutputLocation` for a worker, which identifies regions by numbers."""
 
     tensor_index: int = field(metadata=_TENSOR)
     """Position in `outputs` of the result."""
@@ -78,7 +78,7 @@ class MappedOutput:
 
 @dataclass(frozen=True)
 class MappedRegions:
-    """`Regions`, for a worker, which knows them by numbers."""
+    """`Regions` for a worker, which identifies regions by numbers."""
 
     inputs: Tuple[MappedInput, ...] = field(default=(), metadata=list_of(record(MappedInput), limits.MAX_TENSORS))
     """Inputs without a frame."""
@@ -88,14 +88,14 @@ class MappedRegions:
 
 @dataclass(frozen=True)
 class Register:
-    """client → daemon: let tensors be in this memory, whose descriptor comes with the message."""
+    """client → daemon: register a region. The descriptor of the memory is attached to the message."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
 
 
 @dataclass(frozen=True)
 class Registered:
-    """daemon → client: requests on this connection may name the region so."""
+    """daemon → client: requests on this connection may use the region under this name."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     region: str = field(metadata=REGION)
@@ -103,7 +103,7 @@ class Registered:
 
 @dataclass(frozen=True)
 class Unregister:
-    """client → daemon: no further request names the region. This message itself has no answer."""
+    """client → daemon: no further request uses the region. This message has no response."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     region: str = field(metadata=REGION)
@@ -111,9 +111,9 @@ class Unregister:
 
 @dataclass(frozen=True)
 class Released:
-    """daemon → client: nobody writes any more where the outputs of this request were to be.
+    """daemon → client: no worker writes to the output buffers of this request any more.
 
-    It follows an answer, and only one that said that the request was still running.
+    It follows a response, and only one with `may_still_write`.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))

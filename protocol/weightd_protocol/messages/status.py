@@ -1,4 +1,4 @@
-"""The status: what `weightctl status` shows."""
+"""Status of the daemon, as shown by `weightctl status`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from weightd_protocol.schema import integer, list_of, number, omit_default, one_
 
 _COUNT = integer(0, limits.MAX_COUNT)
 
-# Of a process.
+# Roles of processes.
 ROLES = ("holder", "worker", "spare", "rank", "broker")
 
-# Of these, those that answer requests; a spare does once one of them is lost.
+# Roles that serve requests. A spare serves requests after one of these processes has exited.
 SERVING_ROLES = ("worker", "rank")
 
-# One of them has a field of the name of this kind.
+# Created here, because a field `number` hides the function in the body of a class.
 _SHARE = number(1.0)
 _SECONDS = number()
 
 
 @dataclass(frozen=True)
 class Status:
-    """client → daemon: what are you doing?"""
+    """client → daemon: ask for the status."""
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
@@ -35,14 +35,14 @@ class Status:
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """One process of a generation. Memory in bytes, latency in microseconds.
+    """A process of a generation. Memory is in bytes, latency in microseconds.
 
-    `private_bytes` is what no other process has in memory, `anonymous_bytes` what is no file's there, whoever else has
-    it after a fork; `shared_bytes` what it shares of the model.
-    `origin` is how it came to be, absent while it has said nothing: by an interpreter of its own, `forked` of a fork
-    server, or of the `template` that has built its model; `origin_note` why it was not forked. `device` is where it
-    runs: that of its generation, or one of the sets of cores that have this copy of the weights in common. It runs
-    `concurrency` predicts at once. `sha256` is that of its slice, of a rank.
+    `private_bytes` is memory that no other process has mapped. `anonymous_bytes` is memory without a file behind it,
+    also if it is shared after a fork. `shared_bytes` is the part of the model that the process shares. `origin` tells
+    how the process was created, and is absent before its first message: `spawned` with a new interpreter, `forked` from
+    a fork server, or from the `template` that has built its model. `origin_note` gives the reason why it was not
+    forked. `device` is the device of its generation, or one of the sets of cores that share this copy of the weights.
+    The process runs `concurrency` predicts at once. `sha256` is the digest of a rank's slice.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -67,16 +67,16 @@ class ProcessStatus:
 
 @dataclass(frozen=True)
 class GenerationStatus:
-    """One weight copy and the processes around it. Memory in bytes.
+    """One copy of the weights and the processes that use it. Memory is in bytes.
 
-    `saved_bytes` is what the workers share less what the one copy takes: what would be needed in addition
-    if each worker held its own. Both are absent where the kernel does not tell. `note` is what the holder said of the
-    model: why nothing is shared. `selftest` is what its known answer is an answer to, or why it has none.
-    `batching_note` is what is done with the rows of requests, and why not more; it is empty where the configuration
-    asks for nothing. `max_rows` is how many rows of several requests share an execution at most: 0 where the
-    configuration does not ask for it, 1 where it does, and `batching_note` says why none do. While it loads,
-    `load_fraction` is the share of that which is over and `remaining_s` how many seconds it still takes, as far as both
-    are known: from the bytes that were copied, and from how long it took the last time.
+    `saved_bytes` is the memory that the workers share, minus the size of the copy: it would be needed additionally if
+    each worker had its own copy. `copy_bytes` and `saved_bytes` are absent if the kernel does not report them. `note`
+    is the holder's reason for not sharing weights. `selftest` names the inputs of the known answer, or the reason why
+    there is no self-test. `batching_note` tells how rows of requests are batched and split, and why not more; it is
+    empty if the configuration does not ask for that. `max_rows` is the largest number of rows of several requests in
+    one execution: 0 if the configuration does not ask for batching, 1 if it does but batching is impossible, for the
+    reason in `batching_note`. While the generation loads, `load_fraction` is the completed part and `remaining_s` the
+    remaining seconds, as far as they can be estimated from the copied bytes and from the duration of the previous load.
     """
 
     number: int = field(metadata=_COUNT)
@@ -98,7 +98,7 @@ class GenerationStatus:
 
 @dataclass(frozen=True)
 class RowsCount:
-    """How many executions had so many rows: `max_rows`, or fewer, and more than half of that."""
+    """Number of executions with at most `max_rows` rows and more than half of that."""
 
     max_rows: int = field(metadata=integer(1, limits.MAX_COUNT))
     count: int = field(metadata=_COUNT)
@@ -106,11 +106,11 @@ class RowsCount:
 
 @dataclass(frozen=True)
 class ExecutionsStatus:
-    """What was run to answer requests of one model: with `served` they tell how many shared one execution.
+    """Executions that served requests of one model. `served` divided by `count` gives the requests per execution.
 
-    `rows` is there where rows of requests are put together or cut. `padded` are rows that were added because the
-    model takes certain numbers of rows alone; `split` are requests that ran in parts; `retried` are those, or their
-    parts, that ran once more, because a process was lost or a request beside them failed.
+    `rows` is present if rows of requests are batched or split. `padded` counts rows added because the model supports
+    only certain numbers of rows. `split` counts requests that ran in parts. `retried` counts requests, or parts of
+    them, that ran again because a process exited or another request of their batch failed.
     """
 
     count: int = field(metadata=_COUNT)
@@ -122,16 +122,16 @@ class ExecutionsStatus:
 
 @dataclass(frozen=True)
 class ModelStatus:
-    """One model of the configuration. Latency in microseconds, from arrival to answer, in the daemon.
+    """A model of the configuration. Latency is in microseconds, from arrival to response in the daemon.
 
-    Whoever may not see what concerns others is told the name, the engine and the state, and in `queued`, `served` and
-    `failed` of its own requests.
+    A client that may not see other tenants' data receives the name, the engine, the state, and in `queued`, `served`
+    and `failed` the numbers of its own requests.
 
-    `path` and `weights` are what serves, or is to: after an update not what the configuration names.
-    `unexpected_exits` are processes that ended without being asked to; `quarantined` are contents of requests that are
-    refused because workers died of them; `note` is what went wrong last with a change of the model. `group` is that of
-    the models with which it shares its processes. `retry_s`: seconds until a model that has failed is loaded again by
-    itself; absent where it is not.
+    `path` and `weights` are the files that serve or are loading; after an update they differ from the configuration.
+    `unexpected_exits` counts processes that exited without being stopped. `quarantined` counts request contents that
+    are rejected because they crashed workers. `note` describes the last failed change of the model. `group` is the
+    model group with which it shares processes. `retry_s` is the time in seconds until the daemon loads a failed model
+    again; absent if it does not.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -157,12 +157,12 @@ class ModelStatus:
 
 @dataclass(frozen=True)
 class DeviceStatus:
-    """What weightd has of a card. Memory in bytes.
+    """Use of a card by weightd. Memory is in bytes.
 
-    `capacity_bytes` is what weightd may use, absent where that is not known; `weights_bytes` is each copy of weights
-    once; `process_bytes` is what the processes take beside them; `saved_bytes` is what the processes would take in
-    addition if each held its own weights; `buffer_bytes` is what communication between ranks takes. They are sums of
-    what models need; `free_bytes` is what the card itself said last, absent where it has said nothing.
+    `capacity_bytes` is the memory that weightd may use, absent if unknown. `weights_bytes` counts each copy of weights
+    once. `process_bytes` is the memory of the processes beside the weights. `saved_bytes` would be needed additionally
+    if each process held its own weights. `buffer_bytes` is used for communication between ranks. These values are sums
+    of the models' requirements. `free_bytes` is the value last reported by the card, absent before the first report.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -178,12 +178,12 @@ class DeviceStatus:
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """What the control group that the daemon lives in takes of memory, and what it may take. In bytes.
+    """Memory use and limits of the control group in which the daemon runs. In bytes.
 
-    `limit_bytes` and `high_bytes` are the smallest of the group and those above it; beyond the first the kernel kills,
-    beyond the second it slows down and reclaims. `usage_bytes` contains cached files. `oom_kills` are the processes
-    that it has killed; `pressure_percent` is the share of the last ten seconds in which some process waited for memory.
-    What is absent is not limited, or not known.
+    `limit_bytes` and `high_bytes` are the smallest values of the group and the groups above it. Beyond the first the
+    kernel kills processes; beyond the second it throttles them and reclaims memory. `usage_bytes` includes cached
+    files. `oom_kills` counts the processes killed for lack of memory. `pressure_percent` is the share of the last ten
+    seconds in which a process waited for memory. An absent value is not limited or not known.
     """
 
     usage_bytes: int = field(metadata=_COUNT)
@@ -195,9 +195,10 @@ class MemoryLimit:
 
 @dataclass(frozen=True)
 class ProxyStatus:
-    """A listener, and the process that speaks ZeroMQ with its clients; `pid` is 0 while there is none.
+    """A listener and its ZeroMQ proxy. `pid` is 0 if the proxy does not run.
 
-    `peers` are the clients that are connected and have spoken, `restarts` the processes that have died there.
+    `peers` counts the connected clients that have sent a message. `restarts` counts the proxies of this listener that
+    died.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -210,9 +211,10 @@ class ProxyStatus:
 
 @dataclass(frozen=True)
 class ForkServerStatus:
-    """A process that has loaded an engine, of which others are forked; `pid` is 0 while there is none.
+    """A process that has loaded an engine and forks other processes. `pid` is 0 if it does not run.
 
-    `forked` are the processes that it, and those before it, have made; `note` says why there is none. Memory in bytes.
+    `forked` counts the processes that it and its predecessors have forked. `note` gives the reason why it does not run.
+    Memory is in bytes.
     """
 
     engine: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -225,13 +227,13 @@ class ForkServerStatus:
 
 @dataclass(frozen=True)
 class StatusResponse:
-    """daemon → client: the daemon, its models, their processes and their cards. Memory in bytes (PSS).
+    """daemon → client: status of the daemon, its models, their processes and the cards. Memory is in bytes (PSS).
 
-    `note` says why what is in force is not what the configuration file says. `dropped_responses` are answers that could
-    not be sent because their client was gone or did not read. `memory` is absent where the control group is not known.
-    `buffered_bytes` is what the daemon keeps for clients, requests and answers that are not read, `max_memory_bytes`
-    the bound for it. `tenants` is empty where the configuration has none. Whoever may not see what concerns others is
-    told the models that there are for it and its own tenant; all else is 0 or empty.
+    `note` gives the reason why the configuration in force is not the one in the file. `dropped_responses` counts
+    responses that could not be sent because the client had disconnected or did not read. `memory` is absent if the
+    control group is unknown. `buffered_bytes` is the memory for requests and for responses that clients have not read,
+    `max_memory_bytes` its limit. `tenants` is empty if the configuration has no tenants. A client that may not see
+    other tenants' data receives the models that it may use and its own tenant; all other values are 0 or empty.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))

@@ -1,4 +1,4 @@
-"""The messages between clients and the daemon, by the name of their type."""
+"""Messages between clients and the daemon, by the name of their type."""
 
 from typing import Dict, Type, Union
 
@@ -70,7 +70,7 @@ FROM_CLIENT: Dict[str, Type[ClientMessage]] = {
     "reload": Reload,
 }
 
-# Those that have no answer. Of a `cancel` that would be a second one to what it names.
+# Messages without a response. The response to a `cancel` would be a second one to the cancelled request.
 MESSAGES_WITHOUT_REPLY = frozenset(["cancel", "unregister"])
 TO_CLIENT: Dict[str, Type[DaemonMessage]] = {
     "infer_response": InferResponse,

@@ -1,7 +1,7 @@
-"""The messages between the daemon and its holders and workers.
+"""Messages between the daemon and its child processes.
 
-They travel over a private socket of the daemon's user, but are decoded as strictly as a client's: an engine
-that crashes may send anything before it dies.
+They travel over a private socket of the daemon's user, but are decoded as strictly as messages of clients: a crashing
+engine may send anything before it dies.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _ARGUMENTS = list_of(text(limits.MAX_ARGUMENT_BYTES, empty=True), limits.MAX_ARG
 
 @dataclass(frozen=True)
 class Hello:
-    """child → daemon: I am up, and this is what I am.
+    """child → daemon: the process is running; its identity, versions and capabilities.
 
-    `engine_pid` is the engine's number for this process, which on Ascend is not `os.getpid()` in a container.
-    `sha256` names the content of the model that this process would load (`weightd_common.modelfiles.files`).
-    `origin` is how the process came to be, one of `ORIGINS`; `origin_note` why it was not forked, "" where it was.
-    `concurrency`: so many predicts run at once here, if they are there. `slice`: which rank it is, and of what; None
-    where it is none. Then `sha256` is that of its slice.
+    `engine_pid` is the engine's number for this process, which on Ascend differs from `os.getpid()` in a container.
+    `sha256` is the digest of the model that this process would load (`weightd_common.modelfiles.files`), or of a rank's
+    slice. `origin` tells how the process was created, one of `ORIGINS`; `origin_note` gives the reason why it was not
+    forked, and is "" otherwise. The process can run `concurrency` predicts at once. `slice` describes the slice of a
+    rank; None for other processes.
     """
 
     engine_pid: str = field(metadata=text(limits.MAX_PID_BYTES))
@@ -77,10 +77,10 @@ class Hello:
 
 @dataclass(frozen=True)
 class Fork:
-    """daemon → fork server or template: make a process of yourself, which is to be what these arguments say.
+    """daemon → fork server or template: fork a process with these arguments.
 
-    `arguments` are those of ``python -m weightd_worker`` but for its parent, which is that of the process that is
-    forked from; `log` is where its output goes.
+    `arguments` are the arguments of ``python -m weightd_worker`` except `--parent`, which is the parent of the forking
+    process. `log` is the file for the output of the new process.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -91,7 +91,7 @@ class Fork:
 
 @dataclass(frozen=True)
 class Forked:
-    """fork server or template → daemon: the process is there, and begins now; or there is none, for this `error`."""
+    """fork server or template → daemon: the process was forked and starts now, or forking failed with `error`."""
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     """As in `Fork`."""
@@ -102,9 +102,9 @@ class Forked:
 
 @dataclass(frozen=True)
 class Reconnected:
-    """child → daemon: connected again, after the connection was lost: whoever is there now may have me go on.
+    """child → daemon: reconnected after a lost connection. The present daemon may continue to use the process.
 
-    `step` is that of the last `Predict` that it has run, where it is a rank; 0: none.
+    `step` is the step of the last `Predict` that a rank has run, 0 before the first.
     """
 
     step: int = field(default=0, metadata=omit_default(_STEP))
@@ -112,14 +112,14 @@ class Reconnected:
 
 @dataclass(frozen=True)
 class Build:
-    """daemon → holder: build the model and let these processes share its weights.
+    """daemon → holder: build the model and share its weights with these processes.
 
-    `search_selftest`: look for a self-test; `selftest_cases` worked before and come first, `failed_cases` did not and
-    are left out. Without it `selftest_cases` are what was configured and has to work, and where there are none there is
-    no self-test, unless the process was given a sample. `max_rows` are the most of one predict of several requests, 1
-    where each has its own: then nothing is found out about them; `allowed_batch_sizes` the only ones that a predict may
-    have,
-    none: any; `exact`, whether it is tested that the answers are bit for bit those of each alone.
+    With `search_selftest`, the holder searches for a self-test: `selftest_cases` worked before and are tried first,
+    `failed_cases` failed and are skipped. Without it, `selftest_cases` come from the configuration and must work; if
+    there are none, the model has no self-test unless the process was given a sample. `max_rows` is the largest number
+    of rows in a predict of several requests; 1 means that requests are not batched and rows are not tested.
+    `allowed_batch_sizes` are the only numbers of rows that a predict may have; empty for any. `exact` tells whether to
+    test that batched results equal single results bit for bit.
     """
 
     engine_pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
@@ -134,12 +134,10 @@ class Build:
 
 @dataclass(frozen=True)
 class AnnounceSelfTest:
-    """holder → daemon: I am about to run the self-test on `cases`, which may be my end.
+    """holder → daemon: about to run the self-test on `cases`, which may crash the process.
 
-    `failed_cases` is known not to work.
-
-    It goes on when it hears `continue_selftest`, so that the daemon knows what it died of. With nothing to try the
-    search is over.
+    `failed_cases` are known not to work. The holder waits for `ContinueSelfTest`, so that the daemon knows on which
+    inputs it crashed. If `cases` is empty, the search has ended.
     """
 
     cases: SelfTestCases = field(metadata=SELFTEST_CASES)
@@ -148,18 +146,18 @@ class AnnounceSelfTest:
 
 @dataclass(frozen=True)
 class ContinueSelfTest:
-    """daemon → holder: it is noted what you are trying; go on."""
+    """daemon → holder: the cases are recorded; continue."""
 
 
 @dataclass(frozen=True)
 class Built:
-    """holder → daemon: the weights are exported.
+    """holder → daemon: the model is built and its weights are exported.
 
-    `handle` is what a worker attaches to, "" where nothing is shared; `note` then says why, and `has_sharing_failed`
-    whether there is something that could have been. Of a holder that `is_template` workers are forked, which have all
-    that it has. `selftest_cases` are what the self-test is run on, none where the model has no self-test;
-    `selftest_digest` is the digest of its answers, "" for a model that does not repeat itself; `selftest_note` says why
-    there is none, or what it is worth.
+    `handle` is the handle to which workers attach, "" if nothing is shared. In that case `note` gives the reason, and
+    `has_sharing_failed` tells whether an attempt to share failed. If `is_template`, workers are forked from this holder
+    with everything it has built. `selftest_cases` are the inputs of the self-test, empty for a model without a
+    self-test. `selftest_digest` is the digest of its answers, "" for a model that does not repeat its answers.
+    `selftest_note` tells why there is no self-test or what limits its value.
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
@@ -192,7 +190,7 @@ class Built:
 
 @dataclass(frozen=True)
 class AllowAttach:
-    """daemon → holder: let these processes attach too, though they were not there at the build."""
+    """daemon → holder: allow these processes to attach, although they did not exist at the build."""
 
     engine_pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
     """As in `Build`."""
@@ -200,17 +198,16 @@ class AllowAttach:
 
 @dataclass(frozen=True)
 class AttachAllowed:
-    """holder → daemon: they may, or the library offers no way for the reason that `error` gives."""
+    """holder → daemon: the processes may attach, or `error` is the reason why the library does not allow it."""
 
     error: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
 
 
 @dataclass(frozen=True)
 class Attach:
-    """daemon → worker: build the model on the weights behind the handle ("" = a copy of your own).
+    """daemon → worker: build the model on the weights behind `handle` ("" for a private copy), then run the self-test.
 
-    Then run the self-test on these inputs. `max_rows`, `allowed_batch_sizes` and `exact` as in `Build`; `row_support`:
-    what `Built` said of them.
+    `max_rows`, `allowed_batch_sizes` and `exact` are as in `Build`; `row_support` is as in `Built`.
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
@@ -229,7 +226,7 @@ class Attach:
 
 @dataclass(frozen=True)
 class Attached:
-    """worker → daemon: the model is built; `selftest_digest` as in `Built`, `note` says why nothing is shared."""
+    """worker → daemon: the model is built. `selftest_digest` is as in `Built`; `note` tells why nothing is shared."""
 
     selftest_digest: str = field(metadata=DIGEST)
     shared_bytes: int = field(metadata=BYTES)
@@ -241,10 +238,10 @@ class Attached:
 
 @dataclass(frozen=True)
 class ProcessFailed:
-    """child → daemon: build or attach failed for this cause; the process exits.
+    """child → daemon: build or attach failed for this reason; the process exits.
 
-    `is_out_of_memory`: the card has no memory or no place for this process; some may come free late after another one's
-    end. `is_transient`: the cause may go away by itself, as a full disk may.
+    `is_out_of_memory`: the card has no memory or no room for this process; the card may free some with a delay after
+    another process has exited. `is_transient`: the cause may disappear by itself, like a full disk.
     """
 
     reason: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
@@ -257,9 +254,9 @@ class ProcessFailed:
 class Predict:
     """daemon → worker: run the model on the tensors that follow.
 
-    `step` counts the predicts of a unit: 1, 2, 3 and so on, each part of a `BeginBatch` by itself; 0 where it is for no
-    rank. A rank that misses one, or sees one twice, is `ProcessFailed`. `model_index` is the model, of a process that
-    has several.
+    `step` counts the predicts of a rank group from 1; each item of a `BeginBatch` counts. It is 0 for a process that is
+    not a rank. A rank that misses a step or receives one twice sends `ProcessFailed`. `model_index` is the model's
+    index in a model group.
     """
 
     request: int = field(metadata=_REQUEST)
@@ -273,13 +270,13 @@ class Predict:
 
     @property
     def shared_positions(self) -> Tuple[int, ...]:
-        """The positions of the tensors that have no frame."""
+        """The positions of the tensors without a frame."""
         return () if self.regions is None else tuple([each.tensor_index for each in self.regions.inputs])
 
 
 @dataclass(frozen=True)
 class PredictResult:
-    """worker → daemon: the answer to a `Predict`."""
+    """worker → daemon: the outputs of a `Predict`."""
 
     request: int = field(metadata=_REQUEST)
     """As in `Predict`."""
@@ -290,16 +287,16 @@ class PredictResult:
 
     @property
     def shared_positions(self) -> Tuple[int, ...]:
-        """The positions of the tensors that have no frame."""
+        """The positions of the tensors without a frame."""
         return self.shared_outputs or ()
 
 
 @dataclass(frozen=True)
 class PredictFailed:
-    """worker → daemon: the `Predict` ended in an error.
+    """worker → daemon: the `Predict` failed.
 
-    `is_exiting`: the failure may have spoilt the model, so the process exits and takes no further request. Without it a
-    rank has refused the request before it ran anything.
+    `is_exiting`: the failure may have corrupted the model, so the process exits and accepts no further request. Without
+    it, a rank has rejected the request before it ran anything.
     """
 
     request: int = field(metadata=_REQUEST)
@@ -313,13 +310,13 @@ class PredictFailed:
 
 @dataclass(frozen=True)
 class BeginBatch:
-    """daemon → worker: the next so many `Predict`s are answered by one predict of the model.
+    """daemon → worker: run the next `items` messages `Predict` as one batch.
 
-    They differ in nothing but the first dimension of their inputs. Each is answered, and skipped before they begin, as
-    if it had come alone. `rows`, where that is more than they have together: repeat the last row up to so many, for
-    the model takes no other number; 0: run as many as there are. `principal_ids` says for each predict whose it is, by
-    a number that stands for a tenant or a user and is the same in each daemon; none where it is not tested whether
-    answers are the same.
+    They differ only in the first dimension of their inputs. Each is answered, or can be cancelled before the batch
+    starts, as if it had been sent alone. If `rows` exceeds the rows of the batch, the worker repeats the last row up to
+    this number, because the model supports no other; 0 means no padding. `principal_ids` has a number for the principal
+    of each predict, which is the same in every daemon. It is empty if batched results are not compared with single
+    results.
     """
 
     items: int = field(metadata=integer(1, limits.MAX_BATCH_ITEMS))
@@ -332,10 +329,10 @@ class BeginBatch:
 
 @dataclass(frozen=True)
 class BatchMismatch:
-    """worker → daemon: an answer to several requests at once was not what each gets alone, as `note` tells.
+    """worker → daemon: batched results differed from single results, as described in `note`.
 
-    From now on this worker runs the requests of these `principal_ids` one by one, where they come together with others;
-    all requests where there are none.
+    From now on, this worker runs the requests of these `principal_ids` one by one if they are batched with requests of
+    others. If empty, this holds for all requests.
     """
 
     note: str = field(metadata=text(limits.MAX_TEXT_BYTES))
@@ -346,7 +343,7 @@ class BatchMismatch:
 
 @dataclass(frozen=True)
 class CancelPredict:
-    """daemon → worker: nobody waits for this `Predict` any more; if it has not begun, do not run it."""
+    """daemon → worker: the result of this `Predict` is no longer needed. Do not run it if it has not started."""
 
     request: int = field(metadata=_REQUEST)
     """As in `Predict`."""
@@ -354,7 +351,7 @@ class CancelPredict:
 
 @dataclass(frozen=True)
 class PredictCancelled:
-    """worker → daemon: the answer to a `Predict` that a `CancelPredict` has come in time for: it was not run."""
+    """worker → daemon: the `Predict` was cancelled in time and not run."""
 
     request: int = field(metadata=_REQUEST)
     """As in `Predict`."""
@@ -362,7 +359,7 @@ class PredictCancelled:
 
 @dataclass(frozen=True)
 class MapRegion:
-    """daemon → worker: from now on this number is the memory whose descriptor comes with the message."""
+    """daemon → worker: map the region whose descriptor is attached to the message. `region` is its number."""
 
     region: int = field(metadata=_REQUEST)
     """Number of the region, never used for another one."""
@@ -370,7 +367,7 @@ class MapRegion:
 
 @dataclass(frozen=True)
 class UnmapRegion:
-    """daemon → worker: no further predict names the region."""
+    """daemon → worker: unmap a region. No further predict uses it."""
 
     region: int = field(metadata=_REQUEST)
     """As in `MapRegion`."""
@@ -378,16 +375,16 @@ class UnmapRegion:
 
 @dataclass(frozen=True)
 class Ping:
-    """daemon → worker: show that you answer; with `run_selftest`, that you answer rightly."""
+    """daemon → worker: reply with `Pong`; with `run_selftest`, run the self-test first."""
 
     run_selftest: bool = field(metadata=boolean())
 
 
 @dataclass(frozen=True)
 class Pong:
-    """worker → daemon: the answer to a `Ping`.
+    """worker → daemon: the reply to a `Ping`.
 
-    `selftest_digest` is the digest of what the self-test gives now, else "".
+    `selftest_digest` is the digest of the self-test's current answers, "" if it was not requested.
     """
 
     selftest_digest: str = field(default="", metadata=DIGEST)
@@ -395,12 +392,12 @@ class Pong:
 
 @dataclass(frozen=True)
 class TrimStore:
-    """daemon → child: no attach is due; let pages of the store that nobody maps leave memory."""
+    """daemon → child: no attach is pending; pages of the page store that no process maps may leave memory."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """daemon → child: finish what you have and exit."""
+    """daemon → child: finish the current work and exit."""
 
 
 ChildMessage = Union[

@@ -1,4 +1,4 @@
-"""What a child has found out of its model and its card: records that several of its messages have in common."""
+"""Records that several messages of child processes have in common."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NAMES = list_of(text(limits.MAX_NAME_BYTES), limits.MAX_TENSORS)
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What a card says of its memory, in bytes: all processes of all users together."""
+    """Memory of a card in bytes, used by all processes of all users."""
 
     total_bytes: int = field(metadata=BYTES)
     free_bytes: int = field(metadata=BYTES)
@@ -37,16 +37,15 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class RowSupport:
-    """What a holder has found of the rows of its model: of tensors whose first dimension is that of each request.
+    """Findings of a holder about the rows of its model: tensors whose first dimension each request chooses.
 
-    `inputs` have rows, and `outputs` as many as these; where either has none, no requests can be put together, for the
-    reason that `note` gives. `is_equal`: those of many rows were, bit for bit, those of each alone; else `note` says
-    which differed, by how much, and of how many rows, or why that was not found out. `batch_digest` is that of the
-    answer to a predict of many rows, "" where none is to be compared. `compared_rows`: each number of rows up to this
-    one, of the other dimensions that the self-test has, is among those that were compared. `row_kind` names the kind of
-    rows that were used (`weightd_common.rowtest.rows.Kind`), of which the digest is. `unequal_specials` are kinds of
-    floats: where rows have such values, answers together are not known to be those of each alone, though those of other
-        rows are.
+    `inputs` and `outputs` name the tensors that have rows. If either is empty, requests cannot be batched, and `note`
+    gives the reason. `is_equal` tells whether batched rows had bit for bit the results of single rows. If not, `note`
+    tells which output differed, by how much and with how many rows, or why this was not tested. `batch_digest` is the
+    digest of the answer to a predict of many rows, "" if nothing is to be compared. Each number of rows up to
+    `compared_rows`, with the other dimensions of the self-test, was compared. `row_kind` names the kind of test rows
+    (`weightd_common.rowtest.rows`), to which the digest belongs. `unequal_specials` names kinds of floats: if rows
+    contain such values, batched results are not known to equal single results, although they do for other rows.
     """
 
     inputs: Tuple[str, ...] = field(metadata=_NAMES)
@@ -63,11 +62,11 @@ class RowSupport:
 
 @dataclass(frozen=True)
 class SharingTraits:
-    """What an engine's way of sharing can do.
+    """Capabilities of an engine's method to share weights.
 
-    `pids_fixed_at_build`: only processes whose pid the holder knew at its build can attach.
-    `holder_must_outlive`: the shared memory becomes invalid with the holder.
-    `attach_rewrites_weights`: an attach writes the weights again, from the file of the one that attaches.
+    `pids_fixed_at_build`: only processes whose pid the holder knew at its build can attach. `holder_must_outlive`: the
+    shared memory becomes invalid when the holder exits. `attach_rewrites_weights`: an attaching process writes the
+    weights again, from its own model file.
     """
 
     pids_fixed_at_build: bool = field(metadata=boolean())
