@@ -25,8 +25,8 @@ _MAX_REST_BYTES = 512
 _MIN_NUMBER = 2**32
 _NUMBER = struct.Struct(">Q")
 
-# The first byte of a text of n bytes is 0xA0 + n, for n below 32. The first byte of a list of n items is 0x90 + n, for n
-# below 16. A position takes one byte.
+# A text of n bytes, with n below 32, begins with the byte 0xA0 + n; a list of n items, with n below 16, begins with the
+# byte 0x90 + n. A position takes one byte.
 _SHORT_TEXT, _SHORT_BYTES = 0xA0, 32
 _SHORT_LIST, _SHORT_ITEMS = 0x90, 16
 

@@ -125,7 +125,7 @@ class ModelStatus:
     """A model of the configuration. Latency is in microseconds, from arrival to response in the daemon.
 
     A client that may not see other tenants' data receives the name, the engine, the state, and in `queued`, `served`
-    and `failed` the numbers of its own requests.
+    and `failed` the numbers of the client's requests.
 
     `path` and `weights` are the files that serve or are loading; after an update they differ from the configuration.
     `unexpected_exits` counts processes that exited without being stopped. `quarantined` counts request contents that

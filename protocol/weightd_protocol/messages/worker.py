@@ -116,7 +116,7 @@ class Build:
 
     With `search_selftest`, the holder searches for a self-test: `selftest_cases` worked before and are tried first,
     `failed_cases` failed and are skipped. Without it, `selftest_cases` come from the configuration and must work; if
-    there are none, the model has no self-test unless the process was given a sample. `max_rows` is the largest number
+    it is empty, the model has no self-test unless the process was given a sample. `max_rows` is the largest number
     of rows in a predict of several requests; 1 means that requests are not batched and rows are not tested.
     `allowed_batch_sizes` are the only numbers of rows that a predict may have; empty for any. `exact` tells whether to
     test that batched results equal single results bit for bit.
