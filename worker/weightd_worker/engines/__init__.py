@@ -1,7 +1,7 @@
-"""The engines by name. Each lives in its own module and imports its library only when it is made.
+"""Engines by name. Each engine has its module, which imports the engine's library only when an engine is made.
 
-What belongs here is known of one library, or the interface to all; of weightd_worker only `pagesharing` and `nativelog`
-may be imported.
+Code that is specific to one library belongs here, and the interface of all engines. Of weightd_worker this package
+imports only `pagesharing` and `nativelog`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The base of engines on the host CPU, which share the pages of the built model (`pagesharing`)."""
+"""Base class of engines on the host CPU, which share the memory pages of the built model (`pagesharing`)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NO_LARGE_BLOCKS = (
 
 
 class CpuEngine(Engine):
-    """Shares its pages; a subclass builds and predicts.
+    """An engine that shares its pages. A subclass builds the model and runs predicts.
 
     Raises:
         BuildError: the settings name a card.
@@ -43,12 +43,12 @@ class CpuEngine(Engine):
         self.sharing = self._page_sharing or NotShared()
 
     def _start_build(self, handle: str) -> None:
-        """To be called before each build, after which weights are to be shared; with the handle, if there is one."""
+        """Prepare a build whose weights are to be shared. Each build begins with it; `handle` may be ""."""
         if self._page_sharing is not None:
             self._page_sharing.start_build(handle)
 
     def update_weights(self, weights: Arrays) -> None:
-        """Refuse."""
+        """Raise a BuildError: weights on the CPU cannot be updated."""
         raise BuildError(f"{self.name} cannot update weights on the CPU")
 
     def memory(self) -> Optional[DeviceMemory]:
@@ -57,20 +57,20 @@ class CpuEngine(Engine):
 
 
 class PageSharing(WeightSharing):
-    """Shares pages; the handle is the store's path. What cannot be shared stays private: that costs no answer."""
+    """Shares pages. The handle is the path of the page store. Pages that cannot be shared stay private."""
 
     traits = SharingTraits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
 
     def __init__(self) -> None:
         self._starts_before: Optional[pagesharing.MappingStarts] = None
-        # The page store that the built model shares, "" while it shares none.
+        # The page store whose pages the built model shares, "" if it shares none.
         self._store = ""
         self._mmap_threshold_bytes: Optional[int] = None
 
     def start_build(self, handle: str) -> None:
-        """Remember what there is before a build: what comes with it is shared.
+        """Record the mappings that exist before a build: memory that is added by the build is shared later.
 
-        All of what is behind the handle will be looked at, and what no process uses has left memory.
+        If there is a handle, start to read its page store back into memory: the build will compare all of its pages.
         """
         self._mmap_threshold_bytes = pagesharing.mmap_threshold_bytes()
         self._starts_before = pagesharing.start_build()
@@ -78,11 +78,11 @@ class PageSharing(WeightSharing):
             pagesharing.prefetch(handle)
 
     def current_pid(self) -> str:
-        """Return this process's pid: no engine library has another number for it on the CPU."""
+        """Return this process's pid: no library on the CPU has another number for it."""
         return str(os.getpid())
 
     def export(self, store: str) -> SharedWeights:
-        """Write the pages of the built model to `store`; any process of this user can attach."""
+        """Write the pages of the built model to `store`. Any process of this user can attach."""
         try:
             sharing = pagesharing.export_pages(store, self._starts_before)
         except pagesharing.PageSharingUnavailable as error:
@@ -98,20 +98,20 @@ class PageSharing(WeightSharing):
         """Do nothing: any process of this user may attach."""
 
     def attach(self, handle: str) -> SharedWeights:
-        """Give back each page of the built model that the store has too."""
+        """Replace each page of the built model that is also in the page store by the store's page."""
         try:
             if not handle:
-                return SharedWeights("", 0, "")  # the holder has said why
+                return SharedWeights("", 0, "")  # the holder has reported the reason
             sharing = pagesharing.attach_pages(handle, self._starts_before)
         except pagesharing.PageSharingUnavailable as error:
             return SharedWeights("", 0, f"weights are not shared: {error}")
         finally:
-            pagesharing.prepare()  # whether or not `join` has come that far: predicts are to come
+            pagesharing.prepare()  # for the predicts that follow, even if `attach_pages` has failed before it
         self._store = handle
         return SharedWeights(handle, sharing.shared_bytes, "")
 
     def reattach(self) -> None:
-        """Share the pages of a model that was built again, after its first predict; a failure is only logged."""
+        """Share the pages of a model that was built again, after its first predict. A failure is only logged."""
         if self._store:
             note = self.attach(self._store).note
             if note:
@@ -119,11 +119,11 @@ class PageSharing(WeightSharing):
         self.end_build()
 
     def end_build(self) -> None:
-        """Have blocks of the sizes that get mappings of their own for a build only come from the heap again."""
+        """Restore the mmap threshold from before the build, so that smaller blocks come from the heap again."""
         pagesharing.restore_mmap_threshold(self._mmap_threshold_bytes)
 
     def trim_store(self, handle: str) -> None:
-        """Let the store's pages that no process uses leave memory."""
+        """Evict the store's pages that no process uses from memory."""
         try:
             pagesharing.evict(handle)
         except pagesharing.PageSharingUnavailable as error:
@@ -131,12 +131,12 @@ class PageSharing(WeightSharing):
 
 
 def set_cpu_affinity(cores: Collection[int]) -> None:
-    """Have all threads of this process on these cores, and so each that they will start.
+    """Pin all threads of this process to the cores. Threads that they start later inherit the affinity.
 
     Raises:
-        OSError: none of them can be had.
+        OSError: none of the cores is available.
     """
     for task in Path("/proc/self/task").iterdir():
-        # One may have ended meanwhile.
+        # A thread may exit in the meantime.
         with contextlib.suppress(ProcessLookupError):
             os.sched_setaffinity(int(task.name), cores)

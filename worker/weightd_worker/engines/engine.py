@@ -1,9 +1,9 @@
-"""The interface of all engines: how one is made, what it builds and shares, and the errors that it may raise.
+"""Interface of all engines: construction, builds, weight sharing and errors.
 
-Libraries share weights at one of two moments. One that shares weights by itself has to know while it builds. For one
-that does not, weightd shares memory as it is after a first predict, in which some libraries pack their weights::
+Libraries share weights at one of two moments. A library that shares weights itself has to know at the build. For the
+others weightd shares memory, after a first predict, in which some libraries pack their weights::
 
-    holder    build(model, pids=...)      predict    export(store)      trim_store(handle) when nobody attaches
+    holder    build(model, pids=...)      predict    export(store)      trim_store(handle) when no worker attaches
     worker    build(model, handle=...)    predict    attach(handle)
 """
 
@@ -27,13 +27,13 @@ Gears = Tuple[Tuple[int, ...], ...]
 
 
 class BuildSettings(NamedTuple):
-    """How to build.
+    """Settings of a build.
 
     Attributes:
-        threads: that one predict uses, on the CPU.
+        threads: the number of threads of one predict, on the CPU.
         device: "cpu", "cpu:N" for some of its cores, or "ascend:N" for the card of that number.
-        is_sharing: False: each process has weights of its own.
-        options: the engine's own, checked by it.
+        is_sharing: whether processes share weights; otherwise each has a private copy.
+        options: options specific to the engine, which checks them.
     """
 
     threads: int
@@ -46,7 +46,7 @@ class BuildSettings(NamedTuple):
         """The number of the card, None for the CPU.
 
         Raises:
-            BuildError: the device is neither.
+            BuildError: the device is neither a card nor the CPU.
         """
         card = card_of(self.device)
         if card is None and not is_cpu(self.device):
@@ -55,17 +55,17 @@ class BuildSettings(NamedTuple):
 
 
 class ModelSignature(NamedTuple):
-    """Inputs and outputs of a built model, as the engine takes and gives them (not as the file says)."""
+    """Inputs and outputs of a built model, according to the engine, which may differ from the model's file."""
 
     inputs: Tuple[TensorSignature, ...]
     outputs: Tuple[TensorSignature, ...]
 
 
 class Engine(abc.ABC):
-    """Runs one model: from one thread, or predicts from as many at once as `concurrency` tells.
+    """Runs one model. One thread calls it, except that up to `concurrency` threads may call `predict` at once.
 
-    After an error from `build`, or `ModelCorrupted` from `predict`, only a new build makes it usable; where
-    `can_rebuild` is false there is none: only the end of the process gives back what the build took.
+    After an error from `build`, or `ModelCorrupted` from `predict`, the engine is usable only after a new build. If
+    `can_rebuild` is false, there can be no new build, and only the end of the process frees its memory.
     """
 
     name: ClassVar[str]
@@ -87,12 +87,12 @@ class Engine(abc.ABC):
         return False
 
     def reshare_weights(self) -> None:
-        """Share the weights where `has_unshared_weights` is true. No other thread may do anything meanwhile."""
+        """Share the weights when `has_unshared_weights` is true. No other thread may do anything meanwhile."""
         raise NotImplementedError
 
     @property
     def max_shape(self) -> Optional[SelfTestCase]:
-        """The largest shape of each input that the configuration allows, None where it sets none."""
+        """The largest shape of each input that the configuration allows, None if it sets none."""
         return None
 
     @abc.abstractmethod
@@ -101,15 +101,15 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
-        """Build the model; a second call builds it anew, if `can_rebuild`.
+        """Build the model. A second call builds it anew, if `can_rebuild`.
 
         Args:
             model: path of the model.
             pids: in a holder, the `current_pid` of each process that will attach.
-            handle: in a worker, what the holder exported; "" where it could not.
+            handle: in a worker, the handle that the holder has exported; "" if it has none.
 
         Raises:
-            BuildError: the engine refuses the model or the handle.
+            BuildError: the engine rejects the model or the handle.
         """
 
     @abc.abstractmethod
@@ -117,38 +117,38 @@ class Engine(abc.ABC):
         """Replace weights of the built model, by their names in the model.
 
         Raises:
-            BuildError: the model was not built for it, or does not take these.
+            BuildError: the engine or the model does not allow it, or does not accept these weights.
         """
 
     @abc.abstractmethod
     def memory(self) -> Optional[DeviceMemory]:
-        """Return what the card says of its memory; None on the CPU, or where it cannot be had."""
+        """Return the total and free memory of the card; None on the CPU, or if they are not known."""
 
     @abc.abstractmethod
     def release_cached_memory(self) -> None:
-        """Give back what the library keeps for the next predict of the built model, as far as it can be told to."""
+        """Release the memory that the library keeps for the next predict of the built model, where it can."""
 
     def discard_model(self) -> None:  # noqa: B027 - most engines have nothing to do
-        """Free the built model where its memory is not given back otherwise: no predict follows."""
+        """Free the built model, in engines whose memory is not freed otherwise. No predict may follow."""
 
     @property
     @abc.abstractmethod
     def signature(self) -> ModelSignature:
-        """What the built model takes and gives."""
+        """The inputs and outputs of the built model."""
 
     @property
     def gears(self) -> Gears:
-        """The only sizes that the built model takes; none: any, or nobody knows."""
+        """The only sizes of free dimensions that the built model accepts; empty: any, or they are not known."""
         return ()
 
     @property
     def concurrency(self) -> int:
-        """How many predicts of the built model may run at once, each in a thread of its own. Known before the build."""
+        """How many predicts of the model may run at once, each in a separate thread. Known before the build."""
         return 1
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether the built model may draw at random: a process that is copied from one with it would draw the same."""
+        """Whether the built model may draw random numbers: processes forked from it would all draw the same."""
         return False
 
     @abc.abstractmethod
@@ -156,22 +156,22 @@ class Engine(abc.ABC):
         """Run the model.
 
         Args:
-            inputs: exactly the inputs of the signature, of its datatypes, ranks and fixed dimensions.
+            inputs: exactly the inputs of the signature, with its datatypes, ranks and fixed dimensions.
 
         Returns:
             The outputs, owned by the caller.
 
         Raises:
-            InvalidArgument: the engine refuses these inputs; the model is as good as before.
+            InvalidArgument: the engine rejects these inputs; the model is intact.
             ModelCorrupted: the predict failed; the next call must be `build`.
-            MaybeCorrupted: another one did, that ran at the same time.
+            MaybeCorrupted: another predict failed that ran at the same time.
         """
 
 
 class SharedWeights(NamedTuple):
-    """What a build shares: the `handle` to attach to, the bytes shared, and why it is less than hoped.
+    """Result of sharing: the `handle` to attach to, the bytes that are shared, and a note why not all of them are.
 
-    `has_sharing_failed`: something in the way keeps apart what could be shared.
+    `has_sharing_failed`: the weights could have been shared, but something prevented it.
     """
 
     handle: str
@@ -181,44 +181,44 @@ class SharedWeights(NamedTuple):
 
 
 class WeightSharing(abc.ABC):
-    """Shares what one engine has built.
+    """Shares the weights of one engine's built model.
 
-    After an error from `export` or `attach` only a new build makes the engine usable.
+    After an error from `export` or `attach` the engine is usable only after a new build.
     """
 
     traits: SharingTraits
 
     @abc.abstractmethod
     def current_pid(self) -> str:
-        """Return the engine's number for this process. Allowed before the build."""
+        """Return the engine's number for this process. May be called before the build."""
 
     @abc.abstractmethod
     def export(self, store: str) -> SharedWeights:
-        """Share the weights of the built model with the processes it was built for.
+        """Share the weights of the built model with the processes that the build has named.
 
         Args:
-            store: path of a file that the engine may create for it, in a private directory.
+            store: path of a file in a private directory, which the engine may create.
         """
 
     @abc.abstractmethod
     def allow(self, pids: Sequence[str]) -> None:
-        """Let further processes attach to what was exported.
+        """Let further processes attach to the exported weights.
 
         Raises:
-            AttachRefused: the library offers no way.
+            AttachRefused: the library cannot do that.
         """
 
     @abc.abstractmethod
     def attach(self, handle: str) -> SharedWeights:
-        """Use the weights behind the handle that the model was built with, if that can be done."""
+        """Use the weights behind the handle that the model was built with, as far as possible."""
 
     @abc.abstractmethod
     def trim_store(self, handle: str) -> None:
-        """Give back what was only needed while processes attached; a failure is only logged."""
+        """Free resources that only attaching processes needed. A failure is only logged."""
 
 
 class NotShared(WeightSharing):
-    """Each process has weights of its own."""
+    """Weight sharing that shares nothing: each process has a private copy of the weights."""
 
     traits = SharingTraits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
 
@@ -231,7 +231,7 @@ class NotShared(WeightSharing):
         return SHARING_IS_OFF
 
     def allow(self, pids: Sequence[str]) -> None:
-        """Do nothing: there is nothing to let in to."""
+        """Do nothing: nothing was exported."""
 
     def attach(self, handle: str) -> SharedWeights:
         """Attach to nothing."""
@@ -245,28 +245,28 @@ SHARING_IS_OFF = SharedWeights("", 0, "sharing is off")
 
 
 class EngineMissing(WeightdError):
-    """The engine cannot be used in this interpreter; the text says what to install."""
+    """The engine cannot be used in this interpreter. The text says what to install."""
 
 
 class BuildError(WeightdError):
-    """The engine cannot build the model; the text is the cause."""
+    """The engine cannot build the model. The text is the cause."""
 
 
 class OutOfDeviceMemory(BuildError):
-    """The card has no memory, or no place for this process; that may be over soon."""
+    """The card has no memory, or no place for another process, which may soon change."""
 
 
 class AttachRefused(WeightdError):
-    """No further process can be let in; the text says why."""
+    """No further process can be allowed to attach. The text is the cause."""
 
 
 class NotRun(InvalidArgument):
-    """The engine refuses a request before the model has seen it: the model cannot have changed."""
+    """The engine has rejected a request before the model has seen it, so the model is intact."""
 
 
 class ModelCorrupted(Internal):
-    """A predict failed in a way that may have spoilt the model: no further answer of it can be trusted."""
+    """A failed predict may have corrupted the model, so that none of its later answers can be trusted."""
 
 
 class MaybeCorrupted(ModelCorrupted):
-    """Another predict spoilt the model while this one ran: its answer may be wrong, and it is not to blame."""
+    """Another predict corrupted the model while this one ran, so that this one's answer may be wrong."""

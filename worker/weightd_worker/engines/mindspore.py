@@ -1,19 +1,20 @@
-"""One rank by MindSpore itself, on the CPU or on an Ascend card.
+"""Rank engine of MindSpore, on the CPU or on an Ascend card.
 
-Seen with 2.7.1 on the CPU, and what this module does about it:
+Behaviour of version 2.7.1 on the CPU, as observed, and what this module does about it:
 
-- A group has a process more, the scheduler, by which its ranks find each other: `serve_broker`. What they are told is
-  in the environment, which has to be set before the import.
-- `init` returns when all have come. Beside predicts it is the only place at which somebody waits for others.
-- A model that is compiled for each shape takes a third of a second and memory for each, for ever. So the shape that its
-  file gives is set, with its free dimensions: it is compiled once, and its answers are the same, bit for bit.
-- The library checks inputs against that before it sends anything. Not so whether free dimensions fit each other, as
-  those of two inputs that are added: that fails in the middle of a predict, and all ranks are lost. Where there is more
-  than one, each new combination is compiled once, which sends nothing, and refused where that fails.
-- With what has no elements its collective operators fail, to the same effect. It is refused, too.
-- After a failed predict every later one fails, too, and what it had sent spoils an answer of the others.
-- Two threads that predict hang for ever. All is done from one.
-- The file tells the signature; the library keeps no names.
+- A group has an additional process, the scheduler, through which its ranks find each other: `serve_broker`. The
+  library's settings are environment variables, which have to be set before the import.
+- `init` returns when all ranks have joined. Besides predicts it is the only call that waits for other processes.
+- If a model is compiled for each shape, each shape takes a third of a second, and memory that is never freed. So the
+  shape that the file gives is set, with its free dimensions: the model is compiled once, and its answers are the same,
+  bit for bit.
+- The library checks inputs against that shape before it sends anything, but not whether free dimensions fit each other,
+  for example of two inputs that are added: this fails in the middle of a predict, and all ranks are lost. So if there
+  are several free dimensions, each new combination is compiled once, which sends nothing, and rejected if that fails.
+- Collective operators fail with empty tensors, and all ranks are lost. So empty inputs are rejected, too.
+- After a failed predict every later one fails, too, and the data that it has sent corrupts an answer of the others.
+- Two threads that run predicts hang forever. So one thread makes all calls.
+- The signature is read from the file, because the library keeps no names.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_worker.engines.engine import Arrays, BuildError, EngineMissing, ModelCorrupted, ModelSignature
 from weightd_worker.engines.ranks import RankEngine, RankRejected, RankRendezvous
 
-# Of which it is known that they fit; a model that is asked with more of them in turn has them compiled again.
+# How many combinations of shapes are remembered as compatible. When there are more, all are compiled again.
 _MAX_SHAPES = 4096
 
 
 class MindSporeRank(RankEngine):
-    """Runs a MindIR that MindSpore has exported. Only one in a process."""
+    """Runs a MindIR file that MindSpore has exported. A process can have only one."""
 
     name = "mindspore"
     needs_broker = True
@@ -59,16 +60,16 @@ class MindSporeRank(RankEngine):
 
     @classmethod
     def load_broker(cls, rendezvous: RankRendezvous) -> None:
-        """Import all that a rank has."""
+        """Import the modules of a scheduler, which are the same as a rank's."""
         _import_mindspore("MS_SCHED", rendezvous)
 
     @classmethod
     def serve_broker(cls, rendezvous: RankRendezvous) -> None:
-        """Be the library's scheduler. It lives in `init`."""
+        """Run the library's scheduler, which runs within `init`."""
         library = _import_mindspore("MS_SCHED", rendezvous)
         with _as_build_error("the scheduler"):
             library.set_context(mode=library.GRAPH_MODE, device_target="CPU")
-            # In the end it raises SystemExit.
+            # The scheduler ends by a SystemExit.
             with contextlib.suppress(SystemExit):
                 library.communication.init()
 
@@ -77,12 +78,12 @@ class MindSporeRank(RankEngine):
         return {"mindspore": str(self._library.__version__)}
 
     def join_group(self) -> None:
-        """Join the group."""
+        """Join the group, and return when all ranks have joined."""
         with _as_build_error("the group"):
             self._library.communication.init()
 
     def load(self, path: str, options: Mapping[str, Any] = types.MappingProxyType({})) -> ModelSignature:
-        """Load the slice and have it compiled for the shapes that its file gives."""
+        """Load the slice, and compile it for the shapes that its file gives."""
         for name in options:
             raise BuildError(f"options.{name}: unknown; mindspore has none")
         self._path = path
@@ -98,7 +99,7 @@ class MindSporeRank(RankEngine):
         return self._signature
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Run the slice; its outputs are fresh arrays."""
+        """Run the slice. Its outputs are fresh arrays."""
         for each in self._signature.inputs:
             if inputs[each.name].size == 0:
                 raise RankRejected(f"input {each.name}: it has no elements, with which a group of ranks cannot compute")
@@ -112,18 +113,18 @@ class MindSporeRank(RankEngine):
         return {each.name: result for each, result in zip(self._signature.outputs, results)}
 
     def leave_group(self) -> None:
-        """Have the library leave the group, as it does where an interpreter ends; the scheduler ends with the last one.
+        """Run the interpreter's exit functions, by which the library leaves the group.
 
-        Otherwise that takes each for lost, once `exec_timeout` is over.
+        The scheduler ends with the last rank that leaves. A rank that has not left counts as lost after `exec_timeout`.
         """
         atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
 
     def memory(self) -> Optional[DeviceMemory]:
-        """Return None: the library tells what it has taken of a card, not what the card has."""
+        """Return None: the library reports the memory that it has allocated on a card, not the card's memory."""
         return None
 
     def _check_compatible(self, tensors: Sequence[Any]) -> None:
-        """Have the model compiled for these shapes, if that was not done; nothing of it is left."""
+        """Compile the model for these shapes once, and drop the result; reject the shapes if that fails."""
         shapes = tuple(tuple(each.shape) for each in tensors)
         if shapes in self._compatible_shapes:
             return
@@ -142,13 +143,13 @@ class MindSporeRank(RankEngine):
 
 
 def read_signature(path: str) -> ModelSignature:
-    """Return what a MindIR takes and gives, as its file says.
+    """Return the signature in a MindIR file.
 
     Raises:
-        BuildError: it is no MindIR that MindSpore has exported, or requests for it could not be answered.
+        BuildError: MindSpore has not exported the file, or requests for the model could not be served.
     """
     try:
-        with open(path, "rb") as file:  # noqa: PTH123 - a path in a text
+        with open(path, "rb") as file:  # noqa: PTH123 - the path is a string, and part of error messages
             found = mindir.read(file)
     except Malformed:
         raise BuildError(f"{path}: expected a MindIR; this is something else, or only a part of one") from None
@@ -177,7 +178,7 @@ _LIBRARY_DTYPE = {
 
 
 def _import_mindspore(role: str, rendezvous: RankRendezvous) -> Any:
-    """Import the library as one of the group; it reads the environment where and when it likes."""
+    """Import the library with the environment of this process's role; it may read the environment at any time."""
     os.environ.update(
         MS_ROLE=role,
         MS_WORKER_NUM=str(rendezvous.rank_count),
@@ -188,7 +189,7 @@ def _import_mindspore(role: str, rendezvous: RankRendezvous) -> Any:
     )
     if role == "MS_WORKER":
         os.environ["MS_NODE_ID"] = str(rendezvous.rank)
-    # What it says below an error is of no use to who serves: a dozen lines at each start.
+    # Messages below errors do not help an operator; there are a dozen of them at each start.
     os.environ.setdefault("GLOG_v", "3")
     try:
         import mindspore  # noqa: PLC0415 - only an interpreter that runs this engine has it
@@ -199,7 +200,7 @@ def _import_mindspore(role: str, rendezvous: RankRendezvous) -> Any:
 
 @contextlib.contextmanager
 def _as_build_error(subject: str) -> Generator[None, None, None]:
-    """Raise what the library says within the block as a BuildError."""
+    """Turn an exception of the library within the block into a BuildError."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - RuntimeError, ValueError, TypeError and others
@@ -207,7 +208,7 @@ def _as_build_error(subject: str) -> Generator[None, None, None]:
 
 
 def _first_lines(error: Exception) -> str:
-    """What the library says, without its own stack."""
+    """Return the library's message without its stack trace."""
     return str(error).partition("\n\n---")[0].strip()
 
 

@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU, and what an ONNX file says of its model that the library does not pass on."""
+"""ONNX Runtime on the CPU, and facts about a model that only its ONNX file shows, not the library."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ _DATATYPE: Dict[str, str] = {
     "tensor(double)": "FP64",
 }
 
-# How an arena grows: by what is asked of it. By powers of two it never gives back its first piece.
+# arena_extend_strategy: extend by the requested size. By powers of two, the arena never frees its first region.
 _EXTEND_AS_REQUESTED = 1
 
 
 class OnnxRuntime(CpuEngine):
-    """Runs an ONNX model. The library checks inputs itself and a refused input leaves the session intact."""
+    """Runs an ONNX model. The library checks inputs itself, and a rejected input leaves the session intact."""
 
     name = "onnxruntime"
     may_corrupt = False  # a session keeps nothing from one run to the next
@@ -53,7 +53,7 @@ class OnnxRuntime(CpuEngine):
         super().__init__(settings)
         for name in settings.options:
             raise BuildError(f"options.{name}: unknown; onnxruntime has none")
-        # From its import on the library has a thread that tells its maker of its use; it would be in the way of a fork.
+        # Otherwise the import starts a telemetry thread, which would prevent a fork.
         os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
         try:
             import onnxruntime  # noqa: PLC0415 - only an interpreter that runs this engine has it
@@ -68,20 +68,20 @@ class OnnxRuntime(CpuEngine):
         return {"onnxruntime": str(self._library.__version__)}
 
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
-        """Build a session whose weights lie in large allocations of their own, so that they can be shared."""
+        """Build a session whose weights are in separate large allocations, so that they can be shared."""
         options = self._library.SessionOptions()
         options.intra_op_num_threads = self._settings.threads
         options.inter_op_num_threads = 1
-        # The arena has what predicts need, and its pages differ between processes: weights lie beside it.
+        # The arena is for predicts, whose pages differ between processes, so the weights are allocated outside of it.
         options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
         options.add_session_config_entry("session.use_env_allocators", "1")
-        # One piece for all that a predict needs is no faster, and more; and a plan of it stays for each form of inputs.
+        # One block for all memory of a predict is no faster and larger, and its plan is kept for each set of shapes.
         options.enable_mem_pattern = False
         self._start_build(handle)
         try:
             _make_arena()
             self._session = self._library.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # noqa: BLE001 - a dozen types that have only Exception in common
+        except Exception as error:  # noqa: BLE001 - about a dozen types, with only Exception as a common base
             raise BuildError(f"onnxruntime: {error}") from None
         inputs, outputs = self._session.get_inputs(), self._session.get_outputs()
         has_ambiguous_ranks = not all(each.shape for each in (*inputs, *outputs))
@@ -94,27 +94,27 @@ class OnnxRuntime(CpuEngine):
         self._output_names: List[str] = [each.name for each in self._signature.outputs]
 
     def release_cached_memory(self) -> None:
-        """Shrink the arena. Only a run does that: this one is told to end before its first operator."""
+        """Shrink the arena. Only a run does that, so start a run that ends before its first operator."""
         run = self._library.RunOptions()
         run.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
         run.terminate = True
         inputs = {each.name: np.zeros(_min_shape(each), NUMPY_DTYPE[each.datatype]) for each in self._signature.inputs}
-        # It says that it was ended; and no request has asked for it, whatever it says.
+        # The run fails because it was terminated. No request depends on it, so ignore any error.
         with contextlib.suppress(Exception):
             self._session.run(self._output_names, inputs, run)
 
     @property
     def signature(self) -> ModelSignature:
-        """What the session says; a symbolic dimension is free. Only the file tells a scalar from an unknown rank."""
+        """The session's signature. Symbolic dimensions are free. The file distinguishes scalars from unknown ranks."""
         return self._signature
 
     @property
     def is_stochastic(self) -> bool:
-        """What the file says: a session has a generator, which knows no fork."""
+        """Whether the file has random operators. A session has a random generator, which a fork copies."""
         return is_stochastic(self._file)
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Run the session; its outputs are fresh arrays."""
+        """Run the session. Its outputs are fresh arrays."""
         try:
             outputs = self._session.run(self._output_names, inputs)
         except self._errors.InvalidArgument as error:
@@ -129,7 +129,7 @@ class OnnxRuntime(CpuEngine):
 
 @functools.lru_cache(maxsize=None)
 def _make_arena() -> None:
-    """Make the arena of this process's sessions. Unlike one that a session makes, it can shrink to nothing."""
+    """Make the arena that all sessions of this process use. It can shrink to nothing, unlike a session's arena."""
     import onnxruntime as library  # noqa: PLC0415 - only an interpreter that runs this engine has it
 
     cpu = library.OrtMemoryInfo("Cpu", library.OrtAllocatorType.ORT_ARENA_ALLOCATOR, 0, library.OrtMemType.DEFAULT)
@@ -147,12 +147,12 @@ def _tensor_signature(node: Any, scalar_names: AbstractSet[str]) -> TensorSignat
 
 
 def _min_shape(signature: TensorSignature) -> Tuple[int, ...]:
-    """A shape that the session takes; of an unknown rank it takes any."""
+    """Return a shape that the session accepts. An unknown rank accepts any shape."""
     return tuple(abs(dim) for dim in signature.shape or ())
 
 
 def _dims(shape: List[Any]) -> Tuple[int, ...]:
-    """A dimension is an int, or the name of a symbolic one, or None."""
+    """Return the dimensions of a shape, in which ONNX Runtime gives a free one by a name or None, as -1."""
     return tuple(dim if isinstance(dim, int) and dim >= 0 else -1 for dim in shape)
 
 
@@ -164,17 +164,18 @@ _SUBGRAPH, _SUBGRAPHS = 6, 11  # in an attribute
 _INPUT, _OUTPUT = 11, 12  # in a graph
 _NAME, _TYPE = 1, 2  # in an input or output
 _TENSOR = 1  # in its type
-_SHAPE = 2  # in that of a tensor
+_SHAPE = 2  # in a tensor type
 
-# Beside those whose names begin with Random. A dropout does where its third input says that it is trained.
+# Random operators whose names do not begin with Random. A dropout is random if its third input enables training.
 _RANDOM_OPS = ("Multinomial", "Bernoulli", "Sampling", "SampleOp")
 _TRAINING_INPUT_COUNT = 3
 
 
 def scalar_names(path: Path) -> FrozenSet[str]:
-    """Return the names of the inputs and outputs that the file says are scalars.
+    """Return the names of the inputs and outputs that are scalars according to the file.
 
-    Of them the library says [], as of those whose rank the file leaves open. A file that is no ONNX says it of none.
+    The library gives the shape [] both for scalars and for tensors whose rank the file leaves open. For a file that is
+    not an ONNX model the result is empty.
     """
     try:
         with path.open("rb") as file:
@@ -185,7 +186,7 @@ def scalar_names(path: Path) -> FrozenSet[str]:
 
 
 def is_stochastic(path: Path) -> bool:
-    """Return whether a node of the model draws at random, in a branch that is rarely taken, too. In doubt it does."""
+    """Return whether any node of the model draws random numbers, even in a rare branch; True if that is not clear."""
     try:
         with path.open("rb") as file:
             model = 0, os.fstat(file.fileno()).st_size
@@ -202,8 +203,8 @@ def is_stochastic(path: Path) -> bool:
 
 
 def _is_node_stochastic(file: BinaryIO, node: Span) -> bool:
-    """Whether this node does, or one of the graphs that it runs."""
-    # Of several the last one counts for who reads all of the file.
+    """Return whether this node draws random numbers, or a node of the subgraphs that it runs."""
+    # If a field occurs several times, a full parser uses the last one; any of them counts here.
     for kind in [_read_text(file, each) for each in _submessages(file, node, _OP_TYPE)]:
         if kind.startswith("Random") or kind in _RANDOM_OPS:
             return True
@@ -229,7 +230,7 @@ def _iter_scalar_names(file: BinaryIO, model: Span) -> Iterator[str]:
                 for kind in _submessages(file, each, _TENSOR)
                 for shape in _submessages(file, kind, _SHAPE)
             ]
-            # Its fields are the dimensions.
+            # The fields of a shape are its dimensions, so a scalar has an empty shape message.
             if shapes and all(start == end for start, end in shapes):
                 for name in _submessages(file, tensor, _NAME):
                     yield _read_text(file, name)

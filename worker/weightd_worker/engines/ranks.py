@@ -1,9 +1,9 @@
-"""The interface of an engine that runs one rank of a model: one of several processes that compute each answer together.
+"""Interface of an engine that runs one rank of a model: one of several processes that compute each answer together.
 
-All ranks of a group are given the same inputs in the same order. Nobody notices if they are not: the library adds up
-whatever arrives, and the answer is wrong without an error. So the daemon gives the same to all, and what fails in one
-of them ends them all; the only exception is what each refuses alike before anything is sent to the others
-(`RankRejected`).
+All ranks of a group must get the same inputs in the same order. No library detects it if they do not: it adds up
+whatever arrives, and the answer is wrong without an error. So the daemon sends the same to all ranks, and a failure of
+one rank ends all of them. The only exception is an input that each rank rejects alike, before anything is sent to the
+others (`RankRejected`).
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from weightd_worker.engines.engine import Arrays, ModelSignature
 
 
 class RankRejected(InvalidArgument):
-    """This rank, and so each of its group, refuses these inputs. Nothing was sent to another one: all is as before."""
+    """This rank, and so every rank of its group, rejects the inputs. Nothing was sent, so the group is intact."""
 
 
 class RankRendezvous(NamedTuple):
-    """Who meets where: what one process needs to know to join its group.
+    """Settings with which a process joins its group.
 
     Attributes:
         rank: of this process, from 0.
-        rank_count: how many ranks there are.
+        rank_count: the number of ranks.
         device: as in `BuildSettings`.
-        threads: that one predict uses, on the CPU.
-        host: where the broker listens, "" where the engine has none.
-        port: of the broker, 0 where the engine has none.
-        rank_table: path of the rank table, "" where the engine needs none.
+        threads: the number of threads of one predict, on the CPU.
+        host: where the broker listens, "" if the engine has none.
+        port: of the broker, 0 if the engine has none.
+        rank_table: path of the rank table, "" if the engine needs none.
         group_info: path of the file that describes groups of ranks within the group, "" for none.
-        connect_timeout_s: seconds within which all have to come.
-        exec_timeout_s: seconds after which a rank gives up waiting for the others in a predict.
-        buffer_mib: of a card, for what each group of ranks within the group sends; 0: as much as the library takes.
+        connect_timeout_s: seconds within which all ranks have to join.
+        exec_timeout_s: seconds after which a rank stops waiting for the others in a predict.
+        buffer_mib: MiB of a card for the messages of each group of ranks within the group; 0: the library's default.
     """
 
     rank: int
@@ -52,11 +52,11 @@ class RankRendezvous(NamedTuple):
 
 
 class RankEngine(abc.ABC):
-    """Runs one rank, all of it from one thread. A process makes one, enters once and loads once.
+    """Runs one rank, with all calls from one thread. A process makes one engine, joins once and loads once.
 
     Raises:
-        EngineMissing: its library cannot be used in this interpreter.
-        BuildError: the meeting cannot be.
+        EngineMissing: the library cannot be used in this interpreter.
+        BuildError: the rendezvous is not valid for this engine.
     """
 
     name: ClassVar[str]
@@ -68,7 +68,7 @@ class RankEngine(abc.ABC):
 
     @classmethod
     def load_broker(cls, rendezvous: RankRendezvous) -> None:
-        """Load what a broker needs, which may take seconds: meanwhile the ranks load what they need.
+        """Load the modules that a broker needs, which may take seconds, while the ranks load theirs.
 
         Raises:
             EngineMissing: as the class.
@@ -77,11 +77,11 @@ class RankEngine(abc.ABC):
 
     @classmethod
     def serve_broker(cls, rendezvous: RankRendezvous) -> None:
-        """Be the process by which the ranks find each other; returns when all of them have left.
+        """Run the broker, by which the ranks find each other, until all of them have left.
 
         Raises:
             EngineMissing: as the class.
-            BuildError: they have not come, or one of them was lost.
+            BuildError: the ranks have not joined in time, or one of them was lost.
         """
         raise NotImplementedError(f"{cls.name} has no broker: {rendezvous}")
 
@@ -91,39 +91,39 @@ class RankEngine(abc.ABC):
 
     @abc.abstractmethod
     def join_group(self) -> None:
-        """Join the group; where the engine has a broker, this returns when all have.
+        """Join the group. If the engine has a broker, return when all ranks have joined.
 
         Raises:
-            BuildError: the others have not come in time, or the library refuses.
+            BuildError: the other ranks have not joined in time, or the library fails.
         """
 
     @abc.abstractmethod
     def load(self, path: str, options: Mapping[str, Any] = types.MappingProxyType({})) -> ModelSignature:
-        """Load this rank's slice, and return what the model takes and gives.
+        """Load this rank's slice, and return the model's signature.
 
         Raises:
-            BuildError: the engine refuses the file, or an option, which are its own.
+            BuildError: the engine rejects the file or an option. The options are specific to the engine.
         """
 
     @abc.abstractmethod
     def predict(self, inputs: Arrays) -> Arrays:
-        """Compute this rank's part of an answer, with the others.
+        """Compute this rank's part of an answer, together with the other ranks.
 
         Args:
-            inputs: exactly the inputs of the signature, of its datatypes, ranks and fixed dimensions.
+            inputs: exactly the inputs of the signature, with its datatypes, ranks and fixed dimensions.
 
         Returns:
             The outputs as this rank has them, owned by the caller.
 
         Raises:
-            RankRejected: before anything was sent.
-            ModelCorrupted: the group is lost; this process can only end.
+            RankRejected: the inputs were rejected before anything was sent.
+            ModelCorrupted: the group is lost, and this process can only exit.
         """
 
     @abc.abstractmethod
     def leave_group(self) -> None:
-        """Tell the broker, if there is one, that this rank ends well: before its process does, and after all else."""
+        """Tell the broker, if there is one, that this rank exits normally. No other call may follow."""
 
     @abc.abstractmethod
     def memory(self) -> Optional[DeviceMemory]:
-        """Return what the card says of its memory; None on the CPU, or where it cannot be had."""
+        """Return the total and free memory of the card; None on the CPU, or if they are not known."""
