@@ -1,4 +1,4 @@
-"""What shows that a process computes on the right weights: a question, found or given, and its answer, compared.
+"""Self-test of a model: inputs with known answers, which show that a process computes with the right weights.
 
-May import `engines`; no library, and no message is sent from here.
+The package may import `engines`, but no engine's library. It sends no messages.
 """

@@ -1,4 +1,4 @@
-"""A self-test whose right answer is known: two ranks with one slice agree on a wrong one, so only this is a proof."""
+"""Self-test of ranks, with known answers: two ranks that load the same slice agree on a wrong answer."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _ROWS_ARE_SHARDED = "each rank answers with rows of its own: requests are neithe
 
 
 class RowShare(NamedTuple):
-    """The rows of an answer that a rank has: of so many equal shares the one with this number, from 0."""
+    """The rows of an answer that belong to one rank: one of `share_count` equal shares, numbered from 0."""
 
     share_index: int = 0
     share_count: int = 1
 
 
 class ReferenceAnswer:
-    """What is asked, and what this rank has to answer.
+    """The inputs of a self-test, and the answers that this rank has to give.
 
     Args:
         path: an .npz with an array for each input, and one for each output.
         signature: of the model.
-        row_share: which rows of the outputs this rank answers with; None if it does not answer.
-        tolerance: how far the answer may be from the known one (`selftest.difference`).
+        row_share: the rows of the outputs that this rank returns; None if it returns none.
+        tolerance: the largest allowed difference from the known answer (`selftest.difference`).
 
     Attributes:
-        inputs: what is asked.
-        sharded_inputs: those of which each rank answers with its share of the rows; none where one rank answers.
+        inputs: the self-test's inputs.
+        sharded_inputs: the inputs whose rows are shared among the ranks; empty if one rank returns the whole answer.
 
     Raises:
-        BuildError: the file is not such, or cannot be divided into shares.
+        BuildError: the file does not fit the model, or cannot be divided into shares.
     """
 
     def __init__(self, path: str, signature: ModelSignature, row_share: Optional[RowShare], tolerance: float) -> None:
@@ -62,10 +62,10 @@ class ReferenceAnswer:
         return {name: tuple(array.shape) for name, array in self.inputs.items()}
 
     def digest_of(self, answer: Arrays) -> str:
-        """Return the digest of an answer, "" if this rank has none to give.
+        """Return the digest of an answer, or "" if this rank returns no outputs.
 
         Raises:
-            BuildError: it is not the known one; the text says by how much.
+            BuildError: it differs from the known answer; the text has the difference.
         """
         if self._row_share is None:
             return ""
@@ -79,12 +79,12 @@ class ReferenceAnswer:
         return selftest.from_answers((self.case,), [{name: answer[name] for name in self._expected}]).digest
 
     def with_other_row_count(self, allowed_batch_sizes: Sequence[int]) -> Tuple[Arrays, str]:
-        """Return the self-test with another number of rows; or nothing, and why.
+        """Return the inputs with another number of rows and "", or no inputs and the reason.
 
-        All ranks have the same self-test and the same signature, and so the same of this.
+        All ranks have the same self-test and the same signature, so they all get the same result.
 
         Args:
-            allowed_batch_sizes: the only numbers of rows that the model takes; none: any.
+            allowed_batch_sizes: the only numbers of rows that the model takes; empty: any number.
         """
         inputs_with_rows = self._inputs_with_rows
         inputs_without_rows = [each.name for each in self._signature.inputs if each.name not in inputs_with_rows]
@@ -108,12 +108,12 @@ class ReferenceAnswer:
         return {name: each[indices] if name in inputs_with_rows else each for name, each in self.inputs.items()}, ""
 
     def find_row_support(self, batch_inputs: Arrays, answer: Arrays, reason: str) -> Optional[RowSupport]:
-        """Return what is found of the rows of the model; None if this rank does not answer.
+        """Return the properties of the model's rows; None if this rank returns no outputs.
 
         Args:
-            batch_inputs: as `with_other_row_count` gave it.
-            answer: to that; none where nothing was asked, or that was refused.
-            reason: there is no answer.
+            batch_inputs: the inputs from `with_other_row_count`.
+            answer: the answer to these; empty if they were not run or were rejected.
+            reason: why there is no answer.
         """
         if self._row_share is None:
             return None

@@ -1,6 +1,6 @@
-"""What a holder finds out of the rows of its model: whether it has any, and whether they can be run together.
+"""Test of a holder whether its model has rows, and whether rows can share a predict.
 
-The test itself is `weightd_common.rowtest`, for `weightctl advise` runs the same one.
+The test itself is in `weightd_common.rowtest`, because `weightctl advise` runs it, too.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ def find_row_support(
     announce: Callable[[SelfTestCases], None],
     sample: Optional[Arrays] = None,
 ) -> Optional[RowSupport]:
-    """Return what is found of the rows of the model that `engine` has built; None where that is not asked for.
+    """Return the properties of the rows of the model that `engine` has built; None if requests are never batched.
 
     Args:
-        engine: built.
-        order: how many rows there may be, and whether it is tested that their answers are those of each alone.
+        engine: an engine that has built the model.
+        order: the limits of a batch, and whether batched answers have to equal the answers to each row alone.
         reference: the self-test.
-        rebuild: called where a try has spoilt the engine.
-        announce: called before a number of rows is run for the first time, which may be the end of this process; and
-            with nothing, when it was not.
-        sample: what the self-test asks, if it is not made up.
+        rebuild: builds the model anew after a try has corrupted it.
+        announce: called before a number of rows runs for the first time, which may crash this process, and with () when
+            no try runs any more.
+        sample: the self-test's inputs, if they are not generated.
 
     Raises:
-        BuildError: it has spoilt the engine, which cannot be rebuilt.
+        BuildError: a try has corrupted the model, and the engine cannot rebuild it.
     """
     if order.max_rows == 1:
         return None
@@ -60,7 +60,7 @@ def find_row_support(
     note = found.note
     if not note and not is_exact:
         note = reference.note if order.exact else "it was not tested whether answers are the same: they need not be"
-    # What fails in a way that spoils the model is not risked with the requests of clients.
+    # A batch that corrupts the model must not run with the requests of clients.
     outputs = () if isinstance(found.batch_error, ModelCorrupted) else found.outputs
     special_kinds = tuple([each.value for each in found.unequal_specials])
     return RowSupport(inputs, outputs, not note, clip(note), "", found.compared_rows, found.kind.value, special_kinds)
@@ -77,15 +77,15 @@ def rows_digest(
     """Return the digest of the answer to a predict of many rows.
 
     Args:
-        engine: built.
-        cases: of the self-test.
+        engine: an engine that has built the model.
+        cases: the cases of the self-test.
         max_rows: the largest number of rows in one predict.
-        allowed_batch_sizes: the only numbers of rows that the model takes; none: any.
-        sample: what the self-test asks, if it is not made up.
+        allowed_batch_sizes: the only numbers of rows that the model takes; empty: any number.
+        sample: the self-test's inputs, if they are not generated.
         row_kind: the kind of rows that the holder has tested (`RowSupport.row_kind`).
 
     Raises:
-        RequestError: the model does not run on them.
+        RequestError: the model does not run on the rows.
     """
     subject = _make_subject(engine, cases[0], max_rows, allowed_batch_sizes, sample)
     return selftest.from_answers(({},), [comparison.predict_many_rows(subject, RowKind(row_kind))]).digest
@@ -106,7 +106,7 @@ def _make_subject(
 
 
 class _TryReporter:
-    """Tells the daemon what is tried, and rebuilds what a try has spoilt."""
+    """Announces tries to the daemon, and rebuilds the model if a try has corrupted it."""
 
     def __init__(
         self,
@@ -126,10 +126,10 @@ class _TryReporter:
         self._announced: List[int] = []
 
     def on_try(self, row_count: int) -> None:
-        """Tell of a number of rows that is run for the first time.
+        """Announce a number of rows before it runs for the first time.
 
         Raises:
-            NotBatchable: a process has died of it.
+            NotBatchable: an earlier process has crashed with it.
         """
         if row_count in self._announced:
             return
@@ -143,10 +143,10 @@ class _TryReporter:
             self._announce((case,))
 
     def on_failure(self, error: Exception) -> None:
-        """Rebuild the model if that is needed.
+        """Rebuild the model if the failure has corrupted it.
 
         Raises:
-            BuildError: it is, and cannot be done.
+            BuildError: the engine cannot rebuild the model.
         """
         if isinstance(error, ModelCorrupted):
             if not self._engine.can_rebuild:
@@ -155,6 +155,6 @@ class _TryReporter:
             self._rebuild()
 
     def finish(self) -> None:
-        """Tell that nothing is tried any more."""
+        """Announce that no try runs any more."""
         self._announced.clear()
         self._announce(())

@@ -1,4 +1,4 @@
-"""Files of arrays that belong to a self-test: a sample of the inputs that was configured, and the holder's answers."""
+"""Files of a self-test's arrays: a configured sample of the inputs, and the holder's answers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from weightd_protocol.schema import label
 from weightd_worker.engines.engine import Arrays, BuildError, ModelSignature
 from weightd_worker.selftest import selftest
 
-# Every process reads it at its start and keeps it.
+# Every process reads the file when it starts, and keeps the arrays.
 MAX_BYTES = 256 * 1024 * 1024
 
-# What the libraries raise for a broken file, of which nobody has the list; encryption is a RuntimeError.
+# The exceptions that libraries raise for a malformed file, which they do not document. Encryption is a RuntimeError.
 _MALFORMED_ERRORS = (
     ValueError,
     EOFError,
@@ -43,7 +43,7 @@ def load(path: str, signature: ModelSignature) -> Arrays:
     """Return the sample at `path`, an .npz with an array for each input of the model.
 
     Raises:
-        BuildError: it is none, or not for this model; the text names file, input and what was expected.
+        BuildError: the file is not an .npz or does not fit the model; the text names file, input and expectation.
     """
     arrays = _read(path, limits.MAX_TENSORS)
     names = [each.name for each in signature.inputs]
@@ -53,7 +53,7 @@ def load(path: str, signature: ModelSignature) -> Arrays:
 
 
 def load_with_answers(path: str, signature: ModelSignature) -> Tuple[Arrays, Arrays]:
-    """Return a sample and what is right for it: an .npz with an array for each input, and one for each output.
+    """Return a sample and its known answers, from an .npz with an array for each input and each output.
 
     Raises:
         BuildError: as `load`.
@@ -82,7 +82,7 @@ def _validated_array(path: str, tensor: TensorSignature, array: Any) -> Any:
 
 
 def save_answers(path: str, answers: Sequence[Arrays]) -> None:
-    """Write a self-test's answers for `load_answers` of other processes.
+    """Write a self-test's answers, which other processes read by `load_answers`.
 
     Raises:
         BuildError: the file cannot be written.
@@ -99,7 +99,7 @@ def load_answers(path: str, cases: SelfTestCases) -> selftest.SelfTestRun:
     """Return the self-test with the answers that the holder has written.
 
     Raises:
-        BuildError: there are none.
+        BuildError: the file cannot be read, or does not fit the cases.
     """
     answers: List[Dict[str, Any]] = [{} for _ in cases]
     for key, array in _read(path, limits.MAX_TENSORS * limits.MAX_SELFTEST_CASES).items():
@@ -114,7 +114,7 @@ def _read(path: str, max_arrays: int) -> Dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             _check_size(path, [(each.filename, each.file_size) for each in archive.infolist()], max_arrays)
-        # Objects would be unpickled, and a pickle can do anything.
+        # Without allow_pickle, numpy does not unpickle objects, which could run any code.
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
     except OSError as error:
@@ -122,7 +122,7 @@ def _read(path: str, max_arrays: int) -> Dict[str, Any]:
     except _MALFORMED_ERRORS as error:
         raise BuildError(f"selftest: {path}: expected an .npz of plain arrays: {error}") from None
     for name, array in arrays.items():
-        if not isinstance(array, np.ndarray):  # a member that is no .npy
+        if not isinstance(array, np.ndarray):  # the archive has a member that is not an .npy
             raise BuildError(f"selftest: {path}: expected an .npz of plain arrays, got {label(name)} in it")
     return arrays
 

@@ -1,11 +1,11 @@
-"""How a holder finds its self-test: inputs that the model runs on.
+"""Search for a holder's self-test: inputs that the model runs on.
 
-A model may refuse a size, fail on it, or die of it: MindSpore Lite crashes where an image is too small for a
-convolution. So sizes are tried in the order in which most models take one, and before each the daemon is told: if this
-process dies, the next holder leaves it out.
+A model may reject a size, fail on it, or crash: MindSpore Lite crashes if an image is too small for a convolution. So
+sizes are tried in the order in which most models accept one, and each try is announced to the daemon before it runs: if
+it crashes the holder, the next holder skips it.
 
-The case that runs is followed by a second one, all of whose free dimensions are larger: it shows that the model can be
-resized, and which dimensions of its outputs are free.
+After a case that runs, a second case is tried in which all free dimensions are larger. It shows whether the model can
+be resized, and which dimensions of its outputs are free.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ Runs = Tuple[SelfTestRun, SelfTestRun]
 AnnounceCases = Callable[[SelfTestCases, SelfTestCases], None]
 """Tells the daemon what is tried next, and what has been in vain."""
 
-# What free dimensions are set to, the batch included; also where a card has gears and nobody knows which.
+# Sizes of free dimensions, including the batch. They are also tried on a card whose gears are not known.
 _SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 224)
 
-# Most networks for images halve them five times; few take less than 32 pixels, some 224 alone. The batch is 1 then.
+# Sizes of images, with batch 1. Most image networks halve an image five times; few accept less than 32 pixels, and some
+# only 224.
 _IMAGE_SIZES = (64, 224, 32, 48, 1, 2)
 
-# Inputs that may have any rank all have the same. A batch of rows, of images, of sequences; then what is left.
+# Ranks of inputs that may have any rank; all get the same. In order: rows, images, sequences, then the other ranks.
 _RANKS = (2, 4, 3, 1, 0)
 
-# What takes more is not made up: every process runs it at its start.
+# Larger inputs are not generated, because every process runs the self-test when it starts.
 _MAX_BYTES = 16 * 1024 * 1024
 
 _OFF = "it is off: nothing shows whether a worker answers as the model does"
@@ -61,19 +62,19 @@ def find_selftest(
 ) -> SelfTestRun:
     """Return the self-test of the model that `engine` has built.
 
-    An engine that cannot be rebuilt may stay spoilt, with a model that has no self-test: it may share its weights,
-    which no predict changes, but must not predict.
+    An engine that cannot be rebuilt may be left corrupted, if the model has no self-test: it may share its weights,
+    which predicts do not change, but must not run a predict.
 
     Args:
-        engine: built.
-        order: whether to search, and what is known.
-        rebuild: called where a try has spoilt the engine.
+        engine: an engine that has built the model.
+        order: whether to search, and the known cases.
+        rebuild: builds the model anew after a try has corrupted it.
         announce: called before each try, and after the last.
-        sample: inputs that were configured.
-        tolerance: how far answers to the same input may be apart (`selftest.difference`).
+        sample: the configured inputs, if any.
+        tolerance: the largest allowed difference of answers to the same input (`selftest.difference`).
 
     Raises:
-        BuildError: what was configured cannot be run, or a further try takes another process.
+        BuildError: the configured self-test cannot be run, or a further try needs a new process.
     """
     if sample is not None:
         shapes = {name: tuple(array.shape) for name, array in sample.items()}
@@ -92,7 +93,7 @@ def find_selftest(
 
 
 def candidate_cases(signature: ModelSignature, gears: Gears = ()) -> Iterator[SelfTestCase]:
-    """Yield the cases that are worth trying, the most promising first; of a model that has gears, those alone."""
+    """Yield the cases to try, the most promising first. If the model has gears, yield only their sizes."""
     if gears:
         yield from (_case_of_gear(signature, iter(gear)) for gear in gears[: limits.MAX_SELFTEST_UNFIT_CASES])
     elif any(each.shape is None for each in signature.inputs):
@@ -108,7 +109,7 @@ def _cases_of_ranked(signature: ModelSignature) -> Iterator[SelfTestCase]:
     seen: List[SelfTestCase] = []
     for size in _IMAGE_SIZES if has_images else _SIZES:
         case = {each.name: _fill_shape(each, 1 if has_images else size, size) for each in signature.inputs}
-        # A model that takes no less has to; what no request can carry it never gets.
+        # A model may accept only sizes that are large even with free dimensions of 1. No request exceeds a frame.
         most = limits.MAX_FRAME_BYTES if size == 1 else _MAX_BYTES
         if case not in seen and _case_bytes(signature, case) <= most:
             seen.append(case)
@@ -116,14 +117,14 @@ def _cases_of_ranked(signature: ModelSignature) -> Iterator[SelfTestCase]:
 
 
 def double_case(signature: ModelSignature, case: SelfTestCase) -> Optional[SelfTestCase]:
-    """Return the case with every free dimension twice as large, if there is one and it is not too large."""
+    """Return the case with all free dimensions doubled; None if it has none, or the result is too large."""
     free = {each.name: each.shape for each in signature.inputs}
     double = {name: _double_shape(free[name], shape) for name, shape in case.items()}
     return double if double != case and _case_bytes(signature, double) <= _MAX_BYTES else None
 
 
 def describe_cases(cases: SelfTestCases) -> str:
-    """Return the cases for people."""
+    """Return a text that describes the cases."""
     return " and ".join(", ".join(f"{name} {list(shape)}" for name, shape in each.items()) for each in cases)
 
 
@@ -152,7 +153,7 @@ class _Search:
             yield (case,)
 
     def _try_larger(self, found: Runs) -> Runs:
-        # Where a failure costs a process, one that runs has to do.
+        # A failure would cost a process, so be content with the case that runs.
         if self._engine.gears or not self._engine.can_rebuild:
             return found
         case = double_case(self._engine.signature, found[0].cases[0])
@@ -166,7 +167,7 @@ class _Search:
         )
 
     def _try(self, cases: SelfTestCases, *, has_more: bool) -> Optional[Runs]:
-        """Run these twice; if they do not run, they are unfit and the engine is whole again, unless it cannot be."""
+        """Run the cases twice. If they fail, exclude them, rebuild a corrupted model if possible, and return None."""
         self._announce(cases, tuple(self.failed_cases))
         try:
             runs = selftest.run_twice(self._engine, cases)
@@ -193,7 +194,7 @@ def _merge_runs(one: SelfTestRun, other: SelfTestRun) -> SelfTestRun:
 
 
 def _run_configured(engine: Engine, cases: SelfTestCases, announce: AnnounceCases, sample: Optional[Arrays]) -> Runs:
-    """Run what was configured, twice."""
+    """Run the configured cases twice."""
     for case in cases:
         _check_case(engine.signature, case)
     announce(cases, ())
@@ -271,7 +272,7 @@ def _case_bytes(signature: ModelSignature, case: SelfTestCase) -> int:
 
 
 def largest_case(signature: ModelSignature, cases: SelfTestCases, rows: int) -> SelfTestCase:
-    """Return the case that covers all of `cases`, with `rows` in each input that has rows; {} without cases."""
+    """Return the case that covers all cases, with at least `rows` in inputs that have rows; {} without cases."""
     case: SelfTestCase = {}
     for each in signature.inputs if cases else ():
         shapes = [known[each.name] for known in cases]
@@ -283,15 +284,15 @@ def largest_case(signature: ModelSignature, cases: SelfTestCases, rows: int) -> 
 
 
 def midpoint_case(small: SelfTestCase, large: SelfTestCase) -> SelfTestCase:
-    """Return the case half way between these two.
+    """Return the case half way between two cases.
 
-    Kernels are chosen by what divides a size: 64 and 128 may have the same one, and 96 another.
+    Libraries choose kernels by the divisors of a size: 64 and 128 may use the same kernel, and 96 another one.
     """
     return {name: tuple((one + other + 1) // 2 for one, other in zip(small[name], large[name])) for name in small}
 
 
 def halve_case(signature: ModelSignature, case: SelfTestCase) -> SelfTestCase:
-    """Return the case whose free dimensions are half as large."""
+    """Return the case with all free dimensions halved."""
     declared = {each.name: each.shape for each in signature.inputs}
     return {name: _halve_shape(declared[name], shape) for name, shape in case.items()}
 
@@ -301,17 +302,17 @@ def _halve_shape(declared: Optional[Tuple[int, ...]], shape: Tuple[int, ...]) ->
 
 
 def make_inputs(signature: ModelSignature, case: SelfTestCase, sample: Optional[Arrays]) -> Arrays:
-    """Return inputs of these shapes: the values of the sample, repeated, or made up."""
+    """Return inputs of these shapes: the sample's values, repeated, or generated values without a sample."""
     if sample is None:
         return selftest.make_inputs(signature, case)
     return {name: np.resize(sample[name], shape) for name, shape in case.items()}
 
 
 def check_max_shape(signature: ModelSignature, max_shape: SelfTestCase) -> None:
-    """Check that the option `max_shape` is one for this model.
+    """Check that the option `max_shape` fits this model.
 
     Raises:
-        BuildError: it is not; the text names the input and what was expected.
+        BuildError: it does not; the text names the input and the expected shape.
     """
     names = [each.name for each in signature.inputs]
     if sorted(max_shape) != sorted(names):

@@ -1,8 +1,8 @@
-"""A self-test's run, and whether a worker still answers rightly.
+"""Runs of a self-test, and checks that a worker still answers correctly.
 
-A model that was spoilt answers with what is left of an earlier request, in silence. What shows is a failed predict, an
-output of another size than the request's, or the self-test's answer. So a worker's answers are checked against its
-signature, and the worker itself against its self-test (`AnswerVerifier`).
+A corrupted model silently answers with data of an earlier request. Its signs are a failed predict, an output whose size
+does not fit the request, or a wrong answer to the self-test. So a worker's answers are checked against the signature,
+and the worker itself against its self-test (`AnswerVerifier`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from weightd_worker.engines.engine import Arrays, Engine, ModelCorrupted, ModelS
 
 
 class SelfTestRun(NamedTuple):
-    """What it was run on, the digest of the answers, their shapes for each case, and the answers themselves.
+    """A run of a self-test: its cases, the digest of the answers, their shapes for each case, and the answers.
 
-    No cases: there is none. No digest: the model does not repeat its own answer. No answers: they are kept elsewhere,
-    or not needed. `note` says why, to an operator.
+    Without cases, the model has no self-test. An empty digest means that the model does not repeat its answers. Without
+    answers, they are stored elsewhere or not needed. `note` explains a missing self-test or digest to the operator.
     """
 
     cases: SelfTestCases
@@ -36,24 +36,24 @@ class SelfTestRun(NamedTuple):
 
 
 def run(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -> SelfTestRun:
-    """Return the self-test with the answers that `engine` gives now; `sample` is what it asks, if it is not made up.
+    """Run the self-test on the engine; `sample` has its inputs, which are generated if it is None.
 
     Raises:
-        InvalidArgument: the engine refuses the inputs.
+        InvalidArgument: the engine rejects the inputs.
         ModelCorrupted: the predict failed.
     """
     return from_answers(cases, [engine.predict(sample or make_inputs(engine.signature, case)) for case in cases])
 
 
 def run_twice(engine: Engine, cases: SelfTestCases, sample: Optional[Arrays] = None) -> Tuple[SelfTestRun, SelfTestRun]:
-    """Return two runs, each case of the second one right after that of the first; errors as in `run`."""
+    """Return two runs. Each case runs twice in a row. Errors are as in `run`."""
     case_inputs = [sample or make_inputs(engine.signature, case) for case in cases]
     pairs = [(engine.predict(each), engine.predict(each)) for each in case_inputs]
     return from_answers(cases, [one for one, _ in pairs]), from_answers(cases, [other for _, other in pairs])
 
 
 def from_answers(cases: SelfTestCases, answers: Sequence[Arrays]) -> SelfTestRun:
-    """Return the self-test with these answers."""
+    """Return the run that has these answers."""
     state = hashlib.sha256()
     for outputs in answers:
         for name, array in outputs.items():
@@ -64,14 +64,14 @@ def from_answers(cases: SelfTestCases, answers: Sequence[Arrays]) -> SelfTestRun
 
 
 def is_conclusive(selftest: SelfTestRun) -> bool:
-    """Return whether the answers could be other ones: without a finite number in them, any weights give the same."""
+    """Return whether the answers have a finite number. Without one, any weights might give the same answers."""
     return any(np.isfinite(array).any() for outputs in selftest.answers for array in outputs.values())
 
 
 def difference(one: SelfTestRun, other: SelfTestRun) -> float:
-    """Return how far two runs are apart: the largest difference as a share of the largest value of that output.
+    """Return the difference of two runs: the largest difference, relative to the largest value of that output.
 
-    0 if they are equal bit for bit; infinite where they differ in their form, in whole numbers, or in what is finite.
+    It is 0 if the runs are equal bit for bit, and infinite if shapes, datatypes, integers or non-finite values differ.
     """
     if one.digest == other.digest:
         return 0.0
@@ -81,9 +81,9 @@ def difference(one: SelfTestRun, other: SelfTestRun) -> float:
 
 
 def with_observed_outputs(signature: ModelSignature, selftest: SelfTestRun) -> ModelSignature:
-    """Return `signature` with the shapes of outputs that the engine did not know, as the self-test showed them.
+    """Return the signature, with output shapes that the engine does not know taken from the self-test's answers.
 
-    Where an input may have any rank, the self-test shows only one of them: then so may an output.
+    If an input may have any rank, so may an output, and the self-test shows only one rank. Then nothing is taken.
     """
     if any(each.shape is None for each in signature.inputs):
         return signature
@@ -97,7 +97,7 @@ def _observed_output(output: TensorSignature, output_shapes: Sequence[Dict[str, 
     if len({len(shape) for shape in seen}) != 1:
         return output
     if output.shape is not None and len(seen[0]) == len(output.shape):
-        # Of a free dimension an engine may tell how large it can be.
+        # For a free dimension, an engine may report its largest size.
         dims = tuple(dim if {dim}.issuperset(each) else -1 for dim, *each in zip(output.shape, *seen))
         return TensorSignature(output.name, output.datatype, dims)
     dims = tuple(each[0] if len(set(each)) == 1 and len(seen) > 1 else -1 for each in zip(*seen))
@@ -105,12 +105,12 @@ def _observed_output(output: TensorSignature, output_shapes: Sequence[Dict[str, 
 
 
 def make_inputs(signature: ModelSignature, case: SelfTestCase) -> Arrays:
-    """Return the inputs of one case."""
+    """Generate the inputs of one case."""
     return {each.name: generate_values(each, case[each.name]) for each in signature.inputs}
 
 
 def answer_difference(one: Arrays, other: Arrays) -> float:
-    """Return how far two answers are apart, as `difference` does."""
+    """Return the difference of two answers, see `difference`."""
     if one.keys() != other.keys():
         return float("inf")
     return max((_array_difference(one[name], other[name]) for name in one), default=0.0)
@@ -138,13 +138,13 @@ _log = logging.getLogger("weightd.worker")
 
 
 class AnswerVerifier:
-    """What is known of a worker's right answers.
+    """Checks a worker's answers against the model's signature and self-test.
 
     Args:
-        engine: built and attached.
-        reference: the self-test's answers then; its digest is "" where the model does not repeat itself.
-        sample: what the self-test asks, if it is not made up.
-        tolerance: how far its answers may be apart (`selftest.difference`).
+        engine: the engine, built and attached.
+        reference: the self-test with the answers of the attached engine; its digest is "" if they do not repeat.
+        sample: the self-test's inputs, if they are not generated.
+        tolerance: the largest allowed difference of the answers (`difference`).
     """
 
     def __init__(
@@ -162,28 +162,30 @@ class AnswerVerifier:
         self._inputs_with_batch = {each.name for each in signature.inputs if (each.shape or ())[:1] == (-1,)}
         self._reference_shapes = reference.output_shapes
         self._outputs_with_batch = {name for name in self._outputs if self._has_batch_dim(name)}
-        # Without a self-test the first request is the first predict: nothing can have spoilt the model before it.
+        # Without a self-test, the first request is the first predict, and nothing can have corrupted the model before.
         self._is_untouched = not reference.cases
 
     def current_digest(self) -> str:
-        """Return the digest of the self-test's answers now, the known one if they are near enough; "" without one.
+        """Run the self-test; return the known digest if the answers are within the tolerance, else their own digest.
+
+        The result is "" for a model without a self-test.
 
         Raises:
-            InvalidArgument: the engine refuses the self-test.
-            ModelCorrupted: it fails with it.
+            InvalidArgument: the engine rejects the self-test.
+            ModelCorrupted: the predict failed.
         """
         current = self._run_selftest()
         return self._reference.digest if self._is_near_reference(current) else current.digest
 
     def is_corrupted(self) -> bool:
-        """Return whether the self-test shows that the model is not what it was; where there is none, nothing does."""
+        """Return whether the self-test shows that the model has changed; False if there is no self-test."""
         if not self._reference.cases:
             return False
         try:
             current = self._run_selftest()
         except RequestError:
             return True
-        # Of a model that does not repeat itself the form of the answers is known.
+        # If a model does not repeat its answers, only their shapes can be compared.
         return (
             not self._is_near_reference(current)
             if self._reference.digest
@@ -191,15 +193,15 @@ class AnswerVerifier:
         )
 
     def verify(self, inputs: Arrays, outputs: Arrays) -> Arrays:
-        """Return the outputs if they can be relied on: then all that are of their form, for inputs of the same form.
+        """Return the outputs if they can be trusted; later outputs of the same layouts then can be, too.
 
-        What contradicts the signature may be the model's way with this input: a signature is not always true. Then the
-        self-test's answer is right, and the model gives the same again. Without a self-test that is believed of an
-        engine whose models cannot be spoilt, and of the first predict of all, which finds the model as it was built. A
-        signature that was once found untrue is never looked at again.
+        An answer that contradicts the signature may still be correct, because a signature may be wrong. With a
+        self-test, it is accepted if the self-test's answer is correct and the model repeats this answer. Without one,
+        it is accepted from an engine that cannot corrupt its model, and in the first predict of all. Once a signature
+        was found wrong, it is no longer checked.
 
         Raises:
-            ModelCorrupted: they contradict the signature, and nothing shows that it is not the model that is wrong.
+            ModelCorrupted: the outputs contradict the signature, and the model may be corrupted.
         """
         if self._engine.was_rebuilt_larger:
             outputs = self._verify_after_rebuild(inputs, outputs)
@@ -221,12 +223,13 @@ class AnswerVerifier:
         return outputs
 
     def _verify_after_rebuild(self, inputs: Arrays, outputs: Arrays) -> Arrays:
-        """Return the outputs if the self-test still has its known answers on a model that was built for larger shapes.
+        """Run the self-test on a model that was built again for larger shapes, and return outputs that can be trusted.
 
-        Where it has not, the engine builds a new model at each change of shape from now on, and computes them again.
+        If its answers differ, the engine builds a new model at each change of shape from now on, and computes the
+        outputs again.
 
         Raises:
-            ModelCorrupted: even then the known answers do not come.
+            ModelCorrupted: the answers differ even then.
         """
         self._engine.was_rebuilt_larger = False
         if not self.is_corrupted():
@@ -256,12 +259,12 @@ class AnswerVerifier:
         return ""
 
     def _batch_size(self, shapes: Mapping[str, Sequence[int]]) -> Optional[int]:
-        """The size of the batch in inputs of these shapes, if it is clear what that is."""
+        """Return the batch size of inputs of these shapes, or None if it is not clear."""
         sizes = {shapes[name][0] for name in self._inputs_with_batch}
         return sizes.pop() if self._is_only_batch_free and len(sizes) == 1 else None
 
     def _has_batch_dim(self, name: str) -> bool:
-        """Whether the output's first dimension was that of the self-test's inputs, each time."""
+        """Return whether the output's first dimension was the batch size in each of several self-test cases."""
         batches = [self._batch_size(case) for case in self._reference.cases]
         return len(set(batches)) > 1 and all(
             shapes.get(name, ())[:1] == (batch,) for batch, shapes in zip(batches, self._reference_shapes)
@@ -274,7 +277,7 @@ class AnswerVerifier:
         return self._is_near(self._reference, current)
 
     def _is_same_answer(self, one: Arrays, other: Arrays) -> bool:
-        """Whether two answers to one request are as equal as this model's are."""
+        """Return whether two answers to one request are equal, as far as this model repeats its answers."""
         first, second = from_answers(({},), [one]), from_answers(({},), [other])
         return self._is_near(first, second) if self._reference.digest else first.output_shapes == second.output_shapes
 

@@ -13,8 +13,8 @@ def make_engine(settings: BuildSettings) -> Engine:
     """Return the engine for the device of these settings.
 
     Raises:
-        EngineMissing: it cannot be used in this interpreter, or on this machine.
-        BuildError: the settings cannot be.
+        EngineMissing: the library cannot be used in this interpreter, or on this machine.
+        BuildError: the settings are not valid.
     """
     card, is_parallel = settings.card, Options.from_mapping(settings.options).parallel_workers > 1
     if card is None:

@@ -1,8 +1,8 @@
-"""The few calls to libascendcl.so, the layer beneath MindSpore Lite, that the library has no counterpart for.
+"""Calls to libascendcl.so, the layer beneath MindSpore Lite, for functions that MindSpore Lite does not offer.
 
-The library is there once CANN's set_env.sh was read, or mindspore_lite has loaded its plugin. A call takes effect on
-the card that this thread has set (`Acl.use`). None is ever reset: in older versions that takes the card away from
-everybody in this process, MindSpore Lite included; the end of the process gives it back.
+libascendcl can be loaded after CANN's set_env.sh has set the environment, or after mindspore_lite has loaded its
+plugin. A call concerns the card that this thread has set (`Acl.set_device`). A card is never reset: in older versions
+a reset closes the card for the whole process, MindSpore Lite included. The end of the process releases it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _HINTS = {
 
 
 class AclError(WeightdError):
-    """A call failed.
+    """A call to libascendcl failed.
 
     Attributes:
-        call: its name, or the library's where that cannot be loaded.
-        code: what it returned, None where it could not be called.
-        hint: what that means, or what to do; may be "".
+        call: the name of the call, or of the library if it cannot be loaded.
+        code: the return code, None if the call could not be made.
+        hint: the meaning of the code, or what to do; may be "".
     """
 
     def __init__(self, call: str, code: Optional[int], hint: str) -> None:
@@ -50,23 +50,23 @@ class Acl:
     """The loaded library.
 
     Raises:
-        AclError: it cannot be loaded. So does each method whose call is missing or does not succeed.
+        AclError: the library cannot be loaded. Methods raise it, too, if their call is missing or fails.
     """
 
     def __init__(self) -> None:
         try:
             self._library: Any = ctypes.CDLL(_LIBRARY)
         except OSError as error:
-            # It begins with the name of what is missing: this library, or one that it needs.
+            # The message begins with the name of the missing library: this one, or one that it depends on.
             reason = str(error).replace(f"{_LIBRARY}: ", "", 1)
             raise AclError(_LIBRARY, None, f"{reason}; {_SOURCE}") from None
 
     def initialize(self) -> None:
-        """Make the other calls possible in a process in which no model was built."""
+        """Initialize the library, which the other calls require in a process that has built no model."""
         self._call("aclInit", ctypes.c_char_p(None), accepted_code=_REPEATED_INITIALIZE)
 
     def device_count(self) -> int:
-        """Return how many cards this process can see."""
+        """Return the number of cards that this process can see."""
         count = ctypes.c_uint32()
         self._call("aclrtGetDeviceCount", ctypes.byref(count))
         return int(count.value)
@@ -81,25 +81,25 @@ class Acl:
         return name.decode("ascii", "replace")
 
     def set_device(self, device: int) -> None:
-        """Let the calls that follow concern this card; in a process that used none, that takes some of its memory."""
+        """Set the card for later calls of this thread. In a process that has used no card, it takes card memory."""
         self._call("aclrtSetDevice", ctypes.c_int32(device))
 
     def memory(self) -> DeviceMemory:
-        """Return what the card's own memory is."""
+        """Return the total and free memory of the card that is set."""
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         self._call("aclrtGetMemInfo", ctypes.c_int(_HBM), ctypes.byref(free), ctypes.byref(total))
         return DeviceMemory(int(total.value), int(free.value))
 
     def bare_pid(self) -> int:
-        """Return the driver's number for this process, which is not os.getpid() in a container."""
+        """Return the driver's number for this process, which differs from os.getpid() in a container."""
         pid = ctypes.c_int32()
         self._call("aclrtDeviceGetBareTgid", ctypes.byref(pid))
         return int(pid.value)
 
     def allow(self, handle: int, pids: Sequence[int]) -> None:
-        """Put pids on the list of a handle that this process has exported; those on it stay there."""
+        """Add pids to the list of processes that may use a handle exported by this process."""
         numbers = (ctypes.c_int32 * len(pids))(*pids)
-        # Without its type a handle would lose its upper half.
+        # By default ctypes passes an int of 32 bits, so the handle needs an explicit type.
         self._call("aclrtMemSetPidToShareableHandle", ctypes.c_uint64(handle), numbers, ctypes.c_size_t(len(pids)))
 
     def _call(self, name: str, *arguments: Any, accepted_code: int = 0) -> None:

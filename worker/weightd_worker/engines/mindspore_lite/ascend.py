@@ -1,21 +1,23 @@
 """MindSpore Lite on an Ascend card, where the library itself shares weights between processes.
 
-What the library does not do, read in the source of 2.7.0, and what this module does about it:
+Limits of the library, from the source of 2.7.0, and what this module does about them:
 
-- It knows two keys of the section ascend_context, and ignores them in silence in many cases (`weight_handle`). What it
-  exports is "" then: that is a `BuildError`, not a model whose every worker has a copy of its own.
-- It takes a list of pids or a handle apart only after it has taken memory, and a handle as far as it is a number: both
-  are checked before.
-- A build whose sharing has failed is told as a success to the layer above, which then fails for another reason, or runs
-  whichever model of this process has the id 0: there is one model in a process, one build, and a self-test after it.
+- Sharing is set by two keys of the section ascend_context, which the library silently ignores in many cases
+  (`_NOT_EXPORTED`). It then exports the handle "". This is a `BuildError`, because otherwise each worker would have a
+  private copy of the weights.
+- It parses the list of pids, or the handle, only after it has allocated memory, and reads a handle only as far as it
+  is a number. Both are checked before.
+- If sharing fails in a build, the build reports success to the layer above, which then fails for another reason, or
+  runs the model of this process that has the id 0. So a process has one model and one build, and runs a self-test
+  after it.
 - A failed build keeps the card's memory until the process ends: `can_rebuild` is false.
-- Each attach writes the weights again, from its own file, into what everybody runs on, and nobody compares the files:
-  the daemon does, by the digests in the HELLOs.
-- A card that is not there is taken for card 0, with a warning in the log: it is looked for before.
-- It can add no pid after the build; libascendcl can (`acl`).
-- A resize to a size that the model was not converted for is refused and changes nothing: `InvalidArgument`. But of a
-  model whose gears are batches only the first input's is looked at, and other ones are read beyond their end: where the
-  outputs show that there are gears, batches that differ are refused here.
+- Each attach writes the weights again, from its process's file, into the memory that all processes use, and the library
+  does not compare the files. The daemon does, by the digests in the HELLO messages.
+- It uses card 0 instead of a card that does not exist, with a warning in the log. So the card is checked before.
+- It cannot add a pid after the build, but libascendcl can (`acl`).
+- It rejects a resize to a size that the model was not converted for, and changes nothing: `InvalidArgument`. But in a
+  model with gears for the batch, it checks the batch of the first input only, and reads other inputs beyond their end.
+  So if the outputs show that there are gears, batches that differ are rejected here.
 """
 
 from __future__ import annotations
@@ -51,18 +53,18 @@ from weightd_worker.engines.mindspore_lite.model import MindSporeLite
 from weightd_worker.nativelog import NativeLog
 
 _log = logging.getLogger("weightd.worker")
-_VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"  # which cards a process sees; it counts them anew
+_VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"  # the cards that a process sees, which it then numbers from 0
 OUT_OF_MEMORY_MARKS = ("Acl open device", "207001", "EI0019")
 """What the log says of a card that is full: no place for a process (model_process.cc:118), no memory (ACL's number), a
 port that another process has (HCCL's number)."""
 
 
 class MindSporeLiteAscend(MindSporeLite):
-    """Runs a MindIR model on one card; the handle is the library's, a decimal number.
+    """Runs a MindIR model on one card. The handle is the library's, a decimal number.
 
     Raises:
-        EngineMissing: the library cannot share, or the machine has no Ascend driver.
-        BuildError: an option is not one.
+        EngineMissing: the library cannot share weights, or the machine has no Ascend driver.
+        BuildError: an option is not valid.
     """
 
     can_rebuild = False
@@ -77,7 +79,7 @@ class MindSporeLiteAscend(MindSporeLite):
         self.sharing = self._handle_sharing or NotShared()
 
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
-        """Build the model: for these processes, on this handle, or, with neither, with a copy of the weights."""
+        """Build the model: for the processes of `pids`, on the handle, or, with neither, with private weights."""
         if self._is_built:
             raise BuildError("this process has built a model on a card before; only a new process can build another")
         self._is_built = True
@@ -97,39 +99,39 @@ class MindSporeLiteAscend(MindSporeLite):
 
     def _context(self) -> Any:
         context = self._library.Context()
-        context.target = ["ascend"]  # the first one decides; with "cpu" in front the card would never be used
+        context.target = ["ascend"]  # the first target decides; after "cpu" the card would never be used
         context.ascend.device_id = self._card
         self._options.set_ascend(context.ascend)
         return context
 
     def _ascend_section(self) -> Dict[str, str]:
-        """What is set of the library's section ascend_context, beside what is shared."""
+        """Return the keys of the library's section ascend_context, except those for sharing."""
         return {}
 
     @property
     def gears(self) -> Gears:
-        """What the converter has recorded; it does so for ge.dynamicDims alone. Libraries before 2.7 do not tell."""
+        """The gears that the converter has recorded: only from ge.dynamicDims, and readable from version 2.7 on."""
         info = getattr(self._model, "get_model_info", None)
         if info is None:
             return ()
         return parse_gears(self.signature.inputs, info("dynamic_dims"), info("input_shape"))
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Run, unless batches differ where the card would take the first one's for all."""
+        """Run the model; reject inputs of different batches if the card would use the first input's for all."""
         batches = {name: len(inputs[name]) for name in self._batch_inputs}
         if len(set(batches.values())) > 1:
             raise InvalidArgument(f"inputs: expected one batch for all, got {batches}: the model has gears for it")
         return super().predict(inputs)
 
     def update_weights(self, weights: Arrays) -> None:
-        """Replace weights of a model that was converted for it."""
+        """Replace weights of a model that was converted for it (the option variable_weights)."""
         if not self._options.variable_weights:
             raise BuildError("the weights of this model cannot be changed: the option variable_weights is not set")
         if not weights:
             raise BuildError("there are no weights to change")
         tensors: List[Any] = []
         for name, array in weights.items():
-            # Others are not taken, and that is no error to the library.
+            # The library ignores arrays of other layouts or byte orders, without an error.
             tensor = self._library.Tensor(np.ascontiguousarray(array, array.dtype.newbyteorder("=")))
             tensor.name = name
             tensors.append(tensor)
@@ -137,7 +139,7 @@ class MindSporeLiteAscend(MindSporeLite):
             self._model.update_weights([tensors])
 
     def memory(self) -> Optional[DeviceMemory]:
-        """Ask the driver."""
+        """Return the total and free memory of the card, according to the driver; None if that fails."""
         try:
             acl = Acl()
             acl.set_device(self._card)
@@ -147,9 +149,9 @@ class MindSporeLiteAscend(MindSporeLite):
             return None
 
     def _find_batch_inputs(self) -> List[str]:
-        """The inputs whose free batch the model's gears give; none if it takes any size.
+        """Return the inputs with a free batch that the model's gears determine; empty if it accepts any batch.
 
-        Of outputs a card tells the shapes for the largest gear, where there are gears, and -1 where any size goes.
+        A card reports the output shapes of the largest gear if there are gears, and -1 for a dimension of any size.
         """
         inputs, outputs = self.signature
         free = {each.name: each.shape for each in inputs if each.shape is None or -1 in each.shape}
@@ -159,7 +161,7 @@ class MindSporeLiteAscend(MindSporeLite):
         return list(free)
 
     def _failure_hint(self, cause: str) -> str:
-        """What to do about a failed build, as far as the library's log tells."""
+        """Return advice about a failed build, according to the library's log, or ""."""
         if "ExportToShareableHandle" not in cause:
             return ""
         kind = "this card"
@@ -184,7 +186,7 @@ _SIZE = re.compile(r"[0-9]{1,9}")
 
 
 def parse_gears(inputs: Sequence[TensorSignature], dynamic_dims: str, input_shape: str) -> Gears:
-    """Return the gears; none where the texts are not understood, or not about these inputs: then the card decides."""
+    """Return the gears, or () if the texts cannot be parsed or concern other inputs; the card then rejects sizes."""
     model_dims = [(each.name, axis) for each in inputs for axis, dim in enumerate(each.shape or ()) if dim == -1]
     recorded_dims = _free_dims(input_shape)
     if not dynamic_dims or sorted(recorded_dims) != sorted(model_dims):
@@ -234,15 +236,15 @@ _NOT_EXPORTED = (
 
 
 class WeightHandleSharing(WeightSharing):
-    """Shares by the library's handle, a decimal number.
+    """Shares weights by the library's handle, a decimal number.
 
     Args:
-        library: the module.
-        log: where the library says what it fails of.
+        library: the module mindspore_lite.
+        log: the log to which the library writes its errors.
         card: the number of the card.
 
     Raises:
-        EngineMissing: the library cannot share, or the machine has no Ascend driver.
+        EngineMissing: the library cannot share weights, or the machine has no Ascend driver.
     """
 
     traits = SharingTraits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
@@ -256,14 +258,14 @@ class WeightHandleSharing(WeightSharing):
         self._exported_handle = ""
 
     def current_pid(self) -> str:
-        """Return the driver's number for this process, which is not os.getpid() in a container."""
+        """Return the driver's number for this process, which differs from os.getpid() in a container."""
         return self._pid
 
     def build_section(self, pids: Sequence[str], handle: str) -> Dict[str, str]:
-        """Return what a build is told in the section ascend_context: these processes, or else this handle.
+        """Return the keys of the section ascend_context for a build: the processes to share with, or else the handle.
 
         Raises:
-            BuildError: one of them is no number that the library would take for what it is.
+            BuildError: a pid or the handle is not a valid number, which the library might take for another one.
         """
         section: Dict[str, str] = {}
         if pids:
@@ -274,12 +276,12 @@ class WeightHandleSharing(WeightSharing):
         return section
 
     def on_built(self, model: Any, path: str) -> None:
-        """Take the library's model, built from the file at `path` with what `build_section` said."""
+        """Take the library's model after a build from the file at `path` with the keys of `build_section`."""
         self._model = model
         self._path = path
 
     def export(self, store: str) -> SharedWeights:
-        """Return the handle that the build has made."""
+        """Return the handle that the build has exported."""
         if not self._is_sharing:
             return SharedWeights("", 0, "weights are not shared: the build named no process to share with")
         handle = self._model.get_model_info(_HANDLE)
@@ -289,7 +291,7 @@ class WeightHandleSharing(WeightSharing):
         return SharedWeights(handle, self._shared_bytes(), "")
 
     def allow(self, pids: Sequence[str]) -> None:
-        """Tell the driver."""
+        """Let the driver accept further processes, through libascendcl."""
         if not self._exported_handle:
             raise AttachRefused("this process has exported no weights")
         try:
@@ -301,16 +303,16 @@ class WeightHandleSharing(WeightSharing):
             raise AttachRefused(str(error)) from None
 
     def attach(self, handle: str) -> SharedWeights:
-        """Do nothing: the build has attached."""
+        """Return the shared weights. The build has already attached to them."""
         if not self._is_sharing:
             return SharedWeights("", 0, "weights are not shared: the holder has no handle")
         return SharedWeights(handle, self._shared_bytes(), "")
 
     def trim_store(self, handle: str) -> None:
-        """Do nothing: there is nothing that only an attach needs."""
+        """Do nothing: attaching needs no resources that could be freed."""
 
     def _shared_bytes(self) -> int:
-        """An estimate: the library rounds the size of the weights so, and the file holds little else."""
+        """Estimate the shared bytes: the size of the files, mostly weights, rounded up as the library does."""
         size = 0
         with contextlib.suppress(ModelFileError, OSError):
             size = sum(file.nbytes for file in model_files(Path(self._path), is_own_copy=True))
@@ -329,7 +331,7 @@ def _read_pid(library: Any, log: NativeLog) -> str:
 
 
 def _parse_decimal(what: str, text: str, max_value: int) -> int:
-    """Where the library is lenient, another number would be meant."""
+    """Parse a decimal number strictly, because the library's lenient parser might take it for another number."""
     if not _DECIMAL.fullmatch(text) or not 0 < int(text) <= max_value:
         raise BuildError(f"{what}: expected a decimal number from 1 to {max_value}, got {text!r}")
     return int(text)

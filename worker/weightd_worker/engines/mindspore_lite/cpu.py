@@ -1,14 +1,14 @@
 """MindSpore Lite on the CPU.
 
-The library rearranges some weights only in the first predict: they are shared because one comes before (`Engine`). That
-predict also decides what later ones of the same Model do. Measured on 2.0.0:
+The library rearranges some weights only in the first predict, so weights are shared after it (`Engine`). The first
+predict also determines how later predicts of the same Model compute. Measured on 2.0.0:
 
 - An LSTM sizes its buffers in the first predict. A later predict of a larger shape writes past their end: its answer is
-  wrong without an error, or the process crashes. After a first predict of the largest shape, every smaller shape had
-  the bits that a new process gives.
-- A convolution chooses its kernel in the first predict. A later predict of another height or width runs that kernel,
-  too, and its answer differs in the last bits from that of a new process.
-- A new Model in the same process gives the bits of a new process.
+  wrong without an error, or the process crashes. After a first predict of the largest shape, every smaller shape has
+  the same bits as in a new process.
+- A convolution chooses its kernel in the first predict. A later predict of another height or width uses that kernel,
+  too, and its answer differs in the last bits from the answer of a new process.
+- A new Model in the same process gives the same bits as a new process.
 
 So a Model never computes a shape that its first one does not cover, and a model with a kernel that depends on the first
 shape gets a new Model for each shape.
@@ -31,18 +31,19 @@ from weightd_worker.engines.mindspore_lite.model import MindSporeLite
 
 _log = logging.getLogger("weightd.worker")
 
-# Much less than what a predict may take by default.
+# Much less than the default time limit of a predict.
 _LOCK_TIMEOUT_S = 5.0
 Shape = Tuple[int, ...]
 InputShapes = Tuple[Shape, ...]
 """The shapes of all inputs, in the order in which the model declares them."""
 
-# The joined shape of two requests may be far larger than either, and its memory stays with the Model.
+# Limit of the growth of the first shape: the joined shape of two requests may be far larger than either, and a Model
+# keeps the memory for it.
 _MAX_GROWTH = 4
 
 
 class MindSporeLiteCpu(MindSporeLite, CpuEngine):
-    """Runs a MindIR model on the CPU, where weightd shares pages."""
+    """Runs a MindIR model on the CPU, where weightd shares its pages."""
 
     is_limited_by_first_shape = True
 
@@ -57,7 +58,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
 
     @property
     def max_shape(self) -> Optional[Dict[str, Shape]]:
-        """The option `max_shape`, None where it is not set."""
+        """The option `max_shape`, None if it is not set."""
         max_shape = self._options.max_shape
         return None if max_shape is None else dict(max_shape)
 
@@ -69,17 +70,17 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
         self._build_model()
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Run the model, on a new Model where the built one may not compute these shapes."""
+        """Run the model, on a new Model if the current one must not compute these shapes."""
         shapes = self._shapes_of(inputs)
         if shapes == (self._first_shapes if self.should_rebuild_per_shape else self._last_shapes):
             return self._compute(inputs)
         return self._compute_other_shapes(shapes, inputs)
 
     def _compute_other_shapes(self, shapes: InputShapes, inputs: Arrays) -> Arrays:
-        """Compute a shape that is not that of the predict before.
+        """Compute shapes that differ from the last predict.
 
         Raises:
-            NotRun: the option `max_shape` does not cover it.
+            NotRun: the option `max_shape` does not cover the shapes.
             ModelCorrupted: the predict failed, or the model could not be built again.
         """
         self._check_max_shape(shapes)
@@ -92,7 +93,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
         return outputs
 
     def _compute_on_new_model(self, shapes: InputShapes, inputs: Arrays) -> Arrays:
-        """Compute on a new Model, whose first shape is this one; leave one that covers the shapes before, too."""
+        """Compute on a new Model whose first shapes are these; keep one that also covers the first shapes before."""
         with _build_lock(self._path):
             target = shapes
             if self._first_shapes is not None and not self.should_rebuild_per_shape:
@@ -111,9 +112,9 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
             self._page_sharing.reattach()
 
     def _build_larger(self, shapes: InputShapes, target: InputShapes, inputs: Arrays, outputs: Arrays) -> InputShapes:
-        """Build a Model that computes `target` first; return the first shape of the one that is there then.
+        """Build a Model that computes `target` first; return the first shapes of the Model that is kept.
 
-        It has to give the same answer to this request, else the engine builds a new Model for each shape from now on.
+        If that Model answers this request differently, the engine builds a new Model for each shape from now on.
         """
         self._rebuild()
         try:
@@ -133,7 +134,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
         return MindSporeLite.predict(self, inputs)
 
     def _shapes_of(self, inputs: Arrays) -> InputShapes:
-        # Of the signature: other threads may come while a new Model is being built.
+        # Read from the signature, because other threads may call this while a new Model is being built.
         return tuple([inputs[each.name].shape for each in self._signature.inputs])
 
     def _check_max_shape(self, shapes: InputShapes) -> None:
@@ -148,7 +149,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
                 )
 
     def _rebuild(self) -> None:
-        # The memory of the old Model is free before the new one is built.
+        # Free the old Model before the new one is built, to save memory.
         self.discard_model()
         try:
             self._start_build(self._handle)
@@ -161,7 +162,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
         self._build(self._path, self._context(), {})
 
     def discard_model(self) -> None:
-        """Free the built model. Pages that it shares stay in the page store, which is a file."""
+        """Free the built model. Its shared pages stay in the page store, which is a file."""
         self._bind_inputs([])
         del self._model
 
@@ -175,7 +176,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
 
 @contextlib.contextmanager
 def _build_lock(path: str) -> Generator[None, None, None]:
-    """Have the processes that serve one model build one after another: a build takes several times its weights."""
+    """Make the processes of one model build one after another, because a build takes several times its weights."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -188,8 +189,8 @@ def _build_lock(path: str) -> Generator[None, None, None]:
 
 
 def _acquire_lock(descriptor: int) -> None:
-    """Take the lock if it can be had within some seconds: to build at once takes memory, and changes no answer."""
-    # The process that has it may be stopped; and a file system may have no locks.
+    """Take the lock if possible within some seconds. Without it, a build needs memory earlier, but answers the same."""
+    # The process that holds the lock may be stopped, and a file system may not support locks.
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline:
@@ -201,7 +202,7 @@ def _acquire_lock(descriptor: int) -> None:
 
 
 def covers(first: InputShapes, shapes: InputShapes) -> bool:
-    """Return whether no dimension of `shapes` is larger than that of `first`."""
+    """Return whether every dimension of `shapes` is at most the same dimension of `first`."""
     return all(
         len(one) == len(other) and all(dim <= bound for dim, bound in zip(one, other))
         for one, other in zip(shapes, first)
@@ -211,8 +212,9 @@ def covers(first: InputShapes, shapes: InputShapes) -> bool:
 def grow_shapes(first: InputShapes, shapes: InputShapes, declared: Sequence[Shape]) -> InputShapes:
     """Return the shapes that a new Model computes first so that it covers `shapes`.
 
-    They cover `first` as well, so that clients with different shapes do not take turns in causing builds. A number of
-    rows is rounded up to a power of two, so that a client that asks for one more row each time causes few of them.
+    They also cover `first`, so that clients with different shapes do not cause a build each in turn. The number of rows
+    is rounded up to a power of two, so that a client whose requests have one row more each time causes few builds. If
+    the result had more than four times the elements of the larger of both, `shapes` is returned.
 
     Args:
         first: the first shapes of the Model that is replaced.

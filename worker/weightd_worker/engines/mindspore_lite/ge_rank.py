@@ -1,19 +1,18 @@
-"""One rank of a model by MindSpore Lite's graph engine, the provider "ge", on an Ascend card.
+"""Rank engine of MindSpore Lite's graph engine, the provider "ge", on an Ascend card.
 
-What the library does not do, read in the sources of 2.7 and HCCL, and what this module does about it:
+Limits of the library, from the sources of 2.7 and HCCL, and what this module does about them:
 
-- It joins the group at the build, with local checks only, and meets the other ranks at the first predict: there is
-  nothing to do to enter. Who does not come by then is waited for as long as a variable says that HCCL reads once; so
-  does how long a rank waits within a predict. Both are set before the import.
-- Without a rank table, or where its key is misspelt, a build succeeds and the first predict fails. The key is in the
-  options of the build, which win over those of a file. Before 2.7 a rank's number is taken, and nobody reads it.
-- The options of the first model of a process count for all: there is one.
-- It takes a MindIR as MindSpore has exported it. Tensors have the names of that file here, in its order, for those of
-  outputs would be other ones in each rank; of what type and shape they are, the built model says.
-- It shares no weights, and waits for others without the interpreter's lock, so that pings could be answered, and
-  without a time limit of its own, so that the daemon's has to be the shorter one.
-- A predict that has failed spoils what the others have computed: `ModelCorrupted`. A resize runs nothing:
-  `RankRejected`.
+- The library joins the group during the build, with local checks only, and connects to the other ranks in the first
+  predict, so joining is no separate step. How long it waits for missing ranks, and for other ranks within a predict, is
+  set by environment variables that HCCL reads once. They are set before the import.
+- Without a rank table, or with a misspelt key for it, a build succeeds and the first predict fails. So the key is in
+  the options of the build, which override options of a file. Versions before 2.7 ignore the rank's number.
+- The options of the first model of a process apply to all, so a process has one model.
+- The library reads a MindIR as exported by MindSpore. Tensors have the names and the order of the file here, because
+  the library names outputs differently in each rank. Their datatypes and shapes come from the built model.
+- The library shares no weights. It waits for other ranks without the GIL, so pings could be answered meanwhile, and
+  without a time limit, so the daemon's limit has to be the shorter one.
+- A failed predict corrupts the results of the other ranks: `ModelCorrupted`. A resize runs nothing: `RankRejected`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _TOO_OLD = "mindspore_lite {} knows no ranks: each would be the first one; insta
 
 
 class MindSporeLiteRank(RankEngine):
-    """Runs one slice. Only one in a process."""
+    """Runs one slice. A process can have only one."""
 
     name = "mindspore_lite"
 
@@ -67,7 +66,7 @@ class MindSporeLiteRank(RankEngine):
         return self._slice.versions()
 
     def join_group(self) -> None:
-        """Do nothing: ranks meet at their first predict."""
+        """Do nothing: ranks connect in their first predict."""
 
     def load(self, path: str, options: Mapping[str, Any] = types.MappingProxyType({})) -> ModelSignature:
         """Build the slice."""
@@ -76,22 +75,22 @@ class MindSporeLiteRank(RankEngine):
         return self._slice.signature
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Run, and copy the outputs out."""
+        """Run the slice, and copy the outputs."""
         try:
             return self._slice.predict(inputs)
         except InvalidArgument as error:
             raise RankRejected(str(error)) from None
         except ModelCorrupted as error:
-            # It is the first one that takes the card's memory.
+            # The first predict allocates the card's memory.
             if any(each in str(error) for each in OUT_OF_MEMORY_MARKS):
                 raise OutOfDeviceMemory(str(error)) from None
             raise
 
     def leave_group(self) -> None:
-        """Do nothing: nobody waits for it."""
+        """Do nothing: there is no broker."""
 
     def memory(self) -> Optional[DeviceMemory]:
-        """Ask the driver."""
+        """Return the total and free memory of the card, according to the driver; None if that fails."""
         return self._slice.memory()
 
 
@@ -99,8 +98,8 @@ class _Slice(MindSporeLiteAscend):
     """A model as a rank builds it.
 
     Raises:
-        EngineMissing: the library knows no ranks.
-        BuildError: an option is not one.
+        EngineMissing: the library does not support ranks.
+        BuildError: an option is not valid.
     """
 
     def __init__(self, rendezvous: RankRendezvous, options: Mapping[str, Any]) -> None:
@@ -112,20 +111,20 @@ class _Slice(MindSporeLiteAscend):
             raise EngineMissing(_TOO_OLD.format(self._library.__version__))
 
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
-        """Build the slice, which is nobody else's."""
+        """Build the slice, whose weights are never shared."""
         self._file_signature = read_signature(model)
         super().build(model, pids=pids, handle=handle)
 
     @property
     def signature(self) -> ModelSignature:
-        """What the built model takes and gives, by the names of the file."""
+        """The signature of the built model, with the names of the file."""
         file_signature, (inputs, outputs) = self._file_signature, super().signature
         return ModelSignature(
             _with_file_names(inputs, file_signature.inputs), _with_file_names(outputs, file_signature.outputs)
         )
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Run, and copy the outputs out."""
+        """Run the slice, and copy the outputs."""
         outputs = super().predict(
             {name: inputs[each.name] for name, each in zip(self._names, self._file_signature.inputs)}
         )

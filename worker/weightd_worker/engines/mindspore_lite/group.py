@@ -1,14 +1,16 @@
-"""Several models of one card in one process, which share their workspace, their weights or both: ModelGroup.
+"""Model groups: several models of one card in one process share their workspace, their weights or both.
 
-What the library does not do, read in the source of 2.7, and what this module does about it:
+Limits of the library's ModelGroup, from the source of 2.7, and what this module does about them:
 
-- It has to know all of them before the first is built, and builds each once to learn how large it is. After the first
-  build that counts it refuses that for ever: there is one group in a process, and its order is add, calculate, build.
-- To calculate holds the interpreter's lock, so nothing is answered meanwhile.
-- A context belongs to one build: the calculation has one of its own.
-- It knows a model again by the text of its path; another text is another model. Before 2.1 it has no groups.
-- Models with a common workspace do not overlap; all of them run from one thread here, one after another.
-- With a group it shares nothing with other processes, whatever it is told: nothing is told.
+- The group has to know all models before the first is built, and builds each once to learn its size. After the first
+  real build it refuses that, for the life of the process. So a process has one group, which adds all models, calculates
+  the size of the workspace, and then builds them.
+- The calculation holds the GIL, so the process answers nothing meanwhile.
+- A context belongs to one build, so the calculation has a separate one.
+- The group identifies a model by the text of its path; another text is another model. Versions before 2.1 have no
+  groups.
+- Models with a common workspace must not run at the same time, so one thread runs all of them, one after another.
+- A model in a group shares nothing with other processes, whatever its options. So it gets no sharing options.
 """
 
 from __future__ import annotations
@@ -32,16 +34,16 @@ class ModelGroup:
     """The models of a process.
 
     Args:
-        device: the card of all of them.
-        share: what they have in common.
-        models: path and options of each.
+        device: the card of all models.
+        share: "weights", "workspace" or "both".
+        models: path and options of each model.
 
     Attributes:
-        engines: one for each model, of which none is built yet.
+        engines: one engine for each model, not built yet.
 
     Raises:
         EngineMissing: the library cannot be used, or has no groups.
-        BuildError: an option is not one; or nobody can share in this way.
+        BuildError: an option is not valid, or `share` or the device is not.
     """
 
     def __init__(self, device: str, share: str, models: Sequence[Tuple[str, Mapping[str, Any]]]) -> None:
@@ -59,10 +61,10 @@ class ModelGroup:
             raise EngineMissing(_TOO_OLD.format(library.__version__))
 
     def build(self) -> None:
-        """Add, calculate, and build each.
+        """Add all models, calculate the size of the workspace, and build each model.
 
         Raises:
-            BuildError: the library refuses one of them; then there is none of the others either.
+            BuildError: the library rejects a model. None of the models can be used then.
         """
         library, first = self.engines[0].library, self.engines[0]
         with first.log.translate_errors(BuildError):
@@ -88,5 +90,5 @@ class _GroupModel(MindSporeLiteAscend):
         return self._log
 
     def context(self) -> Any:
-        """Return one that no build has had."""
+        """Return a new context, because each build needs its own."""
         return self._context()

@@ -1,4 +1,4 @@
-"""The base of MindSpore Lite's engines: the library, its options, and a built model's signature and predicts."""
+"""Base class of MindSpore Lite's engines: loads the library, checks options, reads signatures and runs predicts."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ _GLOG_ERROR = re.compile(r"^\[(?:ERROR|CRITICAL)\][^\[]*\[[^\]]*:\d+\]\s*(?:[^\s
 
 
 class MindSporeLite(Engine):
-    """Runs a MindIR model; a subclass knows the device, and what is shared.
+    """Runs a MindIR model. A subclass sets the device and the way of sharing.
 
     Raises:
-        EngineMissing: this interpreter has not the library.
-        BuildError: an option is not one.
+        EngineMissing: this interpreter does not have the library.
+        BuildError: an option is not valid.
     """
 
     name = "mindspore_lite"
@@ -74,18 +74,18 @@ class MindSporeLite(Engine):
         return {"mindspore_lite": str(self._library.__version__)}
 
     def _build(self, model: str, context: Any, sections: Sections) -> None:
-        """Build a new Model; `sections` is what the library calls config_dict."""
+        """Build a new Model. `sections` is the library's argument config_dict."""
         arguments: Dict[str, Any] = self._options.build_arguments()
         if sections:
             arguments["config_dict"] = sections
-        # This lets go of the one before: two at once would be two copies of the weights.
+        # The assignment frees the previous Model. Two Models at once would need two copies of the weights.
         self._model = self._library.Model()
         with self._log.translate_errors(BuildError):
             self._model.build_from_file(model, self._library.ModelType.MINDIR, context, **arguments)
         self._read_signature()
 
     def _read_signature(self) -> None:
-        """Bind the inputs of what was built, and keep what it takes and gives."""
+        """Bind the inputs of the built model, and store its signature."""
         self._bind_inputs(self._model.get_inputs())
         self._signature = ModelSignature(
             tuple(_tensor_signature(each) for each in self._tensors),
@@ -94,11 +94,11 @@ class MindSporeLite(Engine):
 
     @property
     def signature(self) -> ModelSignature:
-        """What the built model takes. The shape of an output that depends on a free dimension is not known."""
+        """The signature of the built model. The shape of an output that depends on a free dimension is unknown."""
         return self._signature
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Resize where the shape is not that of the last request, run, and copy the outputs out."""
+        """Resize the model if the shapes differ from the last request, run it, and copy the outputs."""
         arrays = [inputs[name] for name in self._names]
         with self._log.translate_errors(ModelCorrupted):
             self._resize([list(array.shape) for array in arrays])
@@ -108,13 +108,13 @@ class MindSporeLite(Engine):
             return {name_of(each): np.array(each.get_data_to_numpy()) for each in outputs}
 
     def release_cached_memory(self) -> None:
-        """Do nothing: what the library has for a predict is the model's, for as long as there is one."""
+        """Do nothing: the memory for predicts belongs to the model and lives as long as it does."""
 
     def _resize(self, shapes: List[List[int]]) -> None:
         if shapes != self._shapes:
             with self._log.translate_errors(self.resize_error_type):
                 self._model.resize(self._tensors, shapes)
-            # The old tensors keep the old shape.
+            # Tensors from before the resize keep the old shapes.
             self._bind_inputs(self._model.get_inputs())
 
     def _bind_inputs(self, tensors: List[Any]) -> None:
@@ -125,17 +125,17 @@ class MindSporeLite(Engine):
     def _output_tensors(self) -> List[Any]:
         if hasattr(self._model, "get_outputs"):
             return list(self._model.get_outputs())
-        # 2.0.0 has it only in the binding beneath.
+        # Version 2.0.0 has get_outputs only in the binding beneath.
         return [self._library.Tensor(each) for each in self._model._model.get_outputs()]
 
 
 def name_of(tensor: Any) -> str:
-    """Names may be padded (the vendor's own examples strip them)."""
+    """Return the tensor's name without padding, which the vendor's examples strip, too."""
     return str(tensor.name).rstrip()
 
 
 def _tensor_signature(tensor: Any) -> TensorSignature:
-    # None is what the Python interface says of those that it does not know.
+    # The Python interface gives None for a type that it does not know.
     datatype = _DATATYPE.get(tensor.dtype.name) if tensor.dtype is not None else None
     if datatype is None:
         what = tensor.dtype or "its type, which the library's Python interface cannot tell (as of BF16),"
@@ -144,7 +144,7 @@ def _tensor_signature(tensor: Any) -> TensorSignature:
 
 
 def _without_unknown_shape(output: TensorSignature) -> TensorSignature:
-    """The library says [-1] of every output, of whatever rank, whose shape depends on a free dimension."""
+    """Remove the shape [-1], which the library reports for any output that depends on a free dimension."""
     return TensorSignature(output.name, output.datatype, None) if output.shape == (-1,) else output
 
 
@@ -156,16 +156,16 @@ _MAX_SHAPE = mapping(list_of(integer(1, limits.MAX_DIM), limits.MAX_RANK), limit
 _PATH = text(limits.MAX_PATH_BYTES, empty=True)
 _PRECISIONS = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_origin", "preferred_optimal")
 
-# Of every cipher; a longer file is no key.
+# The longest key of any cipher is shorter.
 _MAX_KEY_BYTES = 4096
 
-# What decides who shares weights comes from the daemon alone.
+# Only the daemon decides which processes share weights, so these keys are not allowed in a configuration file.
 _SHARING_KEYS = ("shareable_weight_pid_list", "shareable_weight_mem_handle")
 
 
 @dataclass(frozen=True)
 class Options:
-    """As the daemon gives them; which go together is decided there (`weightd_daemon.engines.mindspore_lite`)."""
+    """The engine's options. The daemon checks which of them go together (`weightd_daemon.engines.mindspore_lite`)."""
 
     provider: str = field(default="", metadata=one_of(["", "ge"]))
     precision_mode: str = field(default="", metadata=one_of(["", *_PRECISIONS]))
@@ -181,10 +181,10 @@ class Options:
 
     @classmethod
     def from_mapping(cls, options: Mapping[str, Any]) -> Options:
-        """Return the options of a map.
+        """Return the options of a mapping.
 
         Raises:
-            BuildError: it has something that is none; the text names the key.
+            BuildError: a key or value is not valid; the text names the key.
         """
         try:
             return decode(cls, dict(options))
@@ -192,8 +192,8 @@ class Options:
             raise BuildError(str(error.at(".options"))) from None
 
     def set_cpu(self, cpu: Any) -> None:
-        """Set what concerns the threads. A misspelt attribute would be taken without a word."""
-        # Only what was asked for: the library's own defaults are not all 0.
+        """Set the thread options of a CPU context. The library accepts misspelt attributes without an error."""
+        # Set only configured options, because the library's defaults are not all 0.
         if self.thread_affinity_mode:
             cpu.thread_affinity_mode = self.thread_affinity_mode
         if self.thread_affinity_cores:
@@ -202,17 +202,17 @@ class Options:
             cpu.inter_op_parallel_num = self.inter_op_parallel
 
     def set_ascend(self, ascend: Any) -> None:
-        """Set what concerns a card."""
+        """Set the options of an Ascend context."""
         if self.precision_mode:
             ascend.precision_mode = self.precision_mode
         if self.provider:
             ascend.provider = self.provider
 
     def build_arguments(self) -> Dict[str, Any]:
-        """Return the arguments of `build_from_file` that these options need; no other, for 2.0 knows fewer.
+        """Return the arguments of `build_from_file` that these options need. Version 2.0 does not accept all others.
 
         Raises:
-            BuildError: a file is not what it has to be.
+            BuildError: a configuration or key file cannot be used.
         """
         arguments: Dict[str, Any] = {}
         if self.config_file:
@@ -224,7 +224,7 @@ class Options:
 
 
 def _check_config(path: str) -> None:
-    """The library takes the sharing keys from this file too, and then refuses the build or shares with strangers."""
+    """Reject a file with sharing keys: the library would fail the build, or share weights with other processes."""
     try:
         lines = read_regular(path, MAX_CONFIG_BYTES).decode("utf-8", "replace").splitlines()
     except (OSError, ValueError) as error:
@@ -236,7 +236,7 @@ def _check_config(path: str) -> None:
 
 
 def _read_key(path: str) -> bytes:
-    """All bytes of the file are the key: its owner and mode are those of the very file that is read."""
+    """Return the whole file as the key, after checking type, owner and mode of the opened file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:

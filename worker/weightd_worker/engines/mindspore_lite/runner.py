@@ -1,23 +1,23 @@
-"""MindSpore Lite's ModelParallelRunner on the CPU: several of the library's own workers in one process.
+"""MindSpore Lite's ModelParallelRunner on the CPU: several of the library's workers in one process.
 
-They share the weights, and run as many predicts at once, each called from a thread of its own. What the library does
-not do beyond what a Model does not (`model`), measured on 2.0.0, and what this module does about it:
+The workers share the weights, and each runs one predict at a time, called from a separate thread. Limits of a runner
+beyond the limits of a Model (`cpu`), measured on 2.0.0, and what this module does about them:
 
-- A second build of a runner succeeds and does nothing: each build makes a new one.
-- It takes a configuration file as part of its context, and no key at all.
-- It knows no resize, only what a tensor's shape says: each predict has tensors of its own. Of a rank that the model has
-  not it runs all the same, and of one without elements the process dies: the shapes are looked at before.
-- Where the caller gives tensors for the outputs, a failure is lost and they have the answer before: none are given. It
-  makes new ones for each predict, which no later one writes to.
-- Its build lets all threads of the process run on all cores of the host, whatever cores the process had: they are
-  brought back, unless an option binds them to others.
-- The first predict runs on all workers, one after another: that is the self-test's.
-- A shape that cannot be leaves the worker that has tried it with the one before, and the next predict that comes to it
-  has the answer to that: what has never run here runs alone, and after a failure nothing runs any more.
-- Other threads receive requests and free answers while a runner is built again, and pages may be exchanged only when
-  nothing else happens in the process: the session calls `reshare_weights` then.
-- Other failures come while predicts run beside them, and nobody knows on which worker: what ends after one, or after
-  the log has told of one, is `MaybeCorrupted`.
+- A second build of a runner succeeds and does nothing, so each build makes a new runner.
+- A runner takes a configuration file as part of its context, and no decryption key.
+- It has no resize, and uses the shape of each tensor, so each predict has new tensors. It runs a tensor of a rank that
+  the model does not have, and crashes the process on an empty one, so shapes are checked before.
+- If the caller passes output tensors, a failure is not reported, and they keep the answer before. So none are passed:
+  the runner makes new ones for each predict, which no later predict writes to.
+- The build lets all threads of the process run on all cores of the host. Their affinity is restored afterwards, unless
+  an option binds them to other cores.
+- The first predict runs on all workers, one after another. This is the predict of the self-test.
+- A shape that fails leaves its worker with the shape before, and the next predict of that worker gets the answer to
+  that shape. So shapes that have never run here run alone, and nothing runs after a failure.
+- While a runner is built again, other threads receive requests and free outputs, but pages may be replaced only when no
+  other thread is active. So the session calls `reshare_weights` later.
+- Other failures occur while predicts run beside them, and the worker that failed is not known. So a predict that ends
+  after a failure, or after the log has reported one, raises `MaybeCorrupted`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from weightd_worker.engines.engine import Arrays, BuildError, BuildSettings, May
 from weightd_worker.engines.mindspore_lite.cpu import InputShapes, MindSporeLiteCpu
 from weightd_worker.engines.mindspore_lite.model import name_of
 
-# So many are known not to fail by their shapes; the others run alone each time.
+# How many shapes are remembered as safe. Other shapes run alone each time.
 _MAX_KNOWN_SHAPES = 1024
 
 
 class MindSporeLiteRunner(MindSporeLiteCpu):
-    """Runs a MindIR model by so many of the library's workers as the option `parallel_workers` says.
+    """Runs a MindIR model on several of the library's workers (the option `parallel_workers`).
 
     Raises:
-        BuildError: as of any engine; and an option that a runner does not take.
+        EngineMissing: as the base class.
+        BuildError: an option is not valid, or a runner does not support it.
     """
 
     def __init__(self, settings: BuildSettings) -> None:
@@ -53,7 +54,7 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
 
     @property
     def concurrency(self) -> int:
-        """As many as the runner has workers: one more would wait for one of them, in a queue of the library's."""
+        """The number of the runner's workers. Another predict would wait in the library's queue."""
         return self._options.parallel_workers
 
     def build(self, model: str, *, pids: Sequence[str] = (), handle: str = "") -> None:
@@ -71,7 +72,7 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
             context.parallel.workers_num = self.concurrency
             if arguments:
                 context.parallel.config_path = arguments["config_path"]
-            # This lets go of the one before, as soon as its workers are idle.
+            # The assignment frees the previous runner, as soon as its workers are idle.
             self._model = self._library.ModelParallelRunner()
             self._model.build_from_file(self._path, context)
         if not (self._options.thread_affinity_mode or self._options.thread_affinity_cores):
@@ -80,12 +81,12 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
         self._checked_log_bytes = self._log.size()
 
     def predict(self, inputs: Arrays) -> Arrays:
-        """Run beside others if the shapes are known to the model, else alone."""
+        """Run the model concurrently if the shapes are known to be safe, else exclusively."""
         shapes, rw_lock = self._shapes_of(inputs), self._rw_lock
         outputs: Optional[Arrays] = None
         if self._are_known_shapes(shapes):
             with rw_lock.shared():
-                # A new Model, which may have been built meanwhile, knows no shape.
+                # Another thread may have built a new Model meanwhile, for which no shape is known.
                 if self._are_known_shapes(shapes):
                     outputs = self._compute(inputs)
         if outputs is None:
@@ -144,7 +145,7 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
         return tensor
 
     def _check_log(self) -> None:
-        """The log has grown. If by errors, wait for those that run: one may have failed, and not know it yet."""
+        """After the log has grown by errors, wait for the running predicts: one of them may still fail."""
         size = self._log.size()
         if self._log.errors_since(self._checked_log_bytes):
             with self._rw_lock.exclusive():
@@ -160,7 +161,7 @@ def _check_shape(signature: TensorSignature, shape: Tuple[int, ...]) -> None:
 
 
 class ReadersWriterLock:
-    """One who is to be alone waits for those that run; who comes meanwhile waits at the door, as he does."""
+    """Readers-writer lock. A writer waits for the current readers; readers that arrive later wait for the writer."""
 
     def __init__(self) -> None:
         self._entry_lock = threading.Lock()
@@ -169,7 +170,7 @@ class ReadersWriterLock:
 
     @contextlib.contextmanager
     def shared(self) -> Generator[None, None, None]:
-        """Run beside others for a block."""
+        """Hold the lock as a reader for a block."""
         with self._entry_lock, self._reader_left:
             self._reader_count += 1
         try:
@@ -181,7 +182,7 @@ class ReadersWriterLock:
 
     @contextlib.contextmanager
     def exclusive(self) -> Generator[None, None, None]:
-        """Run alone for a block: the door is shut, so there is at most one who waits for others to leave."""
+        """Hold the lock as the writer for a block. The entry lock keeps out other readers and writers."""
         with self._entry_lock:
             with self._reader_left:
                 self._reader_left.wait_for(lambda: not self._reader_count)
