@@ -107,7 +107,7 @@ class Acceptor:
 
 
 def refuse_descriptors(listener: socket.socket) -> bool:
-    """Have the kernel drop descriptors that clients send; return whether none can arrive.
+    """Have the kernel refuse descriptors that clients send; return whether none can arrive.
 
     For Unix sockets this needs Linux 6.16. A connection inherits the flag that the listener had when the connection was
     made.

@@ -16,7 +16,8 @@ from weightd_daemon.platform.log_setup import client_extra
 WINDOW_S = 10.0
 """The limits hold for periods of so many seconds."""
 
-# Lines about one user, host or tenant. Each kind of event has one line, with the number of suppressed lines.
+# Lines about one user, host or tenant in a period. Each kind of event has one line, which also gives the number of
+# suppressed lines.
 _MAX_LINES_PER_CLIENT = 8
 
 # Lines about all clients. By default, journald drops the lines of a service beyond 10,000 in 30 s.

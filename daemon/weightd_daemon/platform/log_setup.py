@@ -94,7 +94,7 @@ def set_up(level: int) -> None:
 
 
 def print_error(text: str) -> None:
-    """Print a line on stderr, with line breaks in names escaped, that names an error or why the command ends."""
+    """Print an error or a finding of a command on stderr, as one line without unprintable characters."""
     line = to_one_line(f"weightd: {text}")
     print(
         add_priority(line, priority_of(logging.ERROR)) if is_connected_to_journal(os.environ, _STDERR) else line,
