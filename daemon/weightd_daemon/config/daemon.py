@@ -25,7 +25,7 @@ from weightd_protocol.schema import FieldError, integer, list_of, number, text
 # With less memory, even a few requests of ordinary size would be rejected.
 _MIN_MEMORY_BYTES = 16 * MIB
 
-# With smaller batches, time would be spent on messages about batches rather than on the batches.
+# With shorter batches, more time would be spent on the messages between them than on running them.
 _MIN_BATCH_S = 0.001
 
 
