@@ -18,7 +18,7 @@ from weightd_daemon.generations.states import (
 )
 from weightd_protocol.messages.worker import AllowAttach, Attach, AttachAllowed, TrimStore
 
-# The time for a holder's reply. A holder has nothing to do but to let processes attach.
+# The time within which a holder must reply to AllowAttach; it has nothing else to do.
 ALLOW_TIMEOUT_S = 10.0
 
 # The events by which a resuming daemon reaches each persisted state.
@@ -93,13 +93,13 @@ class AttachControl(Machine[AttachState, AttachEvent]):
         return self.state is not AttachState.INVALID
 
     def can_trust_answers(self, is_alive: Callable[[str], bool]) -> bool:
-        """Return whether a worker's answer may be passed on, which is not so if its weights may be invalid by now."""
+        """Return whether answers may be passed on: not if the weights are invalid or the required holder is exiting."""
         return self.state is not AttachState.INVALID and (not self.required_holder or is_alive(self.required_holder))
 
     # --- events -------------------------------------------------------------------------------------------------
 
     def require(self, holder: WorkerProcess, *, can_outlive_holder: bool) -> None:
-        """Record the holder of shared weights if these become invalid without it, so that no answer counts then."""
+        """Record the holder of shared weights as required if the weights become invalid without it."""
         must_outlive = holder.hello is not None and holder.hello.sharing_traits.holder_must_outlive
         if must_outlive and not can_outlive_holder:
             self.required_holder = holder.name

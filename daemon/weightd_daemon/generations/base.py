@@ -214,7 +214,7 @@ class GenerationBase(GenerationView):
         self._reconcile(now)
 
     def on_leaving(self, name: str, now: float, reason: str = "") -> None:
-        """Replace a child whose model may be damaged, because a predict failed for this reason."""
+        """Give up a child after a failed predict that may have damaged its model; `reason` is the error."""
         child = self.children.get(name)
         if child is not None:
             self._on_leaving(child, reason, now)
@@ -282,7 +282,7 @@ class GenerationBase(GenerationView):
         self._on_greeted(hello, now)
 
     def _stop(self, child: WorkerProcess, now: float) -> None:
-        """Stop a child gracefully, or kill it if its weights are invalid, so that its answers do not count."""
+        """Order a child to exit, or kill it if its weights are invalid and its answers would be discarded."""
         if self.attach_control.is_valid:
             self.processes.stop(child, now)
         else:

@@ -118,7 +118,7 @@ class ProgressLogger:
     def log_row_test(self, built: Built, *, is_exact: bool) -> None:
         """Log why requests cannot be batched or split, if that was configured.
 
-        A missing test is logged as a warning only if the results have to be exact (`is_exact`).
+        This is a warning if the results have to be exact (`is_exact`), or if batching is impossible.
         """
         if built.row_support is not None and built.row_support.note:
             is_loss = is_exact or not built.row_support.outputs

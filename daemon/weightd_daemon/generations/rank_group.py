@@ -251,6 +251,7 @@ class RankGroup(GenerationBase):
         if previous_state in USABLE and not (self.state is GenerationState.DRAINING and exit_cause.status == 0):
             is_listening = previous_state is ChildState.HOLDING
             if is_listening and rank_checks.is_port_taken(exit_cause, has_connected=have_met):
+                # A port in use is retried like a lack of memory; the next group gets another port.
                 loss = replace(loss, is_out_of_memory=True)
             self._lose(child, loss, now, is_consequential=is_consequential)
         elif previous_state is ChildState.KILLED:

@@ -259,8 +259,8 @@ class Generation(GenerationBase):
 
     def _spawn_missing(self, now: float) -> None:
         deadline = now + max(HELLO_TIMEOUT_S, self.spec.load_timeout)
-        # After a loss in a self-test attempt, the next holder waits for the exit of the last, so that two never hold
-        # the weights.
+        # After the loss of a holder in a self-test attempt, the next one starts only when the last has exited, so that
+        # two never hold the weights at once.
         is_starting = self.state in (GenerationState.SPAWNING, GenerationState.GATHERING)
         if is_starting and not self.processes.has(Role.HOLDER):
             self.processes.spawn(Role.HOLDER, deadline, self.device)

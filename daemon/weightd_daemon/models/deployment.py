@@ -98,7 +98,7 @@ class Deployment(DeploymentView):
         self._wanted_source = wanted_again
 
     def retry(self, source: ModelSource) -> None:
-        """Load a generation again after the deployment `has_failed`."""
+        """Load this source after the deployment has failed (`has_failed`)."""
         self.advance(DeploymentEvent.RETRY)
         self._backoff = RestartBackoff()
         self.start(source)

@@ -274,7 +274,10 @@ class ServedModel:
             _log.warning("%s: next attempt to load it in %g s", self.name, backoff.due_at - now, extra=extra)
 
     def _set_timer(self) -> None:
-        """Schedule `tick` for the next known event; later, earlier events move the timer themselves."""
+        """Schedule `tick` for the next known event.
+
+        An event that is planned afterwards and is due sooner moves the timer itself.
+        """
         retry_at = self._load_backoff.due_at if self.may_retry else NEVER
         due_at = min(self.versions.snapshots.next_event_at, retry_at, self.deployments.next_tick_at)
         self.timer.set(min(due_at, self.dispatcher.next_event_at))

@@ -106,12 +106,14 @@ class ProcessEvents:
         deployment, generation = entry
         attach_control = generation.attach_control
         match message:
+            # Results that may have been computed on invalid weights are discarded.
             case PredictResult() | PredictFailed() if (
                 attach_control.state is AttachState.INVALID
                 or attach_control.required_holder
                 or generation.label in self._storage.fingerprints
             ) and not self._can_trust_answers(generation):
                 self.verify_store(generation, now)
+            # Outside a rank group, this message is unexpected, and the generation gives up the process.
             case PredictDone() if not (_is_lockstep(generation) and self._can_trust_answers(generation)):
                 self._on_load_message(child, deployment, generation, message, now)
             case PredictResult() | PredictDone() | PredictFailed() | PredictCancelled():

@@ -81,7 +81,7 @@ class Readiness:
 
     @property
     def may_serve_soon(self) -> bool:
-        """Whether any device serves the model or may serve it without a load by its replacement.
+        """Whether any device serves the model or is expected to serve it soon.
 
         This includes generations whose workers are reconnecting after a restart of the daemon, and deployments that are
         loaded again if the model for which they were vacated fails.
