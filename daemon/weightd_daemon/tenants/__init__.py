@@ -1,1 +1,1 @@
-"""Who asks, and what they may: tenants, and how a peer is known to be one."""
+"""Tenants: their identities, quotas and usage."""

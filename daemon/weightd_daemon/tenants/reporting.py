@@ -1,4 +1,4 @@
-"""What clients and the log are told of the accounts of tenants, and their upkeep while the daemon runs."""
+"""Reports of tenants' usage to clients and to the log, and the maintenance of the usage table."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from weightd_protocol import limits
 from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
 from weightd_protocol.schema import label
 
-# Shares are those of six of them.
+# The interval between samples; shares cover six of them.
 _SAMPLE_INTERVAL_S = 10.0
 
-# Of a line: those on which most seconds were spent.
+# The maximum number of models in a log line. Models with the most slot seconds come first.
 _MAX_MODELS = 8
 
 
-# Requests that wait, by tenant and model.
+# The number of queued requests by tenant and model.
 QueuedCounts = Mapping[tuple[str, str], int]
 
 _log = logging.getLogger("weightd.usage")
 
 
 class UsageReporter:
-    """Looks after the accounts, where there are tenants.
+    """Maintains the usage table and logs the usage of tenants.
 
     Args:
-        tenants: as they are now.
-        usage_table: of all of them.
-        model_names: called when it is needed; returns the names of those that there are.
+        tenants: the current tenants.
+        usage_table: the usage of all tenants.
+        model_names: called when needed; returns the names of the existing models.
 
     Attributes:
-        timers: call it when something is due.
+        timers: the timers for the event loop.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class UsageReporter:
         self.timers = (self._sample_timer, self._log_timer)
 
     def configure(self, interval_s: float, now: float) -> None:
-        """Another configuration is in force; `interval_s`: the seconds between lines of the log, 0 for none."""
+        """Apply a new configuration; `interval_s` is the interval between log lines in seconds, 0 for no log."""
         if not self._tenants.has_tenants:
-            # What a reload has taken away is forgotten all the same.
+            # Usage that belongs to removed tenants and models is dropped in any case.
             self._usage_table.keep_only(self._tenant_names(), self._model_names())
             self._log_interval_s = 0.0
             return
@@ -81,17 +81,17 @@ class UsageReporter:
 
 
 class TenantTotals(NamedTuple):
-    """What a tenant has: the sum, which stays when a model goes, and the seconds of each model."""
+    """The total usage of a tenant, including models that no longer exist, and the slot seconds of each model."""
 
     total: Usage
     seconds_by_model: Mapping[str, float]
 
 
 class UsageIntervals:
-    """Tells of each tenant what has been counted since it was told last.
+    """Computes the usage of each tenant since the last log line.
 
     Args:
-        usage_table: of all tenants.
+        usage_table: the usage of all tenants.
     """
 
     def __init__(self, usage_table: UsageTable) -> None:
@@ -99,11 +99,11 @@ class UsageIntervals:
         self._last_totals: dict[str, TenantTotals] = {}
 
     def start(self, tenants: Iterable[str]) -> None:
-        """What these have now is not told."""
+        """Start a new interval without reporting the usage so far."""
         self._last_totals = {name: self._totals_of(name) for name in tenants}
 
     def lines(self, tenants: Iterable[str], seconds: float) -> Iterator[str]:
-        """Yield a line for each tenant that has asked anything, or been given seconds; since so many of them."""
+        """Yield a log line for each tenant with any usage in the last `seconds`, and start a new interval."""
         previous, self._last_totals = self._last_totals, {name: self._totals_of(name) for name in tenants}
         differences = {
             name: _totals_since(previous.get(name, _NO_TOTALS), now) for name, now in self._last_totals.items()
@@ -125,7 +125,7 @@ _NO_TOTALS = TenantTotals(Usage(), {})
 
 
 def _totals_since(before: TenantTotals, now: TenantTotals) -> TenantTotals:
-    """What has been counted since; all of it, where it has begun anew."""
+    """Return the usage since `before`; all of `now` if the counters have started again from zero."""
     if now.total.requests < before.total.requests:
         return now
     models = {
@@ -183,10 +183,15 @@ def tenant_statuses(
     queued: QueuedCounts,
     visible_models: Collection[str] | None = None,
 ) -> tuple[TenantStatus, ...]:
-    """Return what is told of tenants: all accounts, or those of the models that were asked most where these are many.
+    """Return the status of tenants, with the usage entries of the models with the most requests if there are too many.
 
-    What is left out is in the sum of its tenant, so that nothing is missing. `visible_models`: of no other models
-    anything is told but that sum; None for all.
+    Omitted entries are added up in one entry of their tenant, so that the totals stay correct.
+
+    Args:
+        tenants: the tenants to report.
+        usage_table: the usage of all tenants.
+        queued: the number of queued requests.
+        visible_models: the models that may have entries; None for all.
     """
     tenant_list = list(tenants)
     usages = {tenant.name: dict(usage_table.items(tenant.name)) for tenant in tenant_list}
@@ -197,7 +202,7 @@ def tenant_statuses(
         if model != OTHER_MODELS and (visible_models is None or model in visible_models)
     ]
     candidates.sort(key=lambda each: each[2].requests, reverse=True)
-    # A tenant has a sum beside them.
+    # Each tenant needs one more entry for the omitted models.
     max_listed = limits.MAX_ACCOUNTS - len(tenant_list)
     listed = {(name, model) for name, model, _ in candidates[:max_listed]}
     merged_counts = Counter(name for name, _, _ in candidates[max_listed:])

@@ -1,6 +1,6 @@
-"""Tenants: what each may do, what it currently holds of its quotas, and which tenant a connected peer is.
+"""Tenants: their rights, their use of quotas, and the lookup of the tenant of a connected peer.
 
-A peer's tenant follows from what the kernel or a key proves of it; a message proves nothing.
+The tenant of a peer follows only from its credentials, which the kernel or a key proves, never from a message.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from weightd_daemon.tenants.usage import Quota
 
 
 class Tenant:
-    """One tenant, the same for as long as the daemon runs.
+    """A tenant. The object stays the same across reloads of the configuration.
 
     Args:
-        name: of its table.
-        config: what is in force.
+        name: the name of the tenant's table in the configuration.
+        config: the current configuration.
 
     Attributes:
-        config: what is in force; a reload puts another in its place.
-        quota: what it has of what that bounds.
-        known_models: whether it can see a model, of those of which `can_see` was asked.
+        name: as above.
+        config: as above; a reload replaces it.
+        quota: the tenant's current use of its quotas.
+        known_models: the cached results of `can_see`.
     """
 
     __slots__ = ("config", "known_models", "name", "quota")
@@ -37,32 +38,32 @@ class Tenant:
         self.quota = Quota()
 
     def set_config(self, config: TenantConfig) -> None:
-        """Another configuration is in force."""
+        """Replace the configuration."""
         self.config = config
         self.known_models.clear()
 
     def has_right(self, right: str) -> bool:
-        """Return whether it has a right, one of `RIGHTS`."""
+        """Return whether the tenant has a right, one of `RIGHTS`."""
         return right in self.config.may
 
     def can_see(self, model: str) -> bool:
-        """Return whether there is this model for it; asked of models that there are."""
+        """Return whether an existing model is visible to the tenant."""
         is_visible = self.known_models.get(model)
         if is_visible is None:
             is_visible = self.known_models[model] = matches(model, self.config.models)
         return is_visible
 
     def can_act_for(self, name: str) -> bool:
-        """Return whether its requests may go on another's account."""
+        """Return whether the tenant may send requests on the account of another tenant."""
         return matches(name, self.config.acts_for)
 
 
 class Viewer(NamedTuple):
-    """Who asks for what there is.
+    """The tenant for which a client asks about the daemon.
 
     Attributes:
-        tenant: for whom it has to be there.
-        can_see_all: whether it is told what concerns others, too.
+        tenant: the tenant that determines which models are visible.
+        can_see_all: whether the client may also see what concerns other tenants.
     """
 
     tenant: Tenant
@@ -70,24 +71,24 @@ class Viewer(NamedTuple):
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
-    """Return whether a name is one of those that the patterns allow."""
+    """Return whether a name matches one of the patterns."""
     return any(fnmatch.fnmatchcase(name, each) for each in patterns)
 
 
-# Where there are no tables: whoever may connect may do what nobody has to be an operator for.
+# Without tenants in the configuration, every client that may connect has all rights that do not need an operator.
 DEFAULT_TENANT = Tenant(DEFAULT_TENANT_NAME, TenantConfig(may=(RIGHTS[0], STATUS)))
 
 _OPERATORS_CONFIG = TenantConfig(may=RIGHTS)
 
 
 class PeerCredential(NamedTuple):
-    """What is proven of a peer.
+    """The proven identity of a peer.
 
     Attributes:
-        uid: of a unix socket's peer; None over TCP.
-        gids: its groups, likewise.
-        key: its public key in Z85; "" where it has shown none.
-        is_operator: it is root, or the user that the daemon runs as, and has connected to the daemon itself.
+        uid: the user of the peer of a Unix socket; None over TCP.
+        gids: the groups of that peer.
+        key: the public key in Z85; "" if the peer has none.
+        is_operator: whether the peer is root or the user of the daemon, and has connected to the daemon directly.
     """
 
     uid: int | None = None
@@ -97,23 +98,23 @@ class PeerCredential(NamedTuple):
 
 
 class TenantResolver:
-    """All tenants. Where there are no tables, everyone is one.
+    """Finds the tenant of a peer. Without tenants in the configuration, every peer belongs to the default tenant.
 
     Args:
-        tenants: the tables, by name.
+        tenants: the configured tenants by name.
 
     Attributes:
-        operators: who operates by its user and is in no table.
+        operators: the tenant of operators that belong to no configured tenant.
     """
 
     def __init__(self, tenants: Mapping[str, TenantConfig]) -> None:
         self._tenants: dict[str, Tenant] = {}
-        # Its name cannot be that of a table.
+        # No configured tenant can have this name.
         self.operators = Tenant("(operators)", _OPERATORS_CONFIG)
         self.configure(tenants)
 
     def configure(self, tenants: Mapping[str, TenantConfig]) -> None:
-        """Other tables are in force; a tenant that stays is the same object."""
+        """Replace the configured tenants; a tenant that stays keeps its object."""
         previous, self._tenants = self._tenants, {}
         for name, config in tenants.items():
             tenant = self._tenants[name] = previous.get(name) or Tenant(name, config)
@@ -125,22 +126,22 @@ class TenantResolver:
 
     @property
     def has_tenants(self) -> bool:
-        """Whether there are tables."""
+        """Whether tenants are configured."""
         return bool(self._tenants)
 
     @property
     def all_tenants(self) -> list[Tenant]:
-        """All of them, and the operators."""
+        """All tenants, including the operators."""
         return [*self, self.operators]
 
     def get(self, name: str) -> Tenant | None:
-        """Return the tenant of a table, or None."""
+        """Return the configured tenant of this name, or None."""
         return self._tenants.get(name)
 
     def tenant_of(self, credential: PeerCredential) -> Tenant | None:
-        """Return who a peer is; None where it is nobody.
+        """Return the tenant of a peer, or None if the peer belongs to none.
 
-        Its key comes before its uid, and that before its groups: of these the first that the kernel names.
+        The key takes precedence over the uid, and the uid over the groups, in the order in which the kernel lists them.
         """
         if not self._tenants:
             return DEFAULT_TENANT
@@ -152,11 +153,11 @@ class TenantResolver:
 
 
 def tenant_members(tenants: Mapping[str, TenantConfig], admitted: Sequence[str] = ()) -> list[TenantCredentials]:
-    """Return who belongs to the tenants of these tables.
+    """Return which users, groups and keys belong to the configured tenants.
 
     Args:
-        tenants: the tables, by name.
-        admitted: the tenants that a listener is for; none: all. The others are `NO_TENANT` there.
+        tenants: the configured tenants by name.
+        admitted: the tenants that a listener admits; empty for all. The members of others get `NO_TENANT`.
     """
     return [
         TenantCredentials(

@@ -1,7 +1,8 @@
-"""What each tenant has asked of each model, what that has taken, and what it holds of its quotas: plain counters.
+"""Usage counters of each tenant for each model, and the quotas of tenants.
 
-There are as many as tenants and models are configured. What a tenant has asked of models that are gone is kept in one
-account; a tenant that is gone takes its own with it. Neither goes while something of it is in flight.
+The number of counters is limited by the configured tenants and models. The usage of models that no longer exist is
+added up in one entry; the usage of a tenant that no longer exists is dropped. Both wait until the requests in flight
+have ended.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from weightd_protocol.errors import ERRORS, RequestError, ResourceExhausted
 from weightd_protocol.messages.inference import RequestDescription
 from weightd_protocol.schema import integer, mapping, number, text
 
-# The bounds of a tenant of which a refusal names the one that was reached.
+# The quotas of a tenant. An error names the quota that was exceeded.
 QUOTAS = (
     "max_in_flight",
     "max_queue",
@@ -29,24 +30,24 @@ QUOTAS = (
     "priority_max",
 )
 
-# All reasons: those, and the codes of the errors in which a request may end otherwise.
+# All reasons of a refusal: the quotas, and the codes of the other errors in which a request may end.
 REASONS = (*QUOTAS, *ERRORS)
 
-# The account of what is no request of a model that there is.
+# The model name of usage that belongs to no existing model.
 OTHER_MODELS = ""
 
-# A guess: how long it takes until some of what there is has been computed.
+# The estimated time until one of the tenant's requests has ended.
 _RETRY_AFTER_S = 0.1
 
 _KNOWN_REASONS = frozenset(REASONS)
 
-# Sums end here: whatever a file said that was damaged can be told, and counted on.
+# The maximum of a sum, so that values from a damaged file can still be sent and added to.
 _MAX_COUNT = 2**62
 
-# Of so many of the last ticks a share is taken.
+# The number of recent samples from which shares are computed.
 _SHARE_SAMPLES = 6
 
-# Of each number of seconds in the file.
+# The maximum number of seconds in the file.
 _MAX_SECONDS = 1e15
 
 _COUNT = integer(0, limits.MAX_COUNT)
@@ -54,10 +55,10 @@ _SECONDS = number(_MAX_SECONDS)
 
 
 class QuotaExceeded(ResourceExhausted):
-    """A bound of the tenant is reached.
+    """A quota of the tenant is exceeded.
 
     Attributes:
-        quota: which, one of `QUOTAS`.
+        quota: the name of the quota, one of `QUOTAS`.
     """
 
     def __init__(self, quota: str, text: str, *, retry_after: float | None = None) -> None:
@@ -67,7 +68,7 @@ class QuotaExceeded(ResourceExhausted):
 
 @dataclass(frozen=True)
 class UsageRecord:
-    """An account as it is written down; the fields are those of `Usage`."""
+    """The stored form of a tenant's usage of a model; for the fields, see `Usage`."""
 
     tenant: str = field(metadata=text(limits.MAX_NAME_BYTES))
     model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES, empty=True))
@@ -83,24 +84,24 @@ class UsageRecord:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells it from all others."""
+        """The tenant and the model, which identify the record."""
         return self.tenant, self.model
 
 
 class Usage:
-    """What a tenant has asked of a model. One request counts in `served`, or in `refused`, once it has ended.
+    """The usage of a model by a tenant. A request that ends counts once, in `served` or in `refused`.
 
     Attributes:
-        requests: that have come, those included that were refused at once.
-        served: that were answered.
-        rows: of them, as far as those of the model are known.
-        slot_seconds: for which slots ran them; a batch of several is divided by their rows.
-        queue_seconds: from the arrival of each to when a slot was given it.
-        bytes_in: of their tensors, as far as these were sent.
-        bytes_out: of the answers, likewise.
-        unexpected_exits: slots that were lost to them.
-        in_flight: that were accepted and have not ended.
-        refused: that have ended in an error, by reason; messages that are no requests, too.
+        requests: requests received, including those refused at once.
+        served: requests answered.
+        rows: rows that have run and were answered, as far as the model's row inputs are known.
+        slot_seconds: seconds of slot time; a batch of several requests is divided by rows.
+        queue_seconds: seconds from the arrival of each request until a slot received it.
+        bytes_in: tensor bytes received in messages, without shared memory.
+        bytes_out: tensor bytes sent in messages, without shared memory.
+        unexpected_exits: slots that were lost to the tenant's requests.
+        in_flight: requests that were accepted and have not ended.
+        refused: the number of errors by reason, including errors of messages other than requests.
     """
 
     __slots__ = (
@@ -129,28 +130,28 @@ class Usage:
         self.refused: dict[str, int] = {}
 
     def admit(self, quota: Quota, config: TenantConfig, description: RequestDescription, nbytes: int) -> None:
-        """Count a request with tensors of so many bytes, here and in the quota of its tenant.
+        """Count a request with `nbytes` tensor bytes, here and in the quota of its tenant.
 
         Raises:
-            QuotaExceeded: the tenant may not have one more; it is not counted.
+            QuotaExceeded: the request exceeds a quota and is not counted.
         """
         quota.add_request(config, description, nbytes)
         self.count_accepted(nbytes)
 
     def withdraw(self, quota: Quota, nbytes: int) -> None:
-        """Do not count a request that was admitted, as it is refused after all."""
+        """Undo `admit` for a request that is refused after all."""
         quota.end_request(nbytes, has_started=False)
         self.requests -= 1
         self.in_flight -= 1
         self.bytes_in -= nbytes
 
     def start(self, quota: Quota, nbytes: int, waited_s: float) -> None:
-        """A slot was given a request that was admitted, or the first of it, so long after it had come."""
+        """Record that a slot has first received an admitted request, `waited_s` seconds after its arrival."""
         quota.start_request(nbytes)
         self.add_queue_time(waited_s)
 
     def end(self, quota: Quota, nbytes: int, outcome: RequestError | int, *, has_started: bool) -> None:
-        """A request that was admitted is answered with tensors of `outcome` bytes, or has ended in that error."""
+        """Record the end of an admitted request, with an error or with an answer of `outcome` tensor bytes."""
         quota.end_request(nbytes, has_started=has_started)
         if isinstance(outcome, int):
             self.count_served(outcome)
@@ -158,40 +159,40 @@ class Usage:
             self.count_failed(outcome)
 
     def count_accepted(self, nbytes: int) -> None:
-        """A request is accepted, with tensors of so many bytes."""
+        """Count an accepted request with `nbytes` tensor bytes."""
         self.requests += 1
         self.in_flight += 1
         self.bytes_in += nbytes
 
     def add_queue_time(self, seconds: float) -> None:
-        """A slot was given it, or the first of it, so long after it had come."""
+        """Add the seconds from the arrival of a request until a slot received it."""
         self.queue_seconds += seconds
 
     def add_run(self, seconds: float, rows: int) -> None:
-        """A slot has run it, or a part of it."""
+        """Add the slot time and the rows of a request, or of a part of one."""
         self.slot_seconds += seconds
         self.rows += rows
 
     def count_served(self, nbytes: int) -> None:
-        """It is answered, with tensors of so many bytes."""
+        """Count an answered request with `nbytes` tensor bytes in the answer."""
         self.in_flight -= 1
         self.served += 1
         self.bytes_out += nbytes
 
     def count_failed(self, error: RequestError) -> None:
-        """It has ended in an error."""
+        """Count an accepted request that has ended in an error."""
         self.in_flight -= 1
         self.count_refused(error)
 
     def count_refused(self, error: RequestError, *, requests: int = 0) -> None:
-        """A message is refused; `requests`: how many it is."""
+        """Count a refused message; `requests` is 1 if the message is an inference request."""
         self.requests += requests
         reason = error.quota if isinstance(error, QuotaExceeded) else error.code
         self.refused[reason] = self.refused.get(reason, 0) + 1
 
     @property
     def refused_total(self) -> int:
-        """All that was refused."""
+        """The total number of refusals."""
         return sum(self.refused.values())
 
     @property
@@ -200,7 +201,7 @@ class Usage:
         return not (self.requests or self.refused or self.unexpected_exits or self.slot_seconds)
 
     def add(self, other: Usage | UsageRecord) -> None:
-        """Count what another one has counted, but for what is in flight there, and reasons that there are not."""
+        """Add the counters of another usage, except its requests in flight and unknown reasons."""
         self.requests = min(self.requests + other.requests, _MAX_COUNT)
         self.served = min(self.served + other.served, _MAX_COUNT)
         self.rows = min(self.rows + other.rows, _MAX_COUNT)
@@ -214,7 +215,7 @@ class Usage:
                 self.refused[reason] = min(self.refused.get(reason, 0) + count, _MAX_COUNT)
 
     def to_record(self, tenant: str, model: str) -> UsageRecord:
-        """Return what it has counted, as it is written down."""
+        """Return the counters in stored form."""
         return UsageRecord(
             tenant,
             model,
@@ -231,13 +232,13 @@ class Usage:
 
 
 class Quota:
-    """The counts of one tenant. They are kept where nothing is bounded, too: a reload may bound it.
+    """The current use of a tenant's quotas. It is counted without limits, too, because a reload may set one.
 
     Attributes:
         in_flight: requests that were accepted and have not ended.
-        waiting: those of them that no slot has been given yet.
-        waiting_bytes: of their tensors.
-        connections: that it has.
+        waiting: requests in flight that no slot has received yet.
+        waiting_bytes: the tensor bytes of these.
+        connections: the number of connections.
     """
 
     __slots__ = ("_messages", "connections", "in_flight", "waiting", "waiting_bytes")
@@ -250,15 +251,15 @@ class Quota:
         self._messages = TokenBucket()
 
     def count_message(self, config: TenantConfig, now: float) -> None:
-        """A message of any kind has come, or is sent on its account by another one.
+        """Count a message of any kind from the tenant, or from another tenant on its account.
 
         Raises:
-            QuotaExceeded: there are too many.
+            QuotaExceeded: the tenant's rate is exceeded.
         """
         rate = config.max_rate
         if not rate:
             return
-        # Less than one a second are one now and then.
+        # A rate below one message a second must allow a single message, too.
         burst = max(1.0, rate)
         if not self._messages.take(rate, burst, now):
             missing = 1.0 - self._messages.tokens(rate, burst, now)
@@ -266,12 +267,12 @@ class Quota:
             raise QuotaExceeded("max_rate", text, retry_after=missing / rate)
 
     def add_request(self, config: TenantConfig, description: RequestDescription, nbytes: int) -> None:
-        """Count one more request, whose tensors come with so many bytes; it waits from now on.
+        """Count a request with `nbytes` tensor bytes, which waits from now on.
 
-        Its rows are the largest first dimension of its inputs.
+        The number of rows is the largest first dimension of the inputs.
 
         Raises:
-            QuotaExceeded: the tenant may not have one more; it is not counted.
+            QuotaExceeded: the request exceeds a quota and is not counted.
         """
         if config.max_rows:
             rows = max((each.shape[0] for each in description.inputs if each.shape), default=0)
@@ -282,7 +283,7 @@ class Quota:
             raise _quota_error("max_in_flight", config.max_in_flight, self.in_flight)
         if config.max_queue and self.waiting >= config.max_queue:
             raise _quota_error("max_queue", config.max_queue, self.waiting)
-        # One that is alone may be larger.
+        # A single request may be larger.
         if config.max_queue_bytes and self.waiting and self.waiting_bytes + nbytes > config.max_queue_bytes:
             raise _quota_error("max_queue_bytes", config.max_queue_bytes, self.waiting_bytes)
         self.in_flight += 1
@@ -290,10 +291,10 @@ class Quota:
         self.waiting_bytes += nbytes
 
     def add_connection(self, config: TenantConfig) -> None:
-        """One more connection has come, and counts from now on, whatever becomes of it.
+        """Count a connection, even if an error is raised.
 
         Raises:
-            QuotaExceeded: it is to be hung up.
+            QuotaExceeded: the tenant has too many connections; this one must be closed.
         """
         self.connections += 1
         if config.max_connections and self.connections > config.max_connections:
@@ -301,12 +302,12 @@ class Quota:
             raise QuotaExceeded("max_connections", text, retry_after=_RETRY_AFTER_S)
 
     def start_request(self, nbytes: int) -> None:
-        """A slot is given it for the first time, or some of it."""
+        """Record that a slot has received a request for the first time."""
         self.waiting -= 1
         self.waiting_bytes -= nbytes
 
     def end_request(self, nbytes: int, *, has_started: bool) -> None:
-        """It has ended; `has_started`: a slot had been given it."""
+        """Record the end of a request; `has_started` tells whether a slot had received it."""
         self.in_flight -= 1
         if not has_started:
             self.start_request(nbytes)
@@ -319,14 +320,14 @@ def _quota_error(name: str, limit: int, current: int) -> QuotaExceeded:
 
 
 class UsageTable:
-    """The accounts of all tenants."""
+    """The usage of all tenants."""
 
     def __init__(self) -> None:
         self._tenants: dict[str, dict[str, Usage]] = {}
         self._samples: deque[dict[str, float]] = deque(maxlen=_SHARE_SAMPLES)
 
     def usage_of(self, tenant: str, model: str) -> Usage:
-        """Return the account of a tenant for a model that there is, or for what is `OTHER_MODELS`."""
+        """Return the usage of an existing model, or of `OTHER_MODELS`, by a tenant."""
         usages = self._tenants.get(tenant)
         if usages is None:
             usages = self._tenants[tenant] = {}
@@ -336,13 +337,13 @@ class UsageTable:
         return usage
 
     def items(self, tenant: str) -> Iterator[tuple[str, Usage]]:
-        """Yield the models of which a tenant has asked anything, each with the account."""
+        """Yield each model for which a tenant has any usage, with the usage."""
         for model, usage in self._tenants.get(tenant, {}).items():
             if not usage.is_empty:
                 yield model, usage
 
     def total(self, tenant: str) -> Usage:
-        """Return the sum of all that a tenant has; what is in flight, too."""
+        """Return the sum of a tenant's usage of all models, including requests in flight."""
         total = Usage()
         for usage in self._tenants.get(tenant, {}).values():
             total.add(usage)
@@ -350,15 +351,15 @@ class UsageTable:
         return total
 
     def slot_seconds(self, tenant: str) -> float:
-        """Return those that all requests of a tenant have taken."""
+        """Return the slot seconds of all requests of a tenant."""
         return sum(usage.slot_seconds for usage in self._tenants.get(tenant, {}).values())
 
     def sample(self) -> None:
-        """Some seconds have passed, about as many as since the last call: shares are those since the first of some."""
+        """Take a sample of the slot seconds, at regular intervals. Shares cover the time since the oldest sample."""
         self._samples.append({tenant: self.slot_seconds(tenant) for tenant in self._tenants})
 
     def shares(self) -> dict[str, float]:
-        """Return of each tenant its part of the slot seconds of late; empty where nothing has run."""
+        """Return each tenant's share of the recent slot seconds; empty if nothing has run."""
         oldest = self._samples[0] if self._samples else {}
         seconds_by_tenant = {
             tenant: max(0.0, self.slot_seconds(tenant) - oldest.get(tenant, 0.0)) for tenant in self._tenants
@@ -367,7 +368,7 @@ class UsageTable:
         return {tenant: seconds / total for tenant, seconds in seconds_by_tenant.items()} if total else {}
 
     def keep_only(self, tenants: Collection[str], models: Collection[str]) -> None:
-        """These are all there are: forget the other tenants, and put together what was asked of other models."""
+        """Drop tenants that no longer exist, and merge the usage of models that no longer exist into `OTHER_MODELS`."""
         for tenant, usages in list(self._tenants.items()):
             is_idle = not any(usage.in_flight for usage in usages.values())
             if tenant not in tenants and is_idle:
@@ -379,14 +380,14 @@ class UsageTable:
                     self.usage_of(tenant, OTHER_MODELS).add(usage)
 
     def records(self) -> Iterator[UsageRecord]:
-        """Yield what is to be written down. What is asked meanwhile may be in it, or not."""
+        """Yield the records to store. Changes during the iteration may or may not be included."""
         for tenant in list(self._tenants):
             for model, usage in list(self.items(tenant)):
                 yield usage.to_record(tenant, model)
 
     def restore(self, records: Iterable[UsageRecord]) -> None:
-        """Go on from what was written down."""
+        """Add the stored records of an earlier daemon."""
         for each in records:
             self.usage_of(each.tenant, each.model).add(each)
-        # What was before is nobody's share.
+        # Stored usage must not count in the shares.
         self.sample()
