@@ -1,4 +1,5 @@
-"""Who asks: connections, their messages in, their answers out, and what all of that may take.
+"""The client API: connections, authorization, request handlers, replies, and memory limits for clients.
 
-Gives requests to `models`; may import those and what is below them, and knows of the daemon but a port.
+The package passes requests to `models`. It may import `models` and the packages below; it reaches the daemon as a whole
+only through interfaces that the daemon passes in.
 """

@@ -1,6 +1,6 @@
-"""Changes that operators make over a connection: updates of models and reloads, and the logs of processes.
+"""Operations of operators over a connection: model updates, reloads of the configuration, and logs of processes.
 
-Each change is written to the audit log when it has ended, or was refused.
+Each change is written to the audit log when it ends or is refused.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ RequestReload = Callable[[Callable[[ConfigDiff | RequestError], None]], None]
 
 
 class AdminApi:
-    """Handles the messages of operators; each handler raises a `RequestError` where it refuses the message.
+    """Handles the messages of operators. Each handler raises a `RequestError` if it refuses the message.
 
     Args:
         registry: the models.
-        authorizer: says who is an operator.
+        authorizer: checks that a client is an operator.
         reporter: reads logs.
         request_reload: see `RequestReload`.
         responses: sends replies.
@@ -56,13 +56,13 @@ class AdminApi:
         self._responses = responses
         self._unsaved_responses: list[tuple[bytes, UpdateResponse]] = []
         self._audit_refusals = audit.RefusalLog()
-        # What was begun for a client, by the client and the id of its message.
+        # Operations in progress, by client and message id.
         self._pending_operations: dict[tuple[bytes, str], audit.AuditEntry] = {}
 
     # --- messages -----------------------------------------------------------------------------------------------
 
     def on_update(self, connection: ClientConnection, message: Update, frames: Sequence[Any], now: float) -> None:
-        """Begin to update a model, or to go back to what it served before."""
+        """Start the update of a model, or the rollback to its previous version."""
         self._authorizer.check_operator(connection, "update a model")
         if message.rollback == bool(message.path or message.weights):
             raise InvalidArgument("expected a path, weights, or rollback alone")
@@ -78,24 +78,24 @@ class AdminApi:
             model.update(connection.key, message.id, now, **paths, rollback=message.rollback, grant=grant)
 
     def on_reload(self, connection: ClientConnection, message: Reload, frames: Sequence[Any], now: float) -> None:
-        """Have the configuration read again."""
+        """Start a reload of the configuration."""
         self._authorizer.check_reload(connection)
         with self._audit_operation(connection, message):
             self._request_reload(functools.partial(self._on_reloaded, connection.key, message.id))
 
     def on_logs(self, connection: ClientConnection, message: Logs, frames: Sequence[Any], now: float) -> None:
-        """Have the logs of a model's processes read."""
+        """Start to read the logs of a model's processes."""
         self._authorizer.check_operator(connection, "read logs")
         self._registry.find(message.model_name, self._authorizer.resolve_viewer(connection).tenant)
         self._reporter.report_logs(connection.key, message)
 
     def audit_refusal(self, connection: ClientConnection, message: Any, error: RequestError, now: float) -> None:
-        """Write to the audit log that a message was refused, if the log is about such messages."""
+        """Write the refusal of a message to the audit log, if it is a change or lacks a permission."""
         if isinstance(error, (PermissionDenied, Unauthenticated)) or isinstance(message, (Update, Reload)):
             self._audit_refusals.write(_audit_entry(connection, message), audit.REFUSED, str(error), now)
 
     def audit_unknown_client(self, connection: ClientConnection, message_type: str, now: float) -> None:
-        """Write to the audit log that a message of a client was refused that is no tenant's."""
+        """Write the refusal of a message from a client without a tenant to the audit log."""
         kind = message_type if message_type in FROM_CLIENT else "unknown"
         entry = audit.AuditEntry(kind, connection.identity.audit_name)
         self._audit_refusals.write(entry, audit.REFUSED, str(connection.rejection), now)
@@ -103,24 +103,24 @@ class AdminApi:
     # --- replies ------------------------------------------------------------------------------------------------
 
     def reply_updated(self, client: bytes, response: UpdateResponse) -> None:
-        """Tell the client that an update has taken over, as soon as that is recorded."""
+        """Queue the reply to a completed update until the update is recorded on disk."""
         self._on_operation_end(client, response.id)
         self._unsaved_responses.append((client, response))
 
     def send_saved_responses(self) -> None:
-        """Send the replies that had to wait until the update was recorded."""
+        """Send the replies that waited until their updates were recorded."""
         while self._unsaved_responses:
             self._responses.reply(*self._unsaved_responses.pop(0))
 
     def reply_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
-        """Tell the client that an update or a reload has failed."""
+        """Send the error of a failed update or reload."""
         self._on_operation_end(client, request_id, error)
         self._responses.reply_error(client, request_id, error)
 
     # --- within -------------------------------------------------------------------------------------------------
 
     def _on_reloaded(self, client: bytes, request_id: str, outcome: ConfigDiff | RequestError) -> None:
-        """Tell the client that the configuration is in force, or why not."""
+        """Reply that the new configuration is in force, or why not."""
         if isinstance(outcome, RequestError):
             self.reply_failed(client, request_id, outcome)
         else:
@@ -129,10 +129,10 @@ class AdminApi:
 
     @contextlib.contextmanager
     def _audit_operation(self, connection: ClientConnection, message: Update | Reload) -> Generator[None, None, None]:
-        """Note for the audit log what is begun in the block, unless it is refused there.
+        """Register an operation that starts in the block for the audit log, unless the block refuses it.
 
         Raises:
-            InvalidArgument: the client has begun something under this id already, which has not ended.
+            InvalidArgument: the client has an operation with this id in progress.
         """
         key = connection.key, message.id
         if key in self._pending_operations:
@@ -155,7 +155,7 @@ class AdminApi:
 
 
 def _audit_entry(connection: ClientConnection, message: Any) -> audit.AuditEntry:
-    """Return what the audit log says of a message."""
+    """Return the audit log entry for a message."""
     tenant = "" if connection.tenant is None else connection.tenant.name
     if isinstance(message, Update):
         action = "rollback" if message.rollback else "update"

@@ -1,4 +1,4 @@
-"""Who each client is, and what it may: by what is proven of it, as the tables say now."""
+"""Authorization: determines the tenants of clients from their credentials and checks their rights."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ RIGHT_REVOKED = "a reload has revoked the right to request this"
 
 
 class Authorizer:
-    """Tells who a client is, and whether it may do what it asks.
+    """Determines the tenant of a client, and checks whether the tenant may do what the client requests.
 
     Args:
-        tenants: as they are now.
-        accounts: of all of them.
-        listener_tenants: by the name of a listener, the tenants that it is for; none: all.
+        tenants: the current tenants.
+        accounts: the usage of all tenants.
+        listener_tenants: by the name of a listener, the tenants that it admits; empty for all.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Authorizer:
         self.listener_tenants = listener_tenants
 
     def assign_tenant(self, connection: ClientConnection) -> RequestError | None:
-        """A client has come, or the tables have changed: it is from now on who it is by them.
+        """Determine the tenant of a connection, when the client connects and when the configuration has changed.
 
         Returns:
-            Why it is hung up, if it has just come: its tenant has as many as it may.
+            The reason to close a new connection, if its tenant has too many; else None.
         """
         self.remove_connection(connection)
         identity = connection.identity
@@ -64,27 +64,27 @@ class Authorizer:
         return None
 
     def limit_account_of(self, identity: ClientIdentity) -> str:
-        """Return whose limits hold for a new connection before its tenant is known: its user's or host's.
+        """Return the account whose limits apply to a new connection before its tenant is known: its user or its host.
 
-        All users of this host that belong to no tenant are one owner.
+        All users of this host that belong to no tenant share one account.
         """
         has_no_tenant = identity.credential.uid is not None and self.tenants.tenant_of(identity.credential) is None
         return NO_TENANT if has_no_tenant else identity.origin.principal
 
     def remove_connection(self, connection: ClientConnection) -> None:
-        """A client has gone, or is about to be somebody else."""
+        """Stop counting a connection for its tenant, because it is closed or its tenant is determined again."""
         if connection.tenant is not None:
             connection.tenant.quota.connections -= 1
 
     def authorize_infer(
         self, connection: ClientConnection, name: str | None, now: float
     ) -> tuple[Tenant, ClientOrigin]:
-        """Return on whose account an inference request goes: the client's own tenant, or the one that it names.
+        """Return the tenant of an inference request, the client's own or the one in the message, and its origin.
 
-        A message for another tenant counts in that one's rate, too.
+        A message for another tenant counts in that tenant's rate, too.
 
         Raises:
-            RequestError: the client may not name that tenant, or the tenant may not send requests now.
+            RequestError: the client may not act for that tenant, or the tenant may not send requests now.
         """
         tenant, origin = connection.tenant, connection.origin
         if tenant is None or name is not None:
@@ -98,10 +98,12 @@ class Authorizer:
         return tenant, origin
 
     def charge_viewer(self, connection: ClientConnection, name: str | None, now: float) -> Viewer:
-        """Return for whom a client asks a question; one for another tenant counts in that one's rate, too.
+        """Return for which tenant a client asks about the daemon.
+
+        A message for another tenant counts in that tenant's rate, too.
 
         Raises:
-            RequestError: the client may not name that tenant, or has asked too often.
+            RequestError: the client may not act for that tenant, or the tenant's rate is exceeded.
         """
         viewer = self.resolve_viewer(connection, name)
         if name is not None and viewer.tenant is not connection.tenant:
@@ -109,10 +111,10 @@ class Authorizer:
         return viewer
 
     def resolve_tenant(self, connection: ClientConnection, name: str | None) -> Tenant:
-        """Return whose a request is that names a tenant, or none.
+        """Return the tenant of a message that names a tenant, or None for the client's own.
 
         Raises:
-            RequestError: its client may not name that.
+            RequestError: the client may not act for that tenant.
         """
         own_tenant = connection.tenant
         if own_tenant is None:
@@ -121,17 +123,17 @@ class Authorizer:
             return own_tenant
         named_tenant = self.tenants.get(name)
         if named_tenant is None or (named_tenant is not own_tenant and not own_tenant.can_act_for(name)):
-            # The same for those that there are: names are nobody else's business.
+            # The error is the same whether the tenant exists or not, so that it does not reveal names of other tenants.
             raise PermissionDenied(f"parameters.tenant: tenant {own_tenant.name} does not act for {name!r} (acts_for)")
         return named_tenant
 
     def resolve_viewer(self, connection: ClientConnection, name: str | None = None) -> Viewer:
-        """Return for whom there are the models of which a client asks, and whether it is told what concerns others.
+        """Return the tenant whose models a client can see, and whether it may see what concerns other tenants.
 
-        For who operates by its user there are all, unless it names a tenant.
+        Operators see everything, unless the message names a tenant.
 
         Raises:
-            RequestError: it may not name that.
+            RequestError: the client may not act for that tenant.
         """
         account = self.resolve_tenant(connection, name)
         if name is None and connection.identity.credential.is_operator:
@@ -139,23 +141,23 @@ class Authorizer:
         return Viewer(account, account.has_right(STATUS))
 
     def check_status(self, connection: ClientConnection, subject: str) -> None:
-        """See to it that who asks for what concerns others may see it.
+        """Check that a client may see what concerns other tenants.
 
         Raises:
-            PermissionDenied: it may not.
+            PermissionDenied: the client may not.
         """
         tenant, sees_all = self.resolve_viewer(connection)
         if not sees_all:
             raise PermissionDenied(f'tenant {tenant.name} may not see {subject}: "{STATUS}" is not in its `may`')
 
     def check_operator(self, connection: ClientConnection, action: str) -> None:
-        """See to it that who asks for a change may.
+        """Check that a client may make a change.
 
         Raises:
-            PermissionDenied: it may not.
+            PermissionDenied: the client may not.
         """
         tenant, identity = connection.tenant, connection.identity
-        # A proxy's word is not enough: strangers speak to it.
+        # A proxied connection is not enough, because the proxy handles input from untrusted clients.
         if not (
             identity.credential.is_operator or (identity.is_direct and tenant is not None and tenant.has_right(OPERATE))
         ):
@@ -167,10 +169,10 @@ class Authorizer:
             )
 
     def check_reload(self, connection: ClientConnection) -> None:
-        """See to it that who asks for a reload may: it reads the operator's file, and concerns all models.
+        """Check that a client may reload the configuration, which is the operator's file and concerns all models.
 
         Raises:
-            PermissionDenied: it may not.
+            PermissionDenied: the client may not.
         """
         self.check_operator(connection, "reload the configuration")
         tenant = connection.tenant
@@ -182,7 +184,7 @@ class Authorizer:
         )
 
     def file_grant(self, connection: ClientConnection) -> Grant:
-        """Return the right by which a client names files that the daemon is to read."""
+        """Return the permissions with which the daemon reads files that a client names."""
         credential, tenant = connection.identity.credential, connection.tenant
         if credential.is_operator:
             return OPERATOR
@@ -194,11 +196,11 @@ class Authorizer:
         find_connection: Callable[[bytes], ClientConnection | None],
         previous_tenants: Mapping[bytes, Tenant | None],
     ) -> Callable[[Request], bool]:
-        """Return what tells of a request that waits whether its client may not ask for that any more.
+        """Return a function that tells whether a queued request is not allowed any more.
 
         Args:
-            find_connection: called with a client; returns who it is now.
-            previous_tenants: who each client was.
+            find_connection: called with a client; returns its connection with the current tenant.
+            previous_tenants: the previous tenant of each client.
         """
 
         def may_not(request: Request) -> bool:

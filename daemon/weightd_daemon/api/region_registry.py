@@ -1,4 +1,4 @@
-"""The memory that clients have registered, and what of it their requests may name."""
+"""The registry of shared memory regions, and the lookup of tensors in them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from weightd_protocol.errors import InvalidArgument, NotFound, ResourceExhausted
 from weightd_protocol.messages.inference import TensorSpec
 from weightd_protocol.messages.regions import InputLocation, OutputLocation, Regions
 
-# Of one client: places that are in use at a time.
+# The maximum number of cached lookups for each client.
 _MAX_CACHED_LOCATIONS = 64
 
-# Of one user, on all connections: each costs a descriptor.
+# The maximum number of regions of one user on all connections; each needs a file descriptor.
 MAX_USER_REGIONS = 16 * limits.MAX_REGIONS
 
 
 class RegionRegistry:
-    """Regions by the client that has registered them: nobody else can name one, whatever it guesses.
+    """Shared memory regions by the client that has registered them. No other client can use a region, even by its name.
 
     Args:
-        max_bytes: of all regions of one user, where no other bound is told for it.
-        user_of: called with a client; returns on whose account it goes.
-        on_closed: called when there is something to `free_closed`: from anywhere, so it must not wait or take a lock.
+        max_bytes: the maximum size of one user's regions, unless `register` gets another limit.
+        user_of: called with a client; returns the user or tenant on whose account it counts.
+        on_closed: called when `free_closed` has something to do. The call may come from anywhere, even from a
+            finalizer, so it must neither block nor take a lock.
 
     Attributes:
-        closed_regions: numbers, users and descriptors of regions that nothing names any more, until `free_closed`.
+        closed_regions: numbers, users and descriptors of regions that no object refers to, until `free_closed`.
     """
 
     def __init__(self, max_bytes: int, user_of: Callable[[bytes], str], on_closed: Callable[[], object]) -> None:
@@ -46,22 +47,23 @@ class RegionRegistry:
         self._user_of = user_of
         self._on_closed = on_closed
         self._by_client: dict[bytes, dict[str, SharedRegion]] = {}
-        # What was found for requests of a client: by the identity of what they say, with that so that it stays its own.
+        # Results of `locate` by client and by the identity of its arguments, with the arguments, so that no other
+        # objects get the same identities.
         self._cached_locations: dict[bytes, dict[tuple[int, int], tuple[object, object, TensorLocations]]] = {}
-        # Of regions that are open: those that were given up, too, while a request names them.
+        # The counts include unregistered regions that a request still uses.
         self._bytes_by_user = Counter[str]()
         self._count_by_user = Counter[str]()
-        # A worker may still have one of the daemon before this one: no number is used twice.
+        # Numbers are never used twice: a worker may still have a region of a previous daemon.
         self._region_numbers = itertools.count(time.time_ns() // 1000)
 
     def register(self, client: bytes, descriptors: deque[int], max_tenant_bytes: int = 0) -> str:
-        """Take the memory that came with a client's message; return the name of the region.
+        """Register the memory whose descriptor came with a client's message; return the name of the region.
 
-        `max_tenant_bytes` is the bound of its tenant for all that it has, 0 for none.
+        `max_tenant_bytes` is the limit for all regions of the client's tenant, 0 for none.
 
         Raises:
-            InvalidArgument: what came cannot be shared so; it is left where it is.
-            ResourceExhausted: the client, or its user, has as much as it may.
+            InvalidArgument: the descriptor cannot be shared in this way; it stays in `descriptors`.
+            ResourceExhausted: the client, its user or all clients together have as many regions or bytes as allowed.
         """
         if len(descriptors) != 1:
             raise InvalidArgument(f"register: expected one descriptor, got {len(descriptors)}")
@@ -79,24 +81,24 @@ class RegionRegistry:
         return region
 
     def unregister(self, client: bytes, region: str) -> None:
-        """Give up a region, if there is such a one; requests that name it already are not concerned."""
+        """Remove a region, if it exists. Requests that use it already are not affected."""
         self._cached_locations.pop(client, None)
         self._by_client.get(client, {}).pop(region, None)
 
     def remove_client(self, client: bytes) -> None:
-        """The client is gone: give up its regions."""
+        """Remove the regions of a client that has disconnected."""
         self._cached_locations.pop(client, None)
         self._by_client.pop(client, None)
 
     def locate(self, client: bytes, regions: Regions, inputs: Sequence[TensorSpec]) -> TensorLocations:
-        """Return where a request's tensors are, once it is sure that they lie in regions of that client.
+        """Return the locations of a request's tensors, after checking that they lie in regions of the client.
 
         Raises:
-            InvalidArgument: they do not.
-            NotFound: a region is none of this connection.
+            InvalidArgument: a location is invalid.
+            NotFound: the connection has no such region.
         """
         try:
-            # The decoder gives equal bytes the same objects.
+            # The decoder returns the same objects for equal bytes.
             return self._cached_locations[client][id(regions), id(inputs)][2]
         except KeyError:
             pass
@@ -126,7 +128,7 @@ class RegionRegistry:
         )
 
     def free_closed(self) -> Sequence[int]:
-        """Return the numbers of those that are closed, once, and free their memory: seconds of work if it was large."""
+        """Close unused regions in other threads, which can take seconds, and return the numbers of the regions."""
         closed, self.closed_regions = self.closed_regions, []
         for _, user, descriptor in closed:
             self._fd_closer.close(user, descriptor)
@@ -152,7 +154,7 @@ class RegionRegistry:
             raise ResourceExhausted(f"this user has {self._bytes_by_user[user]} bytes in regions already; {bound}")
 
     def _on_region_unused(self, user: str, nbytes: int, number: int, descriptor: int) -> None:
-        # That may be anywhere. Nothing here waits, or takes a lock.
+        # This may be called from anywhere, even from a finalizer, so it neither blocks nor takes a lock.
         self.closed_regions.append((number, user, descriptor))
         self._on_closed()
         self._bytes_by_user[user] -= nbytes
@@ -173,9 +175,9 @@ def _locate_tensor(
 ) -> TensorLocation:
     shared_region = client_regions.get(requested.region)
     if shared_region is None:
-        # Not which: it may be another's.
+        # The error does not name the region, which may belong to another client.
         raise NotFound(f"parameters.regions.{where}.region: this connection has no such region")
-    # Numbers here have no end: no sum is too large.
+    # Python integers do not overflow.
     end = requested.offset + nbytes
     if end > shared_region.nbytes:
         expected = f"expected an end within the region, at most {shared_region.nbytes}, got {end}"

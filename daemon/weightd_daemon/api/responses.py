@@ -1,4 +1,4 @@
-"""Replies to clients: encodes and sends each, and settles the accounts of a request that ends."""
+"""Replies to clients: encodes and sends each, and updates the usage counters when a request ends."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from weightd_protocol.messages.status import StatusResponse
 from weightd_protocol.messages.types import DaemonMessage
 from weightd_protocol.messages.worker import PredictResult
 
-# A guess: how long it takes until some of what is kept has been computed, or read.
+# The estimated time until memory is released because a request has ended or a client has read its replies.
 _RETRY_AFTER_S = 0.1
 
 _MEMORY_FULL = (
     "the daemon's memory budget for clients is used up (max_memory_bytes), and this one, or its user, has most of it"
 )
 
-# Replies that may be longer than others.
+# The size limits of headers that may be longer than others.
 _MAX_BYTES: Mapping[type[Any], int] = dict.fromkeys(
     (StatusResponse, MetricsResponse, LogsResponse), limits.MAX_STATUS_BYTES
 )
@@ -36,12 +36,12 @@ ShedRequests = Callable[[bytes, RequestError], object]
 
 
 class ClientResponses:
-    """Sends replies, and keeps account of what requests take of the daemon's memory until they have ended.
+    """Sends replies, and manages the memory budget of requests until they end.
 
     Args:
-        connections: of the clients.
-        memory_budget: what is kept for clients.
-        shed_requests: called with a client and an error: has each of the client's requests that waits end in that.
+        connections: the connections of clients.
+        memory_budget: the budget for memory that is held for clients.
+        shed_requests: called with a client and an error; ends the client's queued requests with the error.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ClientResponses:
     # --- replies ------------------------------------------------------------------------------------------------
 
     def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
-        """Send the model's answer. The client waits for it: the accounts are closed after that."""
+        """Send the model's answer. The client waits for it, so the usage counters are updated afterwards."""
         response = InferResponse(
             request.id, result.description, result.shared_outputs, bool(request.pending_writes) or None
         )
@@ -62,13 +62,13 @@ class ClientResponses:
         self._settle(request, sum(map(len, frames)))
 
     def reply_request_error(self, request: Request, error: RequestError) -> None:
-        """Send an error in the place of an answer."""
+        """Send the error in which a request ends."""
         self._memory_budget.release(request.client, request.buffered_bytes)
         self._settle(request, error)
         self.reply_error(request.client, request.id, error, may_still_write=bool(request.pending_writes))
 
     def notify_released(self, request: Request) -> None:
-        """Tell a client that nobody writes any more where the outputs of its request were to be."""
+        """Notify a client that no process writes to the output memory of its request any more."""
         self.reply(request.client, Released(request.id))
 
     def reply_error(
@@ -81,11 +81,11 @@ class ClientResponses:
     def reply(
         self, client: bytes, message: DaemonMessage, frames: Sequence[Any] = (), *, released_bytes: int = 0
     ) -> None:
-        """Send a message, in the place of so many bytes that are kept for the client."""
+        """Send a message, after `released_bytes` of the client's reserved memory have been released."""
         try:
             header = encode(message, max_bytes=_MAX_BYTES.get(message.__class__, limits.MAX_HEADER_BYTES))
         except LocalProtocolError as error:
-            # What an engine or a path says may not fit into a header: that is an answer too.
+            # Text from an engine or a path may not fit into a header. The client gets an error then.
             header, frames = encode(Error(message.id, Internal.code, clip(f"the response cannot be sent: {error}"))), ()
         if released_bytes:
             self._memory_budget.release(client, released_bytes)
@@ -94,32 +94,36 @@ class ClientResponses:
             self._connections.send(client, encode(Error(message.id, dropped_error.code, str(dropped_error))))
 
     def reject_descriptors(self, connection: ClientConnection) -> None:
-        """Close the descriptors that a client has sent, and nobody wants."""
+        """Close the descriptors that a client has sent with a refused message."""
         self._connections.reader.reject_descriptors(connection)
 
     # --- memory -------------------------------------------------------------------------------------------------
 
     def reserve_freed(self, request: Request) -> None:
-        """Keep room for a request for which there was none.
+        """Reserve memory for a request, after other clients with more memory have released some.
 
         Raises:
-            ResourceExhausted: there is still none, after those that have more have given theirs.
+            ResourceExhausted: there is still not enough memory.
         """
         if not self._reserve_freed(request, request.buffered_bytes):
             raise memory_full()
 
     def reserve_partial_result(self, request: Request, nbytes: int) -> None:
-        """Keep so much more of a request.
+        """Reserve `nbytes` more for a request.
 
         Raises:
-            ResourceExhausted: there is no room for it.
+            ResourceExhausted: there is not enough memory.
         """
         if not self._memory_budget.try_reserve(request.client, nbytes) and not self._reserve_freed(request, nbytes):
             raise memory_full()
         request.buffered_bytes += nbytes
 
     def free_memory(self, client: bytes, nbytes: int) -> bool:
-        """Return whether there is room for so much more of a client, after those that have more have given theirs."""
+        """Free memory of the clients that hold the most, until `nbytes` more fit for this one; return whether they do.
+
+        The queued requests of the largest client are ended. If that frees nothing, or if most of the memory is unread
+        replies, the client is disconnected.
+        """
         budget = self._memory_budget
         while not budget.can_reserve(nbytes):
             largest = budget.largest_client(client, nbytes)
@@ -138,7 +142,7 @@ class ClientResponses:
         return True
 
     def _settle(self, request: Request, outcome: RequestError | int) -> None:
-        """Close the accounts of a request that has ended, see `Usage.end`."""
+        """Update the usage counters for a request that has ended, see `Usage.end`."""
         request.usage.end(request.tenant.quota, request.nbytes, outcome, has_started=request.has_started)
         connection = self._connections.get(request.client)
         if connection is not None:
@@ -149,5 +153,5 @@ class ClientResponses:
 
 
 def memory_full() -> ResourceExhausted:
-    """Return the error of a message for which there is no room."""
+    """Return the error for a message that does not fit into the memory budget."""
     return ResourceExhausted(_MEMORY_FULL, retry_after=_RETRY_AFTER_S)

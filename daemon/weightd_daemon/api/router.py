@@ -1,12 +1,14 @@
-"""The daemon's side towards its clients: what happens to each message, above all to an inference request.
+"""The request router: decodes the messages of clients and calls their handlers.
 
-receive    `RequestRouter` decodes a message, and calls the handler of its type
-authorize  `InferenceApi.on_infer`: on whose account the request goes, and whether that tenant may ask this model
-validate   timeout, shared memory, priority and quotas; the request takes room in the daemon's memory
-enqueue    `Dispatcher.infer` checks the inputs and starts the request on a free slot, or puts it into the queue
-dispatch   `Dispatcher.dispatch` forms the next batch when a slot is free
-execute    the slot's processes run the batch and report to `BatchResults.on_result`
-reply      `ClientResponses.reply_result` sends the answer and closes the accounts of the request
+An inference request takes these steps:
+
+    receive    `RequestRouter` decodes the message and calls the handler of its type
+    authorize  `InferenceApi.on_infer` finds the tenant of the request and checks that the tenant may use the model
+    validate   timeout, shared memory, priority and quotas are checked, and memory is reserved in the budget for clients
+    enqueue    `Dispatcher.infer` checks the inputs and starts the request on a free slot, or puts it into the queue
+    dispatch   `Dispatcher.dispatch` forms the next batch when a slot is free
+    execute    the slot's processes run the batch and report to `BatchResults.on_result`
+    reply      `ClientResponses.reply_result` sends the answer and updates the usage counters
 """
 
 from __future__ import annotations
@@ -50,22 +52,22 @@ from weightd_protocol.messages.regions import Register, Registered, Unregister
 from weightd_protocol.messages.status import Status
 from weightd_protocol.messages.types import FROM_CLIENT, MESSAGES_WITHOUT_REPLY
 
-# Of the frames of a message.
+# The frames of a message that contain tensors.
 _TENSOR_FRAMES = slice(limits.MAX_HEADER_FRAMES, None)
 
 _UNIX_SOCKET_ONLY = "memory can be shared on the unix socket alone"
 
-# Who has sent it, the message, all its frames, and when that was.
+# Arguments: the connection, the message, all frames of the message, and the time.
 MessageHandler = Callable[[ClientConnection, Any, Sequence[Any], float], None]
 
 
 class DaemonControl(NamedTuple):
-    """What a client may ask of the daemon as a whole.
+    """The operations of the daemon as a whole that clients can request.
 
     Attributes:
-        status: tells its state, and reads logs.
+        status: reports the state of the daemon and reads logs.
         request_reload: see `RequestReload`.
-        unmap: takes regions away from the workers that were given them: no client names them any more.
+        unmap: called with the numbers of closed regions; has workers unmap them.
     """
 
     status: StatusReporter
@@ -74,22 +76,22 @@ class DaemonControl(NamedTuple):
 
 
 class RequestRouter:
-    """Reads what clients send, and calls the handlers of the three parts of the API.
+    """Decodes the messages of clients, and calls the handlers of the three parts of the API.
 
     Args:
-        loop: calls when there is something to do.
+        loop: the event loop.
         model_registry: the models.
-        memory_budget: what is kept for clients.
-        max_shm_bytes: of the regions of one user.
-        user_limits: of the connections of one user to the Unix socket.
-        daemon: is asked what no model knows.
-        authorizer: tells who is who, may what, and on which account that goes.
-        log: of what clients do.
+        memory_budget: the budget for memory that is held for clients.
+        daemon: the operations of the daemon as a whole.
+        max_shm_bytes: the maximum size of one user's regions, in bytes.
+        user_limits: the limits for one user's connections to the Unix socket.
+        authorizer: determines the tenants of clients and checks their rights.
+        log: the rate-limited log of client events.
 
     Attributes:
-        regions: the memory that they have registered.
+        regions: the shared memory regions of clients.
         responses: sends replies.
-        admin: the changes that operators make, and their replies.
+        admin: handles the messages of operators.
     """
 
     def __init__(  # noqa: PLR0913
@@ -150,19 +152,19 @@ class RequestRouter:
 
     @property
     def dropped_responses(self) -> int:
-        """Replies that could not be sent: their client was gone, or did not read."""
+        """The number of replies that could not be sent because the client had disconnected or did not read."""
         return self._connections.dropped_messages
 
     def listen(self, listener: socket.socket) -> None:
-        """Let clients connect to a unix socket, which listens and does not block."""
+        """Accept clients on a listening, non-blocking Unix socket."""
         self._connections.listen(listener)
 
     def adopt(self, connection: socket.socket, identity: ClientIdentity) -> None:
-        """Serve a client that has come by another way; the socket is this object's from now on."""
+        """Serve a client whose connection was accepted elsewhere. This object owns the socket from now on."""
         self._connections.adopt(connection, identity)
 
     def on_tenants_changed(self) -> None:
-        """The tables of tenants have changed: end each request that waits and that its client may not send any more."""
+        """Apply a new configuration of tenants: end each queued request that its client may not send any more."""
         previous_tenants = {each.key: each.tenant for each in self._connections}
         self._connections.reassign_tenants()
         is_revoked = self._authorizer.revocation_filter(self._connections.get, previous_tenants)
@@ -173,11 +175,11 @@ class RequestRouter:
             )
 
     def close(self) -> None:
-        """Let all clients go."""
+        """Disconnect all clients."""
         self._connections.close()
 
     def cork(self) -> None:
-        """Keep small messages to clients back until the end of this turn: several are to come at once."""
+        """Hold small messages to clients back until the end of this turn, because several will follow."""
         self._connections.cork()
 
     # --- messages -----------------------------------------------------------------------------------------------
@@ -218,7 +220,7 @@ class RequestRouter:
             self.responses.reply_error(connection.key, message.id, error)
 
     def _reject_message(self, connection: ClientConnection, frames: Sequence[Any], error: RequestError) -> None:
-        """Refuse a message that is not decoded, whatever it asks."""
+        """Reject a message without decoding it."""
         head = heading(frames)
         if head.type not in MESSAGES_WITHOUT_REPLY:
             self.responses.reply_error(connection.key, head.id, error)
@@ -227,10 +229,10 @@ class RequestRouter:
         name = OTHER_MODELS
         if isinstance(message, Infer):
             name = message.description.model_name
-            # Where it names a tenant that it does not act for, the refusal is on its own account.
+            # If the client may not act for the tenant in the message, the refusal counts for the client's own tenant.
             with contextlib.suppress(RequestError):
                 tenant = self._authorizer.resolve_tenant(connection, message.parameters.tenant)
-        # A tenant sees its own accounts: none has the name of a model that does not exist for it.
+        # A tenant can see its usage, so the usage must not reveal whether a hidden model exists.
         if not self._model_registry.is_visible(name, tenant):
             name = OTHER_MODELS
         self._usage_table.usage_of(tenant.name, name).count_refused(error, requests=isinstance(message, Infer))
@@ -260,7 +262,7 @@ class RequestRouter:
         )
 
     def user_of(self, client: bytes) -> str:
-        """Return on whose account a client goes; "" where that is not known."""
+        """Return the user or tenant on whose account a client's memory counts; "" for an unknown client."""
         connection = self._connections.get(client)
         return "" if connection is None else connection.user
 
@@ -273,17 +275,17 @@ class RequestRouter:
 
 
 class InferenceApi:
-    """Has models run what clients ask: handles requests, their cancellation, and shared memory.
+    """Handles inference requests, cancellations and shared memory regions.
 
-    Each handler raises a `RequestError` where it refuses the message.
+    Each handler raises a `RequestError` if it refuses the message.
 
     Args:
         registry: the models.
-        authorizer: says on whose account a request goes.
-        usage_table: the accounts.
-        regions: the memory that clients have registered.
-        responses: sends replies, and settles the accounts of requests that end.
-        memory_budget: what is kept for clients.
+        authorizer: determines the tenant of a request.
+        usage_table: the usage counters.
+        regions: the shared memory regions of clients.
+        responses: sends replies, and updates the usage counters when a request ends.
+        memory_budget: the budget for memory that is held for clients.
     """
 
     def __init__(
@@ -301,11 +303,11 @@ class InferenceApi:
         self._regions = regions
         self._responses = responses
         self._memory_budget = memory_budget
-        # A worker may still give an answer that the daemon before this one has asked for: no number is used twice.
+        # Numbers are never used twice: a worker may still answer a request of a previous daemon.
         self._request_numbers = itertools.count(time.time_ns() // 1000)
 
     def on_infer(self, connection: ClientConnection, message: Infer, frames: Sequence[Any], now: float) -> None:
-        """Authorize and validate a request, and give it to the dispatcher of its model."""
+        """Authorize and validate a request, and pass it to the dispatcher of its model."""
         client, description, parameters = connection.key, message.description, message.parameters
         own_tenant = connection.tenant
         if own_tenant is not None and parameters.tenant is None and INFER in own_tenant.config.may:
@@ -357,12 +359,12 @@ class InferenceApi:
         connection.pending_requests += 1
 
     def on_cancel(self, connection: ClientConnection, message: Cancel, frames: Sequence[Any], now: float) -> None:
-        """End a request of the client, wherever it is."""
+        """Cancel a request of the client at whichever model it is."""
         for each in self._registry.all_models():
             each.dispatcher.cancel(connection.key, message.id, now)
 
     def on_register(self, connection: ClientConnection, message: Register, frames: Sequence[Any], now: float) -> None:
-        """Register memory whose descriptor came with the message."""
+        """Register the shared memory region whose descriptor came with the message."""
         if not connection.identity.is_direct:
             raise InvalidArgument(_UNIX_SOCKET_ONLY)
         try:
@@ -376,16 +378,16 @@ class InferenceApi:
     def on_unregister(
         self, connection: ClientConnection, message: Unregister, frames: Sequence[Any], now: float
     ) -> None:
-        """Give a region up."""
+        """Unregister a shared memory region."""
         self._regions.unregister(connection.key, message.region)
 
     def on_disconnect(self, client: bytes, now: float) -> None:
-        """The client is gone: nobody waits for what it asked."""
+        """End all requests of a client that has disconnected."""
         for model in self._registry.all_models():
             model.dispatcher.on_disconnect(client, now)
 
     def max_description_items(self, tenant: Tenant, leading_fields: Mapping[str, Any]) -> int | None:
-        """Return how many items a long description may have by the signature of its model, None while that is unknown.
+        """Return the maximum number of items in a long description by the model's signature; None if it is unknown.
 
         Raises:
             RequestError: the description does not begin with the name of a model that exists for the tenant.
@@ -395,13 +397,13 @@ class InferenceApi:
             text = f"expected model_name first in more than {preview.SHORT_BYTES} bytes, before lists and maps"
             raise InvalidArgument(f"infer: description: {text}")
         if tenant.config.acts_for and not self._registry.is_visible(name, tenant):
-            # It may exist for the tenant that the message names.
+            # The model may exist for the tenant in the message.
             return None
         signature = self._registry.find(name, tenant).dispatcher.signature.built
         return None if signature is None else max_request_items(len(signature.inputs), len(signature.outputs))
 
     def _locate(self, connection: ClientConnection, message: Infer) -> TensorLocations:
-        """Return where the tensors are that a request has in shared memory."""
+        """Return the locations of the request's tensors in shared memory."""
         regions = message.parameters.regions
         if regions is None:
             return NO_LOCATIONS
@@ -411,7 +413,7 @@ class InferenceApi:
 
 
 def _priority_level(priority: int | None, model: ModelConfig, tenant: TenantConfig) -> int:
-    """Return how many levels of priority come before that of a request."""
+    """Return the priority level of a request; 0 is the highest."""
     if not priority:
         return max(model.default_level, tenant.priority_max) - 1
     if priority > model.priority_levels:
@@ -424,7 +426,7 @@ def _priority_level(priority: int | None, model: ModelConfig, tenant: TenantConf
 
 
 def _too_long_error(received: Message, max_bytes: int) -> RequestError:
-    """Return the error of a message of which not everything was kept."""
+    """Return the error for a message that was too long to be received completely."""
     for name, length in zip(("envelope", "description"), received.lengths, strict=False):
         if length > limits.MAX_HEADER_BYTES:
             return InvalidArgument(f"{name}: expected at most {limits.MAX_HEADER_BYTES} bytes, got {length}")

@@ -1,4 +1,4 @@
-"""Questions about the daemon and its models: metadata, readiness, status, metrics and events."""
+"""Queries about the daemon and its models: metadata, readiness, status, metrics and events."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from weightd_protocol.version import EXTENSIONS, VERSION
 
 
 class StatusReporter(Protocol):
-    """Assembles the state of the daemon for a client; each call sends the reply later, when it has been gathered.
+    """Reports the state of the daemon to clients. Each method sends its reply later, when the state has been collected.
 
-    Each raises a `RequestError` where it refuses.
+    A method raises a `RequestError` if it refuses the query.
     """
 
     def report_status(self, requester: MetadataRequest, viewer: Viewer) -> None:
         """Send the state of the models and processes."""
 
     def report_metrics(self, requester: MetadataRequest, viewer: Viewer) -> None:
-        """Send the counters."""
+        """Send the metrics."""
 
     def report_events(self, requester: MetadataRequest, request: Events) -> None:
         """Send the latest events."""
 
     def report_logs(self, client: bytes, request: Logs) -> None:
-        """Send what the processes of a model have written to their logs."""
+        """Send the log output of a model's processes."""
 
 
 class StatusApi:
-    """Handles questions; each handler raises a `RequestError` where it refuses the message.
+    """Handles queries. Each handler raises a `RequestError` if it refuses the message.
 
     Args:
         registry: the models.
-        authorizer: says what a client may see.
-        reporter: assembles what takes longer.
+        authorizer: determines what a client may see.
+        reporter: collects state and sends it later.
         responses: sends replies.
     """
 
@@ -84,7 +84,7 @@ class StatusApi:
     def on_ready(
         self, connection: ClientConnection, message: ServerReady | ModelReady, frames: Sequence[Any], now: float
     ) -> None:
-        """Send whether a model, or each, is ready, and if not, why."""
+        """Send whether a model, or every model, is ready, with the reasons if not."""
         viewer = self._authorizer.charge_viewer(connection, message.tenant, now).tenant
         if isinstance(message, ModelReady):
             models = [self._registry.find(message.model_name, viewer)]
@@ -98,22 +98,22 @@ class StatusApi:
         self._responses.reply(connection.key, ReadyResponse(message.id, not reasons, clip("; ".join(reasons))))
 
     def on_status(self, connection: ClientConnection, message: Status, frames: Sequence[Any], now: float) -> None:
-        """Have the state of the models and processes gathered."""
+        """Start to collect the state of the models and processes."""
         viewer = self._authorizer.charge_viewer(connection, message.tenant, now)
         self._reporter.report_status(_requester(connection, message), viewer)
 
     def on_metrics(self, connection: ClientConnection, message: Metrics, frames: Sequence[Any], now: float) -> None:
-        """Have the counters gathered."""
+        """Start to collect the metrics."""
         viewer = self._authorizer.charge_viewer(connection, message.tenant, now)
         self._reporter.report_metrics(_requester(connection, message), viewer)
 
     def on_events(self, connection: ClientConnection, message: Events, frames: Sequence[Any], now: float) -> None:
-        """Have the latest events gathered."""
+        """Start to collect the latest events."""
         self._authorizer.check_status(connection, "events")
         self._reporter.report_events(MetadataRequest(connection.key, message.id, connection.user), message)
 
 
 def _requester(connection: ClientConnection, message: Status | Metrics) -> MetadataRequest:
-    """Return who asks, on the account of the tenant that the message names, if it names one."""
+    """Return the requester of a query, on the account of the tenant in the message, if there is one."""
     user = connection.user if message.tenant is None else f"tenant {message.tenant}"
     return MetadataRequest(connection.key, message.id, user)
