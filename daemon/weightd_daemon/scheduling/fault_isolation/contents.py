@@ -116,7 +116,7 @@ _MAX_CONTENTS = 1024
 
 @dataclass(frozen=True)
 class _ContentRecord:
-    """What is known of a content: when it expires, how many slots hung in it, and its size and sample digest."""
+    """An entry of a content table: when it expires, how many slots hung in the content, its size and sample digest."""
 
     expires_at: float
     hangs: int

@@ -107,7 +107,7 @@ class FaultIsolator:
         self._contents.on_answered(request, now)
 
     def clear(self) -> None:
-        """Forget what is known of requests and clients, because another model version is served."""
+        """End pending checks and forget contents, tenants and clients, because another model version is served."""
         self._contents.fail_pending()
         self._trusted_tenants.clear()
         self._contents.quarantine.clear()

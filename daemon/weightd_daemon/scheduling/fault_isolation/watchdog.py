@@ -1,6 +1,7 @@
 """The watchdog of READY processes: each must send a message within a period, if only the answer to a ping.
 
 A process hangs if one of three limits is exceeded:
+
 - it is idle and does not answer a ping or the self-test: `Watchdog.take_due`, in this module
 - it computes for longer than `predict_timeout`: `RunningBatches.take_overdue` in `scheduling/slots.py`
 - it starts, builds, attaches or stops for too long: `GenerationBase.tick` in `generations/base.py`
