@@ -57,10 +57,10 @@ class Readiness:
         name: the name of the model.
         deployments: the deployments of the model or of its shared process.
         processes: the processes that take its requests.
-        index: the position of the model in its shared process, 0 without one.
+        index: the position of the model in its group, 0 without a group.
 
     Attributes:
-        index: the position of the model in its shared process, 0 without one.
+        index: the position of the model in its group, 0 without a group.
     """
 
     def __init__(self, name: str, deployments: Iterable[Deployment], processes: SlotProcesses, index: int = 0) -> None:

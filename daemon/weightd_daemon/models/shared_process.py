@@ -47,7 +47,7 @@ class SharedProcess(ProcessUse):
 
     @property
     def models(self) -> Sequence[DeployedModel]:
-        """The models that have joined, in the order of the group."""
+        """The models that have been made, in the order in which they joined."""
         return self._models
 
     def join(self, model: DeployedModel) -> None:

@@ -93,8 +93,8 @@ class ModelVersions:
     def on_take_over(self, source: ModelSource) -> None:
         """Record that an update has taken over.
 
-        A rollback drops the source that it replaces, so that it cannot be repeated in the other direction. A source
-        without a snapshot has never served, so it is not kept for a rollback.
+        A rollback drops the source that it replaces, so that no second rollback can return to it. A source without a
+        snapshot has never served, so it is not kept for a rollback.
         """
         oldest, before = self.previous, self.current if self.snapshots.find(self.current) is not None else None
         is_rollback = source == oldest
