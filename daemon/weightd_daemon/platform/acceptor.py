@@ -1,4 +1,4 @@
-"""Accepts connections on listening sockets. When a resource such as descriptors runs out, only that listener pauses."""
+"""Acceptor of connections on listening sockets. If descriptors or memory run out, only the affected listener pauses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NEVER = float("inf")
 
 
 class Acceptor:
-    """Accepts the connections of one listening socket.
+    """Acceptor of the connections on one listening socket.
 
     Args:
         listener: a listening, non-blocking socket.

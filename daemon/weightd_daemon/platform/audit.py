@@ -73,7 +73,7 @@ def write(entry: AuditEntry, result: str, detail: str = "", **extra_fields: str)
 
 
 class RefusalLog:
-    """Writes entries that clients can cause at will, at a limited rate for each user, and counts suppressed entries."""
+    """Rate-limited audit log for entries that clients can cause at will; counts the suppressed entries of each user."""
 
     def __init__(self) -> None:
         self._rate_limited_log = RateLimitedLog(_REFUSAL_INTERVAL_S)

@@ -28,7 +28,7 @@ _MAX_COUNTED_KINDS = 1024
 
 
 class ClientLog:
-    """Writes log lines about clients, and suppresses lines beyond the limits.
+    """Rate-limited writer of log lines about clients.
 
     Args:
         now: returns monotonic seconds.

@@ -157,7 +157,7 @@ class ConnectionLimiter(Generic[G]):
     """Connections by account and user; decides which ones to close when there are too many.
 
     An account is a tenant; all users without a tenant share one account, `NO_TENANT`, which may have at most a quarter
-    of the connections, and whose connections are closed before those of tenants. Among tenants, the tenant with the
+    of the connections, and whose connections are closed before any of a tenant. Among tenants, the tenant with the
     most connections loses one, so a tenant with at most its equal share loses none. Within an account, the user with
     the most connections loses one. While no user has more than a thirty-second of all connections, users are not
     compared: an attacker with many identities and one connection each cannot push out a user with two connections.
@@ -258,7 +258,7 @@ class UserConnectionLimits(NamedTuple):
 
 
 class ConnectionAdmission:
-    """Counts the connections of each user and applies the limits; a decision takes constant time.
+    """Admission control for the connections of each user; a decision takes constant time.
 
     Args:
         limits: the limits of each user.

@@ -200,7 +200,7 @@ _READABLE = ~_OUT
 
 
 class EventLoop:
-    """Calls handlers for ready file descriptors and due timers.
+    """Event loop that calls handlers for ready file descriptors and due timers.
 
     All descriptors are in one epoll, and all times in one heap: the cost of a wake-up does not depend on the number of
     children, connections or models. A descriptor's handler is called again as long as the descriptor is readable or

@@ -90,7 +90,7 @@ class ExitCause:
 
 
 class ExitClassifier:
-    """Classifies how children have ended.
+    """Classifier of the exits of children.
 
     Args:
         count_oom_kills: returns how many processes the kernel has killed so far because memory ran out.

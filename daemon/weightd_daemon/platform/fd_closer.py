@@ -1,4 +1,4 @@
-"""Closes the descriptors that clients have sent, in one thread for each user, so that no user delays the others.
+"""Thread pool that closes descriptors sent by clients, one thread for each user, so that no user delays the others.
 
 close() can block: on the file's file system, which may belong to the user and never answer; on a socket with SO_LINGER
 until its peer has read all data; and on the last descriptor of memory until the kernel has freed that memory, which
@@ -45,7 +45,7 @@ class UnexpectedDescriptors(Exception):
 
 
 class DescriptorCloser:
-    """Closes descriptors in threads, each of which handles one user at a time.
+    """Thread pool that closes descriptors; each thread handles one user at a time.
 
     Past 32 threads, the descriptors of further users wait until a thread has closed all descriptors of its user. If too
     many descriptors of a user wait, the user's thread is interrupted by `INTERRUPT`, which needs a handler: the signal

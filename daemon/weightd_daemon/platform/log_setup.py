@@ -103,14 +103,14 @@ def print_error(text: str) -> None:
 
 
 class LineFormatter(logging.Formatter):
-    """Formats an event as one line, even if its text contains line breaks; a traceback follows on further lines."""
+    """Log formatter that writes one line per event, with line breaks replaced; tracebacks follow on further lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: D102, N802 - the name is logging's
         return to_one_line(super().formatMessage(record))
 
 
 class JournalHandler(logging.Handler):
-    """Sends each event to the journal, with its subject in fields; to stderr if the journal does not accept it."""
+    """Log handler that sends each event to the journal, with its subject in fields; to stderr if the journal fails."""
 
     def __init__(self, writer: Journal) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Starts processes from a thread that has no descriptors of clients.
+"""Process spawner: a thread that starts processes and has no descriptors of clients.
 
 When a new process runs its program, the kernel first closes the descriptors that the program does not inherit. If a
 client has sent a descriptor of a file system that never answers, this close blocks, and with it the start of the

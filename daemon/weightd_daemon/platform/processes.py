@@ -88,7 +88,7 @@ def adopt(pid: int, log: Path) -> ChildProcess:
     """Return the handle of a child that this process did not start itself, and that has not been reaped.
 
     Raises:
-        OSError: the process is not a child of this process, or no descriptors are left; then the child is killed.
+        OSError: the process is not a child of this process; or no descriptor is left to watch it, and it was killed.
     """
     # The pid cannot be reused before this process, the only one that can, has reaped the child.
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -27,7 +27,7 @@ class TenantCredentials(NamedTuple):
 
 
 class TenantLookup:
-    """Finds the tenant of a client.
+    """Lookup tables from identities to tenants.
 
     Args:
         members: the identities of all tenants; no identity belongs to two tenants.
