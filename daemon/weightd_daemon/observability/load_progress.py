@@ -19,7 +19,7 @@ NO_PROGRESS = LoadProgress()
 
 
 class LoadMonitor:
-    """Tracks the progress of generations that are loading.
+    """Monitor of the progress of loading generations.
 
     Args:
         copy_progress: called with a model and a source; returns how much of its snapshot has been copied, if known.

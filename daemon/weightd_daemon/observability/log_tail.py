@@ -31,7 +31,7 @@ class _Log(NamedTuple):
 
 
 class LogTailReader:
-    """Reads the logs for one request, one file a step.
+    """Reader of the logs for one request, one file a step.
 
     Args:
         client: the client that sent the request.

@@ -121,7 +121,7 @@ def memory_subject(
 
 
 class MemorySampler:
-    """Measures memory in the background and keeps the last measurement.
+    """Background sampler of memory that keeps the last measurement.
 
     Args:
         start: starts a function without waiting for it.
@@ -216,7 +216,7 @@ class TtlCache:
 
 
 class MemoryScan:
-    """Reads the memory of processes for one status request, one process a step.
+    """Scan of the memory of processes for one status request, one process a step.
 
     Args:
         request_id: the id of the request.

@@ -1,4 +1,4 @@
-"""Answers status, metrics, events and logs requests within a limited share of the event loop's time.
+"""Service for status, metrics, events and logs requests, with a limited share of the event loop's time.
 
 Each response is made in steps between other work: `Reports` does one step in each turn of the loop, and limits the time
 for the requests of one user.
@@ -38,7 +38,7 @@ _MAX_LOG_READERS = 4
 
 
 class Responses(Protocol):
-    """Sends replies to clients."""
+    """Sender of replies to clients."""
 
     def reply(self, client: bytes, message: DaemonMessage) -> None:
         """Send a message."""
@@ -50,7 +50,7 @@ class Responses(Protocol):
 
 
 class StatusService:
-    """Makes the responses, and sends each when it is complete.
+    """Service that makes the responses and sends each one when it is complete.
 
     Args:
         snapshots: builds views of the daemon's state.

@@ -126,7 +126,7 @@ class SnapshotSources:
 
 
 class SnapshotBuilder:
-    """Builds snapshots of the daemon's state.
+    """Builder of snapshots of the daemon's state.
 
     Args:
         sources: the parts of the daemon.
