@@ -85,7 +85,7 @@ def read_file(path: Path, listen_addresses: Sequence[str] = ()) -> ReadConfig:
 
 
 class ConfigReader:
-    """Reads a configuration file in a helper process, one file at a time.
+    """Reader of configuration files that runs a helper process, one file at a time.
 
     Args:
         process_table: watches the helper.

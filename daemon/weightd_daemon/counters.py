@@ -127,7 +127,7 @@ class ModelCounters:
 
 
 class ProcessCounters:
-    """Counts events of processes for every model that the processes serve.
+    """Counters of process events, added to the counters of every model that the processes serve.
 
     Args:
         counters: the counters of these models.

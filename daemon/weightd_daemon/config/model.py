@@ -47,8 +47,8 @@ class Membership:
 class ReplacementPolicy(enum.Enum):
     """How to replace a generation that has lost workers permanently."""
 
-    AUTO = "auto"  # overlap if there is enough memory, else replace
-    OVERLAP = "overlap"  # load the new generation beside the old one; without enough memory, keep the remaining workers
+    AUTO = "auto"  # overlap if the device has room for both generations, else replace
+    OVERLAP = "overlap"  # load the new generation beside the old one; without room, keep the remaining workers
     REPLACE = "replace"  # stop the old generation first; requests wait until the new one is loaded
 
 
