@@ -1,6 +1,6 @@
-"""The command `weightctl`: asks a running daemon.
+"""The command-line client `weightctl`.
 
-One command is one file, or one folder: its arguments, its call, its rendering. No command imports another. Imports
-`weightd`, `weightd_common` and `weightd_protocol`: weightctl is a client, and what it wants of the daemon's
-program it asks in a process of its own.
+Each command is one module or package with its arguments, its requests and its output. Commands do not import each
+other. The package imports only `weightd`, `weightd_common` and `weightd_protocol`: weightctl is a client, and code of
+the daemon's package runs in a separate process if a command needs it.
 """

@@ -1,4 +1,4 @@
-"""Where the program `weightctl` begins: from here on Ctrl-C ends it without a traceback."""
+"""Entry point of the program `weightctl`: prepares the process, so that Ctrl-C never shows a traceback."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from weightd_common import process_start
 
 
 def main() -> int:
-    """Run the command; return its exit status."""
+    """Run the command and return its exit status."""
     with process_start.silent_while_importing(), process_start.gc_disabled():
         process_start.reset_signals()
         process_start.serve_as_init()
-        from weightctl import cli  # noqa: PLC0415 - it imports zmq
+        from weightctl import cli  # noqa: PLC0415 - the import takes long because of zmq
     return cli.main()
 
 

@@ -1,4 +1,4 @@
-"""Arrays from .npy and .npz files, and outputs as text, as JSON and into such files."""
+"""Reads arrays from .npy and .npz files, and formats outputs as text, as JSON and as such files."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from weightd_protocol.tensors import spec_of
 
 _MAGIC = b"\x93NUMPY"
 
-# As numpy.savez writes it: a zip archive, empty ones included.
+# The first bytes of files that numpy.savez writes: a zip archive, possibly without entries.
 NPZ = (b"PK\x03\x04", b"PK\x05\x06")
 
-# What `load` reads, and for people what may be in the place of that.
+# For error messages: the formats that `load` and the other readers of inputs accept.
 EXPECTED = "a .npy file, as numpy.save writes it, .npz, .json, .csv or a picture"
 
 STDIN = "-"
 
-# Of an array with its header, and of several in a file.
+# Maximum size of an array with its header, and of all arrays of a file.
 _MAX_BYTES = limits.MAX_FRAME_BYTES + 65536
 _MAX_TOTAL_BYTES = 8 * _MAX_BYTES
 
-# Longer arrays are shown by their corners.
+# Longer arrays are shown by the values at their corners.
 _MAX_SHOWN_VALUES = 64
 
 
 def open_input(path: str) -> BinaryIO:
-    """Return a file at its beginning; of what cannot be read twice, such as stdin ("-") or a pipe, a copy in memory.
+    """Open a file at its beginning; a source that cannot seek, such as stdin ("-") or a pipe, is copied into memory.
 
     Raises:
-        BadInput: it cannot be read, or is too large.
+        BadInput: the file cannot be read, or is too large.
     """
     try:
         if path == STDIN:
-            if not hasattr(sys.stdin, "buffer"):  # it is None where the caller has closed it
+            if not hasattr(sys.stdin, "buffer"):  # stdin is None if the parent process has closed it
                 raise BadInput("stdin: it is closed")
             return _read_all("stdin", sys.stdin.buffer)
-        file = Path(path).open("rb")  # noqa: SIM115 - who has called closes it
+        file = Path(path).open("rb")  # noqa: SIM115 - the caller closes the file
         if not file.seekable():
             with file:
                 return _read_all(path, file)
@@ -67,10 +67,10 @@ def _read_all(path: str, file: BinaryIO) -> BinaryIO:
 
 
 def load(path: str, file: BinaryIO) -> Any:
-    """Return the array of a .npy file, which is open at its beginning; `path` is how it is called.
+    """Return the array of a .npy file that is open at its beginning; error messages name it `path`.
 
     Raises:
-        BadInput: it is another kind of file.
+        BadInput: the file is not a valid .npy file.
     """
     start = file.read(len(_MAGIC))
     if start != _MAGIC:
@@ -80,20 +80,20 @@ def load(path: str, file: BinaryIO) -> Any:
 
 
 def load_all(path: str, file: BinaryIO) -> Dict[str, Any]:
-    """Return the arrays of an .npz file by their names.
+    """Return the arrays of an .npz file by name.
 
     Raises:
-        BadInput: it is another kind of file.
+        BadInput: the file is not a valid .npz file.
     """
     archive = _open_archive(path, file)
     return {name: _read_member(path, archive, name) for name in archive.files}
 
 
 def load_one(path: str, file: BinaryIO, name: str) -> Any:
-    """Return the array of this name of an .npz file.
+    """Return the array `name` of an .npz file.
 
     Raises:
-        BadInput: it is another kind of file, or has no such array.
+        BadInput: the file is not a valid .npz file, or has no such array.
     """
     archive = _open_archive(path, file)
     if name not in archive.files:
@@ -108,7 +108,7 @@ def _open_archive(path: str, file: BinaryIO) -> Any:
     file.seek(0)
     archive = _parse(path, file)
     try:
-        # A few kilobytes can be unpacked to a terabyte.
+        # A few kilobytes may decompress to a terabyte.
         nbytes = sum(each.file_size for each in archive.zip.infolist())
     except AttributeError:
         raise BadInput(f"{path}: expected an .npz of arrays, as numpy.savez writes it") from None
@@ -120,7 +120,7 @@ def _open_archive(path: str, file: BinaryIO) -> Any:
 def _read_member(path: str, archive: Any, name: str) -> Any:
     try:
         array: Any = archive[name]
-    except Exception as error:  # noqa: BLE001 - as below
+    except Exception as error:  # noqa: BLE001 - as in `_parse`
         raise BadInput(f"{path}: {clean(name)} is damaged, or no array of numbers: {clean(str(error))}") from None
     if type(array) is not np.ndarray:
         raise BadInput(f"{path}: {clean(name)}: expected an array, as numpy.savez writes it")
@@ -129,9 +129,9 @@ def _read_member(path: str, archive: Any, name: str) -> Any:
 
 def _parse(path: str, file: BinaryIO) -> Any:
     try:
-        # Never a pickle: to read one is to run it.
+        # Pickles are never loaded, because loading one executes code.
         return np.load(file, allow_pickle=False)
-    except Exception as error:  # noqa: BLE001 - numpy reads the header as Python, and raises whatever that can
+    except Exception as error:  # noqa: BLE001 - numpy evaluates the header as Python and may raise anything
         if "allow_pickle" in str(error):
             raise BadInput(f"{path}: it holds Python objects; expected an array of numbers") from None
         raise BadInput(f"{path}: it is damaged or incomplete: {clean(str(error))}") from None
@@ -148,18 +148,18 @@ def _describe_content(start: bytes) -> str:
 
 
 def as_text(name: str, array: Any) -> str:
-    """Return an output for people: what it is, and its values or their corners."""
+    """Return an output as text: a heading, and its values or the values at its corners."""
     values = np.array2string(array, threshold=_MAX_SHOWN_VALUES, max_line_width=WIDTH)
     return f"{heading(name, array)}\n{values}"
 
 
 def heading(name: str, array: Any) -> str:
-    """Return name, datatype and shape."""
+    """Return name, datatype and shape of an output."""
     return f"{clean(name)}: {spec_of(name, array).datatype} {list(array.shape)}"
 
 
 def as_json(name: str, array: Any) -> Dict[str, Any]:
-    """Return an output as the Open Inference Protocol's JSON has it: data is flat, in C order."""
+    """Return an output in the JSON form of the Open Inference Protocol: flat data in C order."""
     data = array.reshape(-1).tolist()
     if array.dtype.kind == "f":
         data = [json_number(value) for value in data]
@@ -167,19 +167,19 @@ def as_json(name: str, array: Any) -> Dict[str, Any]:
 
 
 def describe(name: str, array: Any) -> Dict[str, Any]:
-    """Return name, datatype and shape for JSON."""
+    """Return name, datatype and shape of an output for JSON."""
     return {"name": name, "datatype": spec_of(name, array).datatype, "shape": list(array.shape)}
 
 
 def json_number(value: float) -> Any:
-    """Return a float for JSON, which has no word for three: protobuf's JSON mapping writes them as text."""
+    """Return a float for JSON. NaN and infinities, which JSON lacks, become text as in protobuf's JSON mapping."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def save(directory: str, outputs: Mapping[str, Any]) -> Dict[str, str]:
-    """Write each output to NAME.npy in `directory`, which is made where it is missing; return the paths by name.
+    """Write each output to NAME.npy in `directory`, which is created if missing; return the paths by output name.
 
     Raises:
         BadOutput: a file cannot be written.
@@ -196,15 +196,15 @@ def save(directory: str, outputs: Mapping[str, Any]) -> Dict[str, str]:
 
 
 def save_together(path: str, outputs: Mapping[str, Any]) -> Dict[str, str]:
-    """Write all outputs to one .npz file, by their names; return its path by name.
+    """Write all outputs to one .npz file under their names; return its path by output name.
 
     Raises:
-        BadOutput: it cannot be written.
+        BadOutput: the file cannot be written.
     """
     try:
         with zipfile.ZipFile(path, "w", allowZip64=True) as archive:
             for name, array in outputs.items():
-                # Not numpy.savez: it takes names as keywords, and `file` is one of its own.
+                # numpy.savez takes names as keywords, and would misinterpret an output named `file`.
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                     np.lib.format.write_array(file, array, allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -213,7 +213,7 @@ def save_together(path: str, outputs: Mapping[str, Any]) -> Dict[str, str]:
 
 
 def _output_paths(directory: Path, names: List[str]) -> List[Tuple[str, Path]]:
-    """A file for each name. A name comes from the model: it must not choose the directory too."""
+    """Return a file for each name. Names come from the model, so they must not be able to choose another directory."""
     paths: Dict[str, Path] = {}
     for name in names:
         stem = "".join("_" if each == "/" or not each.isprintable() else each for each in name)

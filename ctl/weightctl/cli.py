@@ -1,4 +1,4 @@
-"""The command `weightctl`."""
+"""The command line of `weightctl`: parses arguments, runs the command and reports errors."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ COMMANDS: Dict[str, Command] = {
     "install-units": install.COMMAND,
 }
 
-# For a reload that systemd orders: the descriptor, and the priority of syslog.
+# When systemd runs `weightctl reload`, errors on stderr get this syslog priority in the journal.
 _STDERR_FD, _PRIORITY_ERROR = 2, 3
 
 _MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
 
 
 def main(arguments: Optional[List[str]] = None) -> int:
-    """Run the command; return its exit status."""
+    """Run the command and return its exit status."""
     for stream in (sys.stdout, sys.stderr):
-        # A name or a path may hold what the terminal's encoding has not.
+        # A name or a path may contain characters that the terminal's encoding lacks.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -62,7 +62,7 @@ def main(arguments: Optional[List[str]] = None) -> int:
             with redelivering_interrupts():
                 return _run(parser().parse_args(arguments))
         finally:
-            if hasattr(sys.stdout, "flush"):  # it is None where the caller has closed it
+            if hasattr(sys.stdout, "flush"):  # stdout is None if the parent process has closed it
                 sys.stdout.flush()
     except KeyboardInterrupt:
         return exit_codes.INTERRUPTED
@@ -110,12 +110,12 @@ def _print_error(code: str, error: WeightdError, *, as_json: bool) -> None:
 
 
 def _discard_stdout() -> None:
-    """Let the interpreter's last flush at exit go nowhere: it could only fail again, and complain."""
+    """Redirect stdout to /dev/null, because the interpreter's flush at exit would fail again and print an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+    """Return the command-line parser."""
     parser = Parser(
         prog="weightctl",
         description="Asks a running weightd.",
@@ -133,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
             description=command.description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        # Common options may stand before the command or after it; the later one counts.
+        # Common options are accepted before and after the command; the last occurrence counts.
         _add_common(sub, {})
         command.add_arguments(sub)
         sub.set_defaults(command=command, fail=sub.error)
@@ -141,7 +141,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_common(parser: argparse.ArgumentParser, defaults: Dict[str, object]) -> None:
-    """Add the common options; what has no default here keeps what it has elsewhere, or none."""
+    """Add the common options. Without `defaults`, an option that is absent keeps the value set before the command."""
     default = defaults.get if defaults else _suppress_default
     parser.add_argument(
         "--socket",

@@ -1,4 +1,4 @@
-"""What a command of weightctl consists of, and the errors that it may end in."""
+"""The interface of a weightctl command, and the errors that commands raise."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from weightd_protocol.errors import (
 )
 from weightd_protocol.messages.status import StatusResponse
 
-# Connects, with the address and the timeout of the command line.
+# Connects to the daemon with the options of the command line.
 Connect = Callable[[], Client]
 
 
 class Command(NamedTuple):
-    """One command of weightctl.
+    """A command of weightctl.
 
     Attributes:
-        help: what it does, in a line.
-        description: the same, with all that its user should know.
-        add_arguments: declares its arguments.
-        run: does it, prints to stdout, and returns the exit status.
+        help: a summary in one line.
+        description: the full help text.
+        add_arguments: declares the arguments of the command.
+        run: executes the command, prints to stdout, and returns the exit status.
     """
 
     help: str
@@ -41,11 +41,11 @@ class Command(NamedTuple):
 
 
 class CommandError(WeightdError):
-    """A command could not do its work.
+    """A command failed.
 
     Attributes:
-        status: what weightctl exits with.
-        code: what the error is called.
+        status: the exit status of weightctl.
+        code: the error code to print.
     """
 
     status = exit_codes.ERROR
@@ -53,20 +53,20 @@ class CommandError(WeightdError):
 
 
 class BadInput(CommandError):
-    """An input file cannot be used; the text names the file and says why."""
+    """An input file cannot be used; the text names the file and the reason."""
 
     status = exit_codes.NO_INPUT
 
 
 class BadOutput(CommandError):
-    """The output cannot be written; the text says where to, and why."""
+    """The output cannot be written; the text names the file and the reason."""
 
     status = exit_codes.CANNOT_WRITE
     code = Internal.code
 
 
 class DaemonUnreachable(CommandError):
-    """The daemon cannot be reached, for the reason given."""
+    """The daemon cannot be reached; the text gives the reason."""
 
     def __init__(self, reason: RequestError) -> None:
         super().__init__(str(reason))
@@ -76,7 +76,7 @@ class DaemonUnreachable(CommandError):
 
 @contextlib.contextmanager
 def must_answer() -> Generator[None, None, None]:
-    """Let a daemon that does not answer be an error of its own, with an exit status of its own."""
+    """Convert errors of an unresponsive daemon to `DaemonUnreachable`, which has a separate exit status."""
     try:
         yield
     except (Unavailable, DeadlineExceeded) as error:
@@ -85,7 +85,7 @@ def must_answer() -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def explain_denied(client: Client) -> Generator[None, None, None]:
-    """Say of a refusal what may be its reason: nobody operates a daemon over ZeroMQ."""
+    """Add a hint to `PermissionDenied` if the connection is over ZeroMQ, where operator commands are not allowed."""
     try:
         yield
     except PermissionDenied as error:
@@ -99,7 +99,7 @@ _STATUS_BY_CODE = {InvalidArgument.code: exit_codes.USAGE, PermissionDenied.code
 
 
 def check_model(status: StatusResponse, name: str) -> None:
-    """Raise `NotFound`, with the models that exist, where none has this name."""
+    """Raise `NotFound`, with the names of the existing models, if no model has this name."""
     names = [model.name for model in status.models]
     if name not in names:
         raise NotFound(f"no model {name!r}; there are: {', '.join(names) or 'none'}")

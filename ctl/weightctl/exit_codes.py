@@ -1,4 +1,4 @@
-"""Exit statuses of weightctl, as in sysexits.h where one fits."""
+"""Exit statuses of weightctl, taken from sysexits.h where possible."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from typing import Mapping
 from weightd_common import commandline
 
 OK = 0
-ERROR = 1  # the request ended in an error; status: a model has failed
+ERROR = 1  # a request failed; status: a model has failed
 USAGE = commandline.EXIT_USAGE
-NO_INPUT = 66  # EX_NOINPUT: an input file is missing, or is no .npy file
-UNAVAILABLE = 69  # EX_UNAVAILABLE: the daemon cannot be reached, or does not answer
+NO_INPUT = 66  # EX_NOINPUT: an input file is missing or invalid
+UNAVAILABLE = 69  # EX_UNAVAILABLE: the daemon cannot be reached, or does not respond
 CANNOT_WRITE = 74  # EX_IOERR: the output cannot be written
-NOT_YET = (
-    75  # EX_TEMPFAIL: a model does not serve, and has not failed either; health: it is not ready; update: it loads
-)
-PROTOCOL = 76  # EX_PROTOCOL: the daemon speaks another version of the protocol
+NOT_YET = 75  # EX_TEMPFAIL: a model does not serve, but has not failed; health: it is not ready; update: it still loads
+PROTOCOL = 76  # EX_PROTOCOL: the daemon uses another version of the protocol
 NO_PERMISSION = 77  # EX_NOPERM: this user may not connect
 INTERRUPTED = 130  # Ctrl-C, as a shell reports it
-BROKEN_PIPE = 141  # nobody reads the output any more, as a shell reports it
+BROKEN_PIPE = 141  # the reader of the output has exited, as a shell reports it
 
 HELP = """\
 Exit status: 0 good, 1 the request ended in an error or a model has failed, 64 wrong command line,
@@ -26,7 +24,7 @@ Exit status: 0 good, 1 the request ended in an error or a model has failed, 64 w
 75 a model does not serve yet, 76 the daemon speaks another protocol version, 77 permission denied,
 130 Ctrl-C."""
 
-# For the manual; the comments above are for who returns them.
+# Texts for the manual; the comments above are for developers.
 MEANINGS: Mapping[int, str] = {
     OK: "Good: as the command says.",
     ERROR: "The request ended in an error; `status`: a model has failed; `bench`: it was not answered; "

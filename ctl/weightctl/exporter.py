@@ -1,7 +1,7 @@
-"""Serves metrics over HTTP to Prometheus: one request and one answer a connection, a few seconds, bounded memory.
+"""HTTP server of `/metrics` for Prometheus, with bounded memory and one request per connection.
 
-Anybody may connect. Only the head of a request is read, and the answer to all is one text, which is made at most once a
-second, however many ask.
+There is no authentication. The server reads only the head of a request, and sends the same text to all clients; the
+text is created at most once a second.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from weightd_protocol.errors import WeightdError
 
 PATH = "/metrics"
 
-# Prometheus sends less than a kilobyte; a proxy in front adds as much.
+# Prometheus sends less than a kilobyte; a proxy in front of the exporter may add as much.
 MAX_HEAD_BYTES = 8192
 
-# Prometheus gives up after ten seconds; what takes longer here than that is no scrape.
+# Prometheus gives up after ten seconds, so a connection that lasts longer is not a scrape.
 TIMEOUT_S = 10.0
 
-# At once: a monitoring system has two, and somebody looks with a browser.
+# Concurrent connections: a monitoring system has about two, plus an occasional browser.
 MAX_CONNECTIONS = 32
 
-# Whoever asks sooner gets the same text again.
+# Seconds for which the same text is returned again.
 MAX_AGE_S = 1.0
 
 _REQUEST_LINE = re.compile(rb"([!-~]+) ([!-~]+) HTTP/1\.[0-9]")
@@ -48,14 +48,14 @@ _REASONS = {
 
 
 class Answer(NamedTuple):
-    """An HTTP status, the body, and further header fields."""
+    """An HTTP response: status, body and additional header fields."""
 
     status: int
     body: bytes
     fields: Sequence[str] = ()
 
     def encode(self) -> bytes:
-        """Return the response; the connection ends after it."""
+        """Return the bytes of the response; the connection is closed after it."""
         lines = [
             f"HTTP/1.1 {self.status} {_REASONS[self.status]}",
             f"Content-Type: {CONTENT_TYPE if self.status == 200 else 'text/plain; charset=utf-8'}",
@@ -68,13 +68,12 @@ class Answer(NamedTuple):
 
 
 def rejection(head: bytes, *, is_loopback: bool) -> Optional[Answer]:
-    """Return the answer to what is no request for the metrics; None if it is one.
+    """Return the error response to an invalid request; None if the request is valid.
 
     Args:
-        head: of the request, complete.
-        is_loopback: whether the exporter listens on loopback addresses alone. A page in a browser of this host can
-            connect there, by a name that was made to mean this host: so the request has to call it by an address, or
-            localhost.
+        head: the complete head of the request.
+        is_loopback: whether the exporter listens only on loopback. A web page could connect there by DNS rebinding,
+            with a name that resolves to this host. Therefore the Host header must be an address or localhost.
     """
     line, *fields = head.split(b"\r\n")
     request = _REQUEST_LINE.fullmatch(line)
@@ -91,10 +90,10 @@ def rejection(head: bytes, *, is_loopback: bool) -> Optional[Answer]:
 
 
 class MetricsSource:
-    """Asks the daemon. A daemon that cannot be reached is an answer, too: it may be there the next time.
+    """Fetches metrics from the daemon. After a failure, `fetch` returns an error response and reconnects the next time.
 
     Args:
-        connect: connects to it.
+        connect: connects to the daemon.
     """
 
     def __init__(self, connect: Connect) -> None:
@@ -102,7 +101,7 @@ class MetricsSource:
         self._client: Optional[Client] = None
 
     def fetch(self) -> Answer:
-        """Return the metrics, or why there are none."""
+        """Return the metrics, or an error response."""
         try:
             if self._client is None:
                 self._client = self._connect()
@@ -119,10 +118,10 @@ class MetricsSource:
 
 
 class Exporter:
-    """Answers who connects.
+    """Serves the connections of the HTTP server.
 
     Args:
-        fetch: returns the metrics; it may block, and runs in a thread, once at a time.
+        fetch: returns the metrics; it may block, and runs in a thread, never twice at a time.
         is_loopback: see `rejection`.
     """
 
@@ -131,15 +130,15 @@ class Exporter:
         self._is_loopback = is_loopback
         self._answer: Optional[asyncio.Future[Answer]] = None
         self._expires_at = 0.0
-        # Whose request is not complete, in the order in which they have connected, and all others.
+        # Connections whose request is incomplete, in the order of their arrival, and all other connections.
         self._silent: Dict[asyncio.StreamWriter, None] = {}
         self._answered: Dict[asyncio.StreamWriter, None] = {}
 
     async def on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Serve one connection to its end."""
+        """Serve one connection until it ends."""
         self._silent[writer] = None
         if len(self._silent) + len(self._answered) > MAX_CONNECTIONS:
-            # Who came first and has said nothing goes; else who takes longest to read.
+            # Close the oldest connection without a complete request; otherwise the one that has been reading longest.
             next(iter(self._silent if len(self._silent) > 1 else self._answered)).transport.abort()
         try:
             await asyncio.wait_for(self._serve(reader, writer), TIMEOUT_S)
@@ -156,33 +155,33 @@ class Exporter:
         except asyncio.LimitOverrunError:
             head = None
         self._answered[writer] = self._silent.pop(writer)
-        # Nothing more is read: what follows the first request has no answer.
+        # Only the first request of a connection is read.
         with contextlib.suppress(NotImplementedError, RuntimeError):
             writer.transport.pause_reading()  # type: ignore[attr-defined]
         if head is None:
             answer = Answer(431, f"expected a head of at most {MAX_HEAD_BYTES} bytes\n".encode())
         else:
             answer = rejection(head, is_loopback=self._is_loopback) or await self._metrics()
-        # Without a buffer of its own, `drain` waits until the kernel has all of it.
+        # Without a user-space buffer, `drain` waits until the kernel has accepted all bytes.
         writer.transport.set_write_buffer_limits(0)
         writer.write(answer.encode())
         await writer.drain()
 
     async def _metrics(self) -> Answer:
-        """Return the metrics of a second ago at most; who asks while they are fetched waits for the same."""
+        """Return metrics that are at most a second old; concurrent requests share one fetch."""
         loop = asyncio.get_event_loop()
         if self._answer is None or (self._answer.done() and loop.time() >= self._expires_at):
             self._answer = loop.run_in_executor(None, self._fetch)
             self._expires_at = loop.time() + MAX_AGE_S
-        # Who gives up does not take the others' answer along.
+        # A client that disconnects must not cancel the fetch that other clients wait for.
         return await asyncio.shield(self._answer)
 
 
 async def serve(host: str, port: int, connect: Connect) -> None:
-    """Answer who connects to the address, until SIGTERM.
+    """Serve metrics at the address until SIGTERM.
 
     Raises:
-        BadOutput: the address cannot be had.
+        BadOutput: the address cannot be bound.
     """
     source = MetricsSource(connect)
     is_loopback = _is_loopback(host)
@@ -204,7 +203,7 @@ async def serve(host: str, port: int, connect: Connect) -> None:
 
 
 def _host_of(fields: Iterable[bytes]) -> str:
-    """What the request calls this host; "" if nothing."""
+    """Return the value of the Host header; "" without one."""
     named: List[bytes] = [each.partition(b":")[2] for each in fields if each.lower().startswith(b"host:")]
     return named[0].strip().decode("latin-1") if named else ""
 

@@ -1,4 +1,4 @@
-"""`weightctl events` and `logs`: what has happened, as the daemon remembers it, and what processes have written."""
+"""`weightctl events` and `weightctl logs`: the daemon's event history, and the output of its processes."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def _parse_lines(argument: str) -> int:
 
 
 class EventBatch(NamedTuple):
-    """What the daemon has told at once.
+    """Events from one or more responses of the daemon.
 
     Attributes:
-        events: the oldest first.
-        last_number: what to ask after next.
-        missed: how many it has forgotten.
-        has_events: whether it remembers any, those before `--since` included.
+        events: the events, oldest first.
+        last_number: the number to continue from in the next request.
+        missed: how many events the daemon has discarded.
+        has_events: whether the daemon has any events, those before `--since` included.
     """
 
     events: Deque[Event]
@@ -116,7 +116,7 @@ def _fetch(client: Client, model: str, after: int, since: float = 0.0, max_event
 
 
 def _follow(client: Client, options: argparse.Namespace, after: int) -> None:
-    """Show what happens, until Ctrl-C."""
+    """Print new events until Ctrl-C."""
     is_lost = False
     while True:
         time.sleep(_POLL_INTERVAL_S)
@@ -209,7 +209,7 @@ def _show_logs(options: argparse.Namespace, connect: Connect) -> int:
 
 
 def _no_log(process: str, answer: LogsResponse) -> NotFound:
-    """Return the error for a process that has no log, with those that have one."""
+    """Return the error for a process without a log; the text lists the processes that have one."""
     available = ", ".join(sorted(clean(each.process) for each in answer.logs)) or "none"
     more = f" and {answer.omitted:,} more" if answer.omitted else ""
     return NotFound(f"no process {process!r} with a log; there are: {available}{more}")

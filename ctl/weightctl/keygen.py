@@ -1,4 +1,4 @@
-"""`weightctl keygen`: make the keys of a listener, or of a client, for CURVE."""
+"""`weightctl keygen`: creates CURVE key pairs for listeners and clients."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _DEFAULT = "weightd"
 
 
 class _NoCurve(CommandError):
-    """ZeroMQ was built without it."""
+    """This build of ZeroMQ does not support CURVE."""
 
     status = exit_codes.UNAVAILABLE
     code = Unavailable.code
@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace, _: Connect) -> int:
 
 
 def _write_key_pair(name: str) -> Dict[str, str]:
-    """Write both files, or neither."""
+    """Write both key files, or neither."""
     public, secret = (each.decode("ascii") for each in zmq.curve_keypair())
     files = {"secret": f"{name}.key", "public": f"{name}.pub"}
     secret_text = format_key_file(SECRET, secret, "The secret key: nobody but its owner reads it.")
@@ -83,7 +83,7 @@ def _write_key_pair(name: str) -> Dict[str, str]:
 
 @contextlib.contextmanager
 def _new_file(path: str, mode: int, text: str) -> Generator[None, None, None]:
-    """Write a new file; it goes again if the block fails."""
+    """Create a file; delete it again if the block fails."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except (OSError, ValueError) as error:

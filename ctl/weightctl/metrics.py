@@ -1,4 +1,4 @@
-"""`weightctl metrics`: what the daemon has counted, in the text format of Prometheus; printed, or served over HTTP."""
+"""`weightctl metrics`: prints the daemon's metrics in the Prometheus text format, or serves them over HTTP."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _parse_address(argument: str) -> Tuple[str, int]:
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
     if options.listen is not None:
-        # No other command waits until asyncio is imported.
+        # Imported here so that other commands do not wait for the import of asyncio.
         import asyncio  # noqa: PLC0415
 
         from weightctl import exporter  # noqa: PLC0415

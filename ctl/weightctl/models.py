@@ -1,4 +1,4 @@
-"""`weightctl models`, `metadata` and `health`: what can be asked, how it is asked, and whether it would answer."""
+"""`weightctl models`, `metadata` and `health`: the models, their signatures with example requests, their readiness."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LIST_HEADING = ("MODEL", "STATE", "ENGINE", "INPUTS")
 
 
 def _add_nothing(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
+    """Add no arguments: the command has none."""
 
 
 def _list_models(options: argparse.Namespace, connect: Connect) -> int:
@@ -55,13 +55,13 @@ def _list_models(options: argparse.Namespace, connect: Connect) -> int:
 
 
 def _fetch_metadata(client: Client, model: ModelStatus) -> Optional[ModelMetadataResponse]:
-    """Return what a model takes and gives; None where it does not serve: that would be waited for."""
+    """Return the signature of a model; None if it does not serve, because the daemon would wait until it does."""
     if model.state != "serving":
         return None
     try:
         return client.metadata(model.name)
     except RequestError:
-        return None  # it has left since
+        return None  # the model was unloaded in the meantime
 
 
 def _model_row(model: ModelStatus, metadata: Optional[ModelMetadataResponse]) -> List[str]:
@@ -119,7 +119,7 @@ def _metadata_lines(metadata: ModelMetadataResponse, options: argparse.Namespace
 
 
 def example_inputs(metadata: ModelMetadataResponse) -> Sequence[TensorSpec]:
-    """Return inputs that the model takes, as far as is known; one of any rank has one dimension."""
+    """Return inputs that the model should accept; an input of any rank gets one dimension."""
     known_shapes = make_example(metadata)
     default_shapes = [
         (each.name, (1,)) for each in metadata.inputs if each.shape is None and each.name not in known_shapes
@@ -128,7 +128,7 @@ def example_inputs(metadata: ModelMetadataResponse) -> Sequence[TensorSpec]:
 
 
 def shell_command(metadata: ModelMetadataResponse, specs: Sequence[TensorSpec], options: argparse.Namespace) -> str:
-    """Return the command that asks the model, wherever it is run: the daemon may be another one's default."""
+    """Return a `weightctl predict` command for the model that works in any shell, with the options of this daemon."""
     words = ["weightctl", *_connection_options(options), "predict", metadata.name, "--random"]
     for each, signature in zip(specs, metadata.inputs):
         if signature.shape is None and not metadata.example:
@@ -137,7 +137,7 @@ def shell_command(metadata: ModelMetadataResponse, specs: Sequence[TensorSpec], 
 
 
 def _quote(text: str) -> str:
-    """Return a word for a shell; as bash and zsh know it, where it has what could play tricks on a terminal."""
+    """Quote a word for a shell; unprintable characters are escaped in the $'...' form of bash and zsh."""
     return shlex.quote(text) if text.isprintable() else f"$'{''.join(map(_escape, text))}'"
 
 
@@ -148,19 +148,19 @@ def _escape(character: str) -> str:
 
 
 def _connection_options(options: argparse.Namespace) -> List[str]:
-    """The arguments that said which daemon this is, and for whom it is asked."""
+    """Return the options that select this daemon and tenant."""
     values = {"--socket": _daemon_address(options), "--key": options.key, "--server-key": options.server_key}
     values["--tenant"] = options.tenant
     return [word for option, value in values.items() if value for word in (option, value)]
 
 
 def _daemon_address(options: argparse.Namespace) -> str:
-    """Where the daemon is, "" where it is found there without a word: the variable is not set everywhere."""
+    """Return the daemon's address; "" for the default. The variable is read, as it may not be set in other shells."""
     return options.socket or os.environ.get("WEIGHTD_SOCKET", "")
 
 
 def python_program(model: str, specs: Sequence[TensorSpec], options: argparse.Namespace) -> Iterator[str]:
-    """Yield the lines of a program that does the same."""
+    """Yield the lines of a Python program that sends the same request."""
     arguments = [repr(_daemon_address(options))] if _daemon_address(options) else []
     named = (("key", options.key), ("server_key", options.server_key), ("tenant", options.tenant))
     arguments += [f"{name}={value!r}" for name, value in named if value]

@@ -1,4 +1,4 @@
-"""`weightctl update`, `update-weights` and `reload`: another model, weights or configuration, uninterrupted."""
+"""`weightctl update`, `update-weights` and `reload`: replace a model, its weights or the configuration."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ Exit status: 0 the new weights serve, 1 they do not and the old ones do, 75 they
 
 
 class StillLoading(CommandError):
-    """It is not over in the time that was given to it, and the daemon goes on with it."""
+    """The update did not complete within the timeout, but the daemon continues with it."""
 
     status = exit_codes.NOT_YET
     code = DeadlineExceeded.code
@@ -97,7 +97,7 @@ def _run_update_weights(options: argparse.Namespace, connect: Connect) -> int:
 def _update_and_wait(
     client: Client, model: str, *, path: str = "", weights: str = "", rollback: bool = False
 ) -> UpdateResponse:
-    """Update, and tell an update that takes its time from a daemon that does not answer."""
+    """Update a model; on a timeout, distinguish an update that takes long from a daemon that does not respond."""
     try:
         with explain_denied(client):
             return client.update(model, path, weights=weights, rollback=rollback)
@@ -122,9 +122,9 @@ def _check_npz(path: str) -> None:
 
 
 def _absolute_path(path: str) -> str:
-    """The daemon has another working directory; that the file is there is looked at here, where it is cheap."""
+    """Make a path absolute for the daemon, which has another working directory, and check that the file exists."""
     absolute = Path(path).absolute()
-    # Of the files of ranks the first one is looked at.
+    # For a path with {rank}, only the file of the first rank is checked.
     first = Path(str(absolute).replace("{rank}", "0"))
     if not first.is_file():
         raise BadInput(f"{first if first != absolute else path}: no such file")
@@ -171,7 +171,7 @@ Exit status: 0 the file is in force, 1 nothing has changed."""
 
 
 def _add_nothing(parser: argparse.ArgumentParser) -> None:
-    """There are none."""
+    """Add no arguments: the command has none."""
 
 
 def _reload(options: argparse.Namespace, connect: Connect) -> int:

@@ -1,6 +1,6 @@
-"""The inputs of a request that is made up: their shapes, from the model and the command line, and their values.
+"""Generates request inputs: shapes from the model's signature and the command line, and random values.
 
-Values are floats around 0; everything else is 0 or 1, for it may be an index.
+Floats are around 0; all other values are 0 or 1, because they may be indices.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from weightd_protocol.messages.inference import TensorSignature, TensorSpec
 
 Shape = Tuple[int, ...]
 
-# More rows than this no model is configured to merge; more requests under way a daemon hardly keeps for one client.
+# Maximum of rows or requests in flight: models are not configured to batch more rows, and the daemon hardly accepts
+# more requests of one client.
 MAX_COUNT = 4096
 _MAX_COUNTS = 16
 
@@ -29,19 +30,19 @@ _MIN_S, _MAX_S = 0.1, 3600
 
 Arrays = Dict[str, Any]
 
-# Enough that neither an engine nor a cache sees the same again and again; and what they may take of memory.
+# Maximum number and total size of different requests: enough that neither the engine nor a cache sees repetitions.
 MAX_SAMPLES = 16
 MAX_BYTES = 64 * 2**20
 
 
 class WrongShape(CommandError):
-    """The command line asks for a shape that the model does not take; the text says which it does."""
+    """The command line requests a shape that the model does not accept; the text says which shapes it accepts."""
 
     status = exit_codes.USAGE
 
 
 def add_shape_argument(parser: argparse.ArgumentParser, help_suffix: str = "") -> None:
-    """Declare `--shape`."""
+    """Declare the argument `--shape`."""
     parser.add_argument(
         "--shape",
         action="append",
@@ -56,10 +57,10 @@ def add_shape_argument(parser: argparse.ArgumentParser, help_suffix: str = "") -
 
 
 def parse_counts(argument: str) -> Tuple[int, ...]:
-    """Return the numbers of an argument like 1,8,64, in ascending order.
+    """Parse an argument like 1,8,64; return the numbers in ascending order.
 
     Raises:
-        argparse.ArgumentTypeError: it is something else.
+        argparse.ArgumentTypeError: the argument has another form, or a number is out of range.
     """
     try:
         numbers = sorted({int(each) for each in argument.split(",")})
@@ -73,10 +74,10 @@ def parse_counts(argument: str) -> Tuple[int, ...]:
 
 
 def parse_rows(argument: str) -> int:
-    """Return a number of rows.
+    """Parse a number of rows.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the argument is not a valid number.
     """
     number, *more = parse_counts(argument)
     if more:
@@ -85,10 +86,10 @@ def parse_rows(argument: str) -> int:
 
 
 def parse_seconds(argument: str) -> float:
-    """Return how long something may take.
+    """Parse a duration in seconds.
 
     Raises:
-        argparse.ArgumentTypeError: it is no such time.
+        argparse.ArgumentTypeError: the argument is not a number, or out of range.
     """
     try:
         value = float(argument)
@@ -100,12 +101,12 @@ def parse_seconds(argument: str) -> float:
 
 
 def make_example(metadata: ModelMetadataResponse) -> Mapping[str, Shape]:
-    """Return shapes of a model's inputs that it is known to run on; empty where none are known."""
+    """Return input shapes on which the model is known to run, by name; empty if none are known."""
     return {each.name: shape for each, shape in zip(metadata.inputs, metadata.example or ())}
 
 
 def has_free_rows(signature: TensorSignature) -> bool:
-    """Whether a request chooses the first dimension of this input."""
+    """Return whether requests may choose the first dimension of this input."""
     return signature.shape is None or signature.shape[:1] == (-1,)
 
 
@@ -115,17 +116,16 @@ def specify(
     rows: Optional[int] = None,
     example: Mapping[str, Shape] = MappingProxyType({}),
 ) -> Tuple[TensorSpec, ...]:
-    """Return the inputs of a request.
+    """Return the names, datatypes and shapes of the inputs of a request.
 
     Args:
-        inputs: what the model takes.
-        requested: what `--shape` says of them.
-        rows: the first dimension of those where it is free; None: as in `requested`, else as in `example`, else
-            1.
-        example: shapes that are known to be good, of inputs that are not `requested`.
+        inputs: the inputs in the model's signature.
+        requested: shapes from `--shape`.
+        rows: the first dimension of inputs where it is free; None: as in `requested`, else as in `example`, else 1.
+        example: known good shapes, for inputs that are not `requested`.
 
     Raises:
-        WrongShape: the model does not take this, or no request can carry it.
+        WrongShape: the model does not accept the shape, or the request would be too large.
     """
     shapes = _shapes_by_name(inputs, requested)
     if rows is not None and not any(map(has_free_rows, inputs)):
@@ -144,24 +144,24 @@ def specify(
 
 
 def count_rows(inputs: Sequence[TensorSignature], specs: Sequence[TensorSpec]) -> Optional[int]:
-    """Return how many rows a request has; None if no input has a free first dimension, or they do not agree."""
+    """Return the number of rows of a request; None if no input has a free first dimension, or the inputs differ."""
     rows = {spec.shape[0] for each, spec in zip(inputs, specs) if has_free_rows(each) and spec.shape}
     return rows.pop() if len(rows) == 1 else None
 
 
 def describe(inputs: Sequence[TensorSignature]) -> str:
-    """Return inputs for people."""
+    """Return a description of inputs for messages."""
     return ", ".join(f"{clean(each.name)} {each.datatype} {each.shape_text}" for each in inputs) or "none"
 
 
 def make_inputs(specs: Sequence[TensorSpec], seed: int) -> Arrays:
-    """Return the inputs of a request: others for each seed, the same ones for the same."""
+    """Return random inputs for a request; the same seed gives the same values."""
     random = np.random.default_rng(seed)
     return {spec.name: _random_array(spec, random) for spec in specs}
 
 
 def make_many_inputs(specs: Sequence[TensorSpec]) -> List[Arrays]:
-    """Return the inputs of some requests, all different, of bounded size together."""
+    """Return several different requests within a limit of total size."""
     size = max(1, sum(spec.nbytes for spec in specs))
     return [make_inputs(specs, seed) for seed in range(max(1, min(MAX_SAMPLES, MAX_BYTES // size)))]
 

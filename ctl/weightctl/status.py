@@ -1,4 +1,4 @@
-"""`weightctl status`: service, models, generations, devices, tenants and proxies, as text and as JSON."""
+"""`weightctl status`: daemon, models, generations, devices, tenants and ZeroMQ proxies, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ _TENANT_HEADING = (
 )
 _TENANT_LEFT_COLUMNS = 2
 
-# Of a column: names of models are up to 64 characters.
+# Maximum width of a column; names of models have up to 64 characters.
 _MAX_CHARACTERS = 24
 
-# Who answers no request.
+# Roles of processes that do not serve requests.
 _NON_SERVING_ROLES = ("holder", "broker")
 
 _ORIGIN_TEXTS = {"forked": "forked of the fork server", "template": "forked of the template"}
@@ -112,17 +112,17 @@ def _show_status(options: argparse.Namespace, connect: Connect) -> int:
 
 
 def filter_model(response: StatusResponse, name: str) -> StatusResponse:
-    """Return `response` without the other models.
+    """Return `response` with only one model.
 
     Raises:
-        NotFound: there is no such model.
+        NotFound: no such model exists.
     """
     check_model(response, name)
     return dataclasses.replace(response, models=tuple(model for model in response.models if model.name == name))
 
 
 def exit_status(response: StatusResponse) -> int:
-    """Return what the models' states mean for a script."""
+    """Return the exit status for the states of the models."""
     states = {model.state for model in response.models}
     if "failed" in states:
         return exit_codes.ERROR
@@ -138,11 +138,11 @@ def render(response: StatusResponse, total: int) -> str:
     """Return `response` as text for an operator.
 
     Args:
-        response: what to show.
-        total: the memory of the whole service, which may hold more models than `response` shows.
+        response: the status to show.
+        total: the memory of the whole service, which may have more models than `response`.
     """
     up = duration(response.uptime_s)
-    # Whoever sees its own alone is told of no process.
+    # A tenant that sees only its own requests gets no process ids.
     pid = f", pid {response.pid}" if response.pid else ""
     lines = [f"weightd {clean(response.version)}: {clean(response.state)}{pid}, up {up}"]
     if response.note:
@@ -189,7 +189,7 @@ def _model_lines(model: ModelStatus) -> Iterator[str]:
 
 
 def _execution_lines(model: ModelStatus) -> Iterator[str]:
-    """What was run, where that is not simply each request."""
+    """Yield lines about executions, if they differ from requests because of batching, splitting or retries."""
     executions = model.executions
     if executions is None or not (executions.rows or executions.retried):
         return
@@ -213,7 +213,7 @@ def _row_range(max_rows: int) -> str:
 
 
 def format_generation(generation: GenerationStatus, prefix: str) -> Iterator[str]:
-    """Yield what is shown of a generation; `prefix` is what the names of its processes have in common."""
+    """Yield the lines for a generation; `prefix` is the common part of its processes' names."""
     state = generation.progress or generation.state
     sha256 = f", sha256 {clean(generation.sha256)[:12]}" if generation.sha256 else ""
     progress = progress_text(generation.load_fraction, generation.remaining_s)
@@ -246,7 +246,7 @@ def format_generation(generation: GenerationStatus, prefix: str) -> Iterator[str
 
 
 def _placement_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]:
-    """Who runs on which device, where these are several: a paragraph for each."""
+    """Yield the processes on each device, if the generation runs on several devices."""
     names_by_device: Dict[str, List[str]] = {}
     for process in generation.processes:
         if process.device not in ("", generation.device):
@@ -256,14 +256,14 @@ def _placement_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]
 
 
 def _slice_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]:
-    """What each rank has loaded, where there are ranks."""
+    """Yield the digest of the slice that each rank has loaded, if there are ranks."""
     slices = [f"{_short(each.name, prefix)} {clean(each.sha256)[:12]}" for each in generation.processes if each.sha256]
     if slices:
         yield from paragraph("sha256 of slices", ", ".join(slices), "    ")
 
 
 def _concurrency_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]:
-    """Who runs more than one predict at once: a paragraph for each number."""
+    """Yield the processes that run several predicts at once, grouped by their number."""
     names_by_concurrency: Dict[int, List[str]] = {}
     for process in generation.processes:
         if process.concurrency > 1 and process.role not in _NON_SERVING_ROLES:
@@ -273,7 +273,7 @@ def _concurrency_lines(generation: GenerationStatus, prefix: str) -> Iterator[st
 
 
 def _origin_lines(generation: GenerationStatus, prefix: str) -> Iterator[str]:
-    """How processes came to be, and why not otherwise: a paragraph for each way."""
+    """Yield how processes were started, with the reason why not otherwise, grouped by both."""
     names_by_origin: Dict[Tuple[Optional[str], str], List[str]] = {}
     for process in generation.processes:
         names_by_origin.setdefault((process.origin, process.origin_note), []).append(_short(process.name, prefix))
@@ -301,13 +301,13 @@ def _row(process: ProcessStatus, prefix: str) -> List[str]:
 
 
 def _short(name: str, prefix: str) -> str:
-    """A process's name without what stands above it: tiny.1.w2 is w2."""
+    """Return a process's name without the common part: w2 for tiny.1.w2."""
     return clean(name[len(prefix) :] if name.startswith(prefix) else name)
 
 
 def _savings_lines(generation: GenerationStatus) -> Iterator[str]:
     if any(process.role == "rank" for process in generation.processes):
-        return  # each has a slice that no other one has
+        return  # ranks have different slices, so they share no weights
     sharing = sum(1 for process in generation.processes if process.role != "holder" and process.shared_bytes)
     copy, saved = generation.copy_bytes, generation.saved_bytes
     workers = count(sharing, "worker")
@@ -326,7 +326,7 @@ def _savings_lines(generation: GenerationStatus) -> Iterator[str]:
 
 
 def format_tenants(tenants: Sequence[TenantStatus], models: Sequence[str]) -> Iterator[str]:
-    """Yield what is shown of tenants; of `models` alone, and of what is no model's."""
+    """Yield the table and notes of tenants, limited to requests for `models` and to requests without a model."""
     found = [(tenant, _shown_accounts(tenant, models)) for tenant in tenants]
     rows = [row for tenant, accounts in found for row in _rows(tenant, accounts)]
     if rows:
@@ -349,7 +349,7 @@ def _rows(tenant: TenantStatus, accounts: Sequence[AccountStatus]) -> Iterator[L
     name = _shorten(tenant.name)
     for account in accounts:
         yield [name, _shorten(account.model) or "(other)", *_account_cells(account)]
-        # It stands once.
+        # The name is shown only in the tenant's first row.
         name = ""
 
 
@@ -416,7 +416,7 @@ def _fork_server_line(server: ForkServerStatus) -> str:
 
 
 def _memory_limit_line(memory: MemoryLimit) -> Iterator[str]:
-    """The line about the control group; none where nothing limits it and nothing has happened."""
+    """Yield the line about the control group, unless it has no limit, no pressure and no OOM kills."""
     limit, high, kills, pressure = memory.limit_bytes, memory.high_bytes, memory.oom_kills, memory.pressure_percent
     if limit is None and high is None and not kills and not pressure:
         return

@@ -1,6 +1,6 @@
-"""The model that `advise` and `bench` measure: they wait until it is ready, show progress, and explain its errors.
+"""The model that `advise` and `bench` measure: waits until it is ready, shows progress and explains errors.
 
-`read_counters` says what the daemon has counted of it meanwhile.
+`read_counters` extracts the daemon's counters of the model, for comparisons before and after a measurement.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from weightd_protocol.messages.status import StatusResponse
 
 _ERASE = "\r\x1b[K"
 
-# Nobody reads faster, and what is measured is not to wait for a terminal.
+# Updates in shorter intervals are skipped, so that the measurement does not wait for the terminal.
 _MIN_INTERVAL_S = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser, help_suffix: str = "") -> None:
-    """Declare which model it is, and `--shape`; `help_suffix` is to be said of that."""
+    """Declare the arguments MODEL and `--shape`; `help_suffix` is added to the help of the latter."""
     parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl status")
     request_inputs.add_shape_argument(parser, help_suffix)
 
 
 @contextlib.contextmanager
 def open_target(connect: Connect, model: str) -> Generator[BenchTarget, None, None]:
-    """Have a model of this name that is ready, in the block.
+    """Connect, wait until the model is ready, and provide it within the block.
 
     Raises:
-        RequestError: it is not, or there is none.
+        RequestError: the model does not exist, or does not become ready.
     """
     with connect() as client, ProgressLine() as progress:
         progress.show(f"{model}: waits until it is ready")
@@ -52,14 +52,14 @@ def open_target(connect: Connect, model: str) -> Generator[BenchTarget, None, No
 
 
 class BenchTarget(NamedTuple):
-    """A model that is ready.
+    """A model that is ready for measurements.
 
     Attributes:
-        name: its name.
-        client: asks it.
-        inputs: what it takes.
-        example: shapes of its inputs that it is known to run on; empty where none are known.
-        progress: shows how far that is.
+        name: the model's name.
+        client: the client for requests.
+        inputs: the inputs in the model's signature.
+        example: input shapes on which the model is known to run, by name; empty if none are known.
+        progress: the progress line.
     """
 
     name: str
@@ -69,16 +69,16 @@ class BenchTarget(NamedTuple):
     progress: ProgressLine
 
     def show_progress(self, text: str) -> None:
-        """Show how far it is."""
+        """Show progress of the measurement."""
         self.progress.show(f"{self.name}: {text}")
 
     def explain_errors(self) -> ContextManager[None]:
-        """Say of an error in the block what may be its reason."""
+        """Add a hint about the probable cause to errors in the block."""
         return _explain_errors(self.name, self.inputs)
 
 
 class ProgressLine:
-    """One line on stderr, written again and again; nothing, where that is no terminal. Gone after the block."""
+    """A line on stderr that each update overwrites, erased at the end. Without a terminal, nothing is shown."""
 
     def __enter__(self) -> ProgressLine:
         self._stream: TextIO = sys.stderr
@@ -92,7 +92,7 @@ class ProgressLine:
             self._stream.flush()
 
     def show(self, text: str) -> None:
-        """Show this in the place of what was shown, unless that is new, too."""
+        """Replace the text, unless it was replaced only a moment ago."""
         if self._is_terminal and time.monotonic() >= self._next_at:
             self._next_at = time.monotonic() + _MIN_INTERVAL_S
             self._stream.write(f"{_ERASE}{text}")
@@ -100,12 +100,12 @@ class ProgressLine:
 
 
 class CounterSample(NamedTuple):
-    """What the daemon has counted of a model since its start.
+    """Counters of a model since the daemon's start.
 
     Attributes:
-        requests: how many were answered.
-        executions: in how many executions: fewer, where some were run together; more, where some were cut.
-        split_requests: how many requests were.
+        requests: the number of requests served.
+        executions: the number of executions: fewer than requests if some were batched, more if some were split.
+        split_requests: the number of requests that were split.
     """
 
     requests: int
@@ -114,7 +114,7 @@ class CounterSample(NamedTuple):
 
 
 def read_counters(status: StatusResponse, name: str) -> Optional[CounterSample]:
-    """Return what is told of a model; None where there is none, or nothing is told."""
+    """Return the counters of a model; None if the model is missing, or its status has no counters."""
     for model in status.models:
         if model.name == name and model.executions is not None:
             return CounterSample(model.served, model.executions.count, model.executions.split)
@@ -122,14 +122,14 @@ def read_counters(status: StatusResponse, name: str) -> Optional[CounterSample]:
 
 
 def per_execution(before: Optional[CounterSample], after: Optional[CounterSample]) -> Optional[float]:
-    """Return how many requests were in an execution on average; None where nothing is known of that."""
+    """Return the average number of requests in an execution; None if unknown."""
     if before is None or after is None or after.executions <= before.executions:
         return None
     return (after.requests - before.requests) / (after.executions - before.executions)
 
 
 def has_split(before: Optional[CounterSample], after: Optional[CounterSample]) -> bool:
-    """Whether a request was run in parts; not where nothing is known of that."""
+    """Return whether a request was split between the samples; False if unknown."""
     return before is not None and after is not None and after.split_requests > before.split_requests
 
 

@@ -1,4 +1,4 @@
-"""Numbers, tables, signatures and foreign text, as a terminal should see them."""
+"""Formats numbers, tables, signatures and untrusted text for the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = 100
 OWN_REQUESTS_ONLY = "only this tenant's own requests are shown: it may not see the status of others"
 _NONE = "-"
 
-# Of a table's column.
+# Maximum number of tensors in a table cell.
 _MAX_SHOWN = 3
 
 
@@ -28,19 +28,19 @@ def size(size: int) -> str:
 
 
 def binary(size: int) -> str:
-    """Return a size in the units in which limits of memory are set."""
+    """Return a size in MiB or GiB, the units of memory limits."""
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def milliseconds(microseconds: Optional[float]) -> str:
-    """Return a time for a column headed ms; beyond ten seconds nobody wants to know the hundredths."""
+    """Return a time for a column headed ms; from ten seconds on without decimals."""
     if microseconds is None:
         return _NONE
     return f"{microseconds / 1000:,.2f}" if microseconds < 1e7 else f"{microseconds / 1000:,.0f}"
 
 
 def duration(seconds: float) -> str:
-    """Return how long something has been going on, in its two largest units."""
+    """Return a duration in its two largest units."""
     remaining = int(seconds)
     parts: List[str] = []
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
@@ -51,11 +51,11 @@ def duration(seconds: float) -> str:
 
 
 def local_time(seconds: float) -> str:
-    """Return a time since 1970 as it is here."""
+    """Return a Unix time as local time."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):
-        return f"{seconds:g}"  # no year that a calendar has
+        return f"{seconds:g}"  # the year is out of range
 
 
 def count(number: int, noun: str) -> str:
@@ -65,17 +65,17 @@ def count(number: int, noun: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Return foreign text on one line, without what could play tricks on a terminal: it becomes visible instead."""
+    """Return untrusted text on one line, with control characters escaped so that they cannot affect the terminal."""
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def clean_lines(text: str) -> str:
-    """Return foreign text that may have several lines, each of them clean."""
+    """Return untrusted text of several lines, with each line escaped by `clean`."""
     return "\n".join(map(clean, text.split("\n")))
 
 
 def paragraph(label: str, text: str, indent: str) -> Iterator[str]:
-    """Yield the lines of "label: text", wrapped; no word of it is cut, paths can be copied."""
+    """Yield the wrapped lines of "label: text"; words are not split, so that paths can be copied."""
     first, further = f"{indent}{label}: ", f"{indent}  "
     for line in clean_lines(text).splitlines():
         yield from textwrap.wrap(
@@ -90,12 +90,12 @@ def paragraph(label: str, text: str, indent: str) -> Iterator[str]:
 
 
 def table(rows: Sequence[Sequence[str]], left_columns: int, indent: str) -> List[str]:
-    """Return the lines of a table, columns as wide as they must be.
+    """Return the lines of a table, with columns as wide as their longest cell.
 
     Args:
-        rows: the cells, the heading first; each row as long as the others.
-        left_columns: how many columns are flush left; the others hold numbers.
-        indent: what each line starts with.
+        rows: the cells, all rows of the same length; the first row is the heading.
+        left_columns: the number of left-aligned columns; the others, for numbers, are right-aligned.
+        indent: prefix of each line.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines: List[str] = []
@@ -109,14 +109,14 @@ def table(rows: Sequence[Sequence[str]], left_columns: int, indent: str) -> List
 
 
 def signature_summary(tensors: Sequence[TensorSignature]) -> str:
-    """Return some tensors in a cell."""
+    """Return a short description of some tensors for a table cell."""
     shown = [f"{clean(each.name)} {each.datatype} {each.shape_text}" for each in tensors[:_MAX_SHOWN]]
     more = [f"and {len(tensors) - _MAX_SHOWN} more"] if len(tensors) > _MAX_SHOWN else []
     return ", ".join([*shown, *more]) or "none"
 
 
 def signature_lines(tensors: Sequence[TensorSignature], indent: str) -> Iterator[str]:
-    """Yield a line for each tensor."""
+    """Yield one line for each tensor."""
     if tensors:
         yield from table([[clean(each.name), each.datatype, each.shape_text] for each in tensors], 3, indent)
     else:
@@ -124,6 +124,6 @@ def signature_lines(tensors: Sequence[TensorSignature], indent: str) -> Iterator
 
 
 def signatures_json(tensors: Sequence[TensorSignature]) -> List[Dict[str, Any]]:
-    """Return the same for JSON: a shape that is null is of any rank."""
+    """Return the tensors for JSON; a null shape means any rank."""
     shapes = (None if each.shape is None else list(each.shape) for each in tensors)
     return [{"name": each.name, "datatype": each.datatype, "shape": shape} for each, shape in zip(tensors, shapes)]

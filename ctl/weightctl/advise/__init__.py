@@ -1,4 +1,4 @@
-"""`weightctl advise`: whether it pays that the daemon runs requests of a model together.
+"""`weightctl advise`: recommends whether the daemon should batch requests of a model.
 
-`measure` asks, `recommend` compares and judges, `render` prints.
+`measure` sends the requests, `recommend` compares the results and decides, `command` prints the recommendation.
 """

@@ -1,4 +1,4 @@
-"""The command: its arguments, the order of things, and what is printed."""
+"""`weightctl advise`: arguments, measurement sequence and output."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _MAX_DISTINCT_ROWS = 1_000_000
 
 
 class NoRows(CommandError):
-    """Requests of the model have nothing that could be merged."""
+    """Requests of the model have no rows, so they cannot be batched."""
 
     code = FailedPrecondition.code
 
@@ -138,7 +138,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     if results[0].answers:
         recommendation = recommend.recommend(results)
         if recommendation.verdict is recommend.Verdict.MERGE:
-            sample_path = os.path.abspath(options.inputs) if test_result.needs_sample else ""  # noqa: PTH100 - follows no link
+            sample_path = os.path.abspath(options.inputs) if test_result.needs_sample else ""  # noqa: PTH100 - does not resolve links
             recommendation = (
                 recommend.not_batched(test_result.note)
                 if test_result.note
@@ -157,7 +157,7 @@ def _verify(
     source: Union[SyntheticRows, FileRows],
     results: Sequence[recommend.BatchSizeResult],
 ) -> BatchTestResult:
-    """Return what the daemon's own test shows of what is advised: it is made if this is to merge."""
+    """Run the daemon's batching test if the recommendation is to batch; return its result."""
     recommendation = recommend.recommend(results)
     if recommendation.verdict is not recommend.Verdict.MERGE:
         return BatchTestResult("")

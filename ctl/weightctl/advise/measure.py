@@ -1,7 +1,7 @@
-"""Measures requests of one row and of several, one at a time, and tests whether the daemon would batch them.
+"""Measures requests of one row and of several rows, one at a time, and tests whether the daemon would batch them.
 
-Rows are made up, or those of a file. They are asked for alone and together, in turn, so that what else the host does
-hits all alike.
+The rows are generated, or read from a file. Requests of all sizes alternate, so that other load on the host affects all
+sizes alike.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from weightd_protocol.messages.status import StatusResponse
 
 Outputs = Mapping[str, Any]
 
-# A request goes from client to daemon to worker and back; a question that the daemon answers itself half of that.
+# A request travels from the client over the daemon to the worker and back, which takes twice as long as a ping that the
+# daemon answers itself.
 OVERHEAD_PINGS = 2
 
 
 class SyntheticRows:
-    """Rows that are all different: those on which the daemon tests the model.
+    """Generated rows that are all different: the same rows with which the daemon tests a model.
 
     Args:
-        specs: the inputs of a request, however many rows it has.
-        kind: of the rows.
+        specs: the inputs of a request; the number of rows does not matter.
+        kind: the kind of rows to generate.
 
     Attributes:
-        distinct_rows: how many different rows there are; None: no end of them.
-        sample: None: the values come from no file.
-        shapes: of the inputs, by name, with one row.
+        distinct_rows: number of different rows; None: unlimited.
+        sample: None, because the values do not come from a file.
+        shapes: shapes of the inputs with one row, by name.
     """
 
     distinct_rows: Optional[int] = None
@@ -56,25 +57,25 @@ class SyntheticRows:
         self.kind = kind
 
     def block(self, number: int, rows: int) -> Arrays:
-        """Return the rows of a block of so many."""
+        """Return the rows of block `number`, where each block has `rows` rows."""
         test_rows = TestRows(self._inputs, self.shapes, kind=self.kind, max_rows=rows, first_index=number * rows)
         return test_rows.select([row % test_rows.count for row in range(rows)])
 
 
 class FileRows:
-    """The rows of an .npz file, in turn.
+    """The rows of an .npz file, used in turn.
 
     Args:
-        path: of the file.
-        inputs: what the model takes.
+        path: the path of the file.
+        inputs: the inputs in the model's signature.
 
     Attributes:
-        distinct_rows: how many rows there are.
-        sample: the arrays, by name.
-        shapes: of the inputs, by name, with one row.
+        distinct_rows: number of rows in the file.
+        sample: the arrays by name.
+        shapes: shapes of the inputs with one row, by name.
 
     Raises:
-        BadInput: the file cannot be read, or holds something else than the model takes.
+        BadInput: the file cannot be read, or does not match the model's signature.
     """
 
     def __init__(self, path: str, inputs: Sequence[TensorSignature]) -> None:
@@ -89,20 +90,20 @@ class FileRows:
         self.shapes: Dict[str, Tuple[int, ...]] = {name: (1, *self.sample[name].shape[1:]) for name in self._names}
 
     def block(self, number: int, rows: int) -> Arrays:
-        """Return the rows of a block of so many."""
+        """Return the rows of block `number`, where each block has `rows` rows."""
         indices = np.arange(number * rows, (number + 1) * rows) % self._length
         return {name: np.ascontiguousarray(self.sample[name][indices]) for name in self._names}
 
 
 class AdvisePlan(NamedTuple):
-    """What to measure.
+    """The plan of a measurement.
 
     Attributes:
-        model: which model is asked.
-        sizes: how many rows a request has, in ascending order, 1 among them.
-        source: where they come from.
-        min_distinct_rows: how many different rows are compared at least.
-        min_seconds: how long it goes on after that, all in all.
+        model: the model to measure.
+        sizes: numbers of rows in a request, in ascending order, including 1.
+        source: the source of the rows.
+        min_distinct_rows: minimum number of different rows to compare.
+        min_seconds: minimum total duration in seconds.
     """
 
     model: str
@@ -113,11 +114,11 @@ class AdvisePlan(NamedTuple):
 
 
 class Measurement:
-    """Asks, and keeps what has come: it may be ended at any time.
+    """Runs the measurement and keeps its results, so that it can be interrupted at any time.
 
     Args:
-        client: asks.
-        plan: for what.
+        client: the client for requests.
+        plan: the plan of the measurement.
     """
 
     def __init__(self, client: Client, plan: AdvisePlan) -> None:
@@ -131,7 +132,7 @@ class Measurement:
 
     @property
     def results(self) -> List[BatchSizeResult]:
-        """What is known, in ascending order; of a size that was refused, why."""
+        """The results by size in ascending order; a size that was rejected has the reason."""
         overhead_s = OVERHEAD_PINGS * _median(self._ping_times_s)
         return [
             BatchSizeResult(
@@ -147,12 +148,12 @@ class Measurement:
         ]
 
     def run(self, on_progress: Callable[[int, int], None]) -> None:
-        """Ask until there is enough.
+        """Send requests until the plan is fulfilled.
 
-        `on_progress` is called with how many rows have been compared, and how many will be.
+        `on_progress` is called with the number of rows compared so far, and their planned number.
 
         Raises:
-            RequestError: a request was not answered, and not because of its rows.
+            RequestError: a request failed for another reason than its rows.
         """
         begin = time.monotonic()
         sizes = self._warm_up()
@@ -165,7 +166,7 @@ class Measurement:
                 on_progress(done * length + each.end, block_count * length)
 
     def _warm_up(self) -> List[int]:
-        """Ask for each size once, which is the warm-up, and return those that are answered."""
+        """Send one request of each size as a warm-up; return the sizes that the model accepts."""
         rows = self._plan.source.block(0, self._plan.sizes[-1])
         accepted: List[int] = []
         for size in self._plan.sizes:
@@ -183,7 +184,7 @@ class Measurement:
         return accepted
 
     def _measure_block(self, sizes: Sequence[int], number: int) -> Iterator[RowSlice]:
-        """Ask for the rows of a block in each size; yield what has been compared."""
+        """Send the rows of a block in each size; yield the slices that have been compared."""
         rows = self._plan.source.block(number, sizes[-1])
         single: List[Outputs] = []
         for each in block_requests(sizes):
@@ -206,11 +207,11 @@ class Measurement:
 
 
 class RowSlice(NamedTuple):
-    """Some rows of a block: one request.
+    """A range of rows in a block, which forms one request.
 
     Attributes:
-        rows: how many.
-        first: the first of them.
+        rows: the number of rows.
+        first: the index of the first row.
     """
 
     rows: int
@@ -218,14 +219,15 @@ class RowSlice(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The row behind the last one."""
+        """The index after the last row."""
         return self.first + self.rows
 
 
 def block_requests(sizes: Sequence[int]) -> List[RowSlice]:
-    """Return the requests for as many rows as the largest size has: each row is in one of each size, or in two.
+    """Return slices that cover a block, which has as many rows as the largest size, once with each size.
 
-    A row has been asked for alone, if 1 is one of the sizes, before it is in a larger one.
+    The last slice of a size may overlap the one before it. If 1 is one of the sizes, each row is requested alone before
+    it is part of a larger slice.
     """
     rows = max(sizes)
     slices = [RowSlice(size, min(first, rows - size)) for size in sizes for first in range(0, rows, size)]
@@ -233,16 +235,16 @@ def block_requests(sizes: Sequence[int]) -> List[RowSlice]:
 
 
 def count_blocks(sizes: Sequence[int], min_rows: int) -> int:
-    """Return how many blocks have at least so many rows."""
+    """Return the number of blocks that have at least `min_rows` rows together."""
     return -(-min_rows // max(sizes))
 
 
 class BatchTestResult(NamedTuple):
-    """What the test has shown.
+    """The result of the batching test.
 
     Attributes:
-        note: why the daemon would not batch requests; "" if it would.
-        needs_sample: the daemon needs the rows of the file for that (key `selftest`).
+        note: the reason why the daemon would not batch requests; "" if it would.
+        needs_sample: whether the daemon needs the rows of the file for its test (key `selftest`).
     """
 
     note: str
@@ -250,12 +252,12 @@ class BatchTestResult(NamedTuple):
 
 
 class BatchTest:
-    """Tests a model as the daemon does.
+    """Tests a model in the same way as the daemon.
 
     Args:
-        client: asks.
-        model: its name.
-        inputs: of the model.
+        client: the client for requests.
+        model: the model's name.
+        inputs: the inputs in the model's signature.
     """
 
     def __init__(self, client: Client, model: str, inputs: Sequence[TensorSignature]) -> None:
@@ -264,16 +266,16 @@ class BatchTest:
         self._inputs = inputs
 
     def find_kind(self, source: SyntheticRows, rows: int) -> RowKind:
-        """Return the kind of made-up rows that the model accepts, in requests of up to so many rows."""
+        """Return the kind of generated rows that the model accepts, in requests of up to `rows` rows."""
         return comparison.compare(self._row_test_subject(source, None, rows, ()), exact=False).kind
 
     def verify(self, source: Union[SyntheticRows, FileRows], rows: int, sizes: Tuple[int, ...]) -> BatchTestResult:
-        """Test the model with made-up rows, as the daemon does; if they do not do, with those of the file.
+        """Test the model with generated rows, as the daemon does; if they are not suitable, with the rows of the file.
 
         Args:
-            source: of the rows that were measured.
-            rows: the largest number of rows that is to be in one execution.
-            sizes: the only numbers of rows that the model takes; none: any.
+            source: the rows that were measured.
+            rows: the maximum number of rows in one execution.
+            sizes: the only numbers of rows that the model accepts; empty: all.
         """
         try:
             comparison.inputs_with_rows(self._inputs, sizes)
@@ -296,7 +298,7 @@ class BatchTest:
 
 
 def batching_refusal(status: StatusResponse, model: str) -> str:
-    """Return why the daemon, which is configured to batch requests of a model, does not; "" if it does, or is not."""
+    """Return why the daemon does not batch requests of a model although it is configured to; "" if neither applies."""
     for each in status.models:
         if each.name == model:
             return next((generation.batching_note for generation in each.generations if generation.max_rows == 1), "")
@@ -304,7 +306,7 @@ def batching_refusal(status: StatusResponse, model: str) -> str:
 
 
 def _check_array(path: str, sample: Mapping[str, Any], signature: TensorSignature) -> int:
-    """Return how many rows of an input there are."""
+    """Check the array of an input and return its number of rows."""
     array = sample.get(signature.name)
     if array is None:
         available = ", ".join(map(clean, sample)) or "none"
@@ -319,5 +321,5 @@ def _check_array(path: str, sample: Mapping[str, Any], signature: TensorSignatur
 
 
 def _median(seconds: Sequence[float]) -> float:
-    """The module `statistics` takes longer to import than all of this."""
+    """Return the median, or 0.0 for an empty sequence; numpy is used because the module `statistics` imports slowly."""
     return float(np.median(seconds)) if seconds else 0.0

@@ -1,20 +1,23 @@
-"""The rule by which merging is advised, or not, and how the advice is told: as text, configuration and JSON.
+"""Decides whether batching is recommended for a model, and formats the result as text, configuration and JSON.
 
-The rule, in this order:
+The rules, in this order:
 
-1. Each output has a row for each row of the inputs, and no row differs from itself alone by 1 % of its largest value:
-   else no. That is more than rounding: such a model makes one answer of all its rows.
-2. What a request takes to the worker and back stays as it is when the worker runs several together: it is taken off
-   before anything is compared. Where the model takes less for a row than this way, nothing is gained: no.
-3. Eight rows together bring 1.3 times the rows/s of single ones: else no, for less is soon lost to what differs from
-   one day to the next.
-4. A size is worth its latency if as many requests as it has rows, which all wait, are answered sooner on average when
-   they run together. One after another they are answered after 1, 2, ... n times the time of one, (n + 1) / 2 times
-   that on average; so the gain must be 2 n / (n + 1) at least.
-5. Of the sizes that are, and up to which no bit differs, the smallest with 90 % of the best gain is the one.
-   It is advised only if the daemon would do it: the test that the daemon makes when it loads the model (`batch_test`)
-   has to find no difference, either; and where batching is configured already, the daemon must not have refused it.
-6. If there is none, the same for those up to which rows differ by no more than rounding: with exact = false.
+1. Each output must have one row for each row of the inputs, and no row of a batch may differ from the same row alone by
+   more than 1 % of its largest value. Larger differences are not rounding: the model computes one result from all rows.
+2. The time between client and worker does not change when the worker runs several requests together, so it is
+   subtracted before any comparison. If the model takes less time for a row than this overhead, batching is not
+   recommended.
+3. Eight rows together must give at least 1.3 times the rows/s of single rows. A smaller gain would be lost in everyday
+   variation.
+4. A size is worth its latency if as many waiting requests as it has rows get their responses earlier on average when
+   they run together. One after another, they finish after 1, 2, ... n times the duration of one, (n + 1) / 2 times on
+   average, so the gain must be at least 2 n / (n + 1).
+5. Among these sizes, only those count up to which all bits are equal. The smallest one with 90 % of the best gain is
+   recommended, provided that the daemon would batch: the test that the daemon runs when it loads the model
+   (`measure.BatchTest`) must find no difference either, and if batching is already configured, the daemon must not have
+   refused it.
+6. If no size qualifies, the same rule applies to the sizes up to which rows differ only by rounding, with exact =
+   false.
 """
 
 from __future__ import annotations
@@ -37,13 +40,13 @@ _MIXING_REASON = "the answer to a row hangs on the rows beside it, by more than 
 
 
 class Comparison:
-    """What is known of requests with a number of rows.
+    """Results of comparing requests of one size with requests of single rows.
 
     Attributes:
-        rows_compared: how many rows were compared.
-        rows_unequal: how many of them have other bits, in whatever output.
-        differences: of the outputs that differ, by name.
-        shape_mismatches: of the outputs that have no row for each of the request's, what was found instead.
+        rows_compared: number of rows that were compared.
+        rows_unequal: number of rows with different bits in any output.
+        differences: differences by output name, for outputs that differ.
+        shape_mismatches: shapes that were found instead, by name, for outputs without one row for each input row.
     """
 
     def __init__(self) -> None:
@@ -54,16 +57,16 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Whether nothing was found that differs."""
+        """Whether no difference was found."""
         return not self.rows_unequal and not self.shape_mismatches
 
     @property
     def max_relative(self) -> float:
-        """The largest of the differences, as a share of the row's largest value."""
+        """The largest difference, relative to the largest value of the row."""
         return max((each.max_relative for each in self.differences.values()), default=0.0)
 
     def compare(self, merged: Mapping[str, Any], single: Sequence[Mapping[str, Any]]) -> None:
-        """Compare the outputs of some rows with those of each of them."""
+        """Compare the outputs of several rows with the outputs of each row alone."""
         unequal: List[bool] = [False] * len(single)
         self.rows_compared += len(single)
         for name, array in merged.items():
@@ -89,12 +92,12 @@ class Comparison:
 
 
 class Difference(NamedTuple):
-    """How far apart answers are in an output.
+    """Differences found in an output.
 
     Attributes:
-        rows: how many rows have other bits.
-        max_difference: the largest difference of two values; infinite where only one is a number.
-        max_relative: the same as a share of the largest value of the row alone; the largest share of all rows.
+        rows: number of rows with different bits.
+        max_difference: the largest absolute difference of two values; infinite if only one of them is NaN.
+        max_relative: the largest difference relative to the largest value of the row alone, over all rows.
     """
 
     rows: int
@@ -103,19 +106,19 @@ class Difference(NamedTuple):
 
 
 def max_difference(row: Any, single: Any) -> float:
-    """Return the largest difference of two values in the same place; infinite where only one is a number."""
-    # Numbers that are none, and differences that are none, are looked at below.
+    """Return the largest absolute difference of corresponding values; infinite if only one of them is NaN."""
+    # NaN values and NaN differences are handled below.
     with np.errstate(invalid="ignore", over="ignore"):
         one, other = (np.asarray(each, np.float64).reshape(-1) for each in (row, single))
         differences = np.abs(one - other)
-    # The same infinity twice is no difference, and neither is no number twice.
+    # Equal infinities and two NaN values count as equal.
     differences[(one == other) | (np.isnan(one) & np.isnan(other))] = 0.0
     differences[np.isnan(differences)] = math.inf
     return float(differences.max())
 
 
 def relative_difference(difference: float, single: Any) -> float:
-    """Return a difference as a share of the largest value; infinite where that is 0."""
+    """Return a difference relative to the largest finite value; infinite if that is 0."""
     if not difference:
         return 0.0
     with np.errstate(invalid="ignore"):
@@ -125,16 +128,16 @@ def relative_difference(difference: float, single: Any) -> float:
 
 
 class BatchSizeResult(NamedTuple):
-    """What is known of requests with so many rows.
+    """Results for requests of one size.
 
     Attributes:
-        rows: how many.
-        median_s: how long one takes for its client: the median.
-        overhead_s: how much of that it is on its way to the worker and back.
-        answers: how many there were.
-        comparison: how their answers compare with those of single rows; of size 1, with a second one of the same row.
-        is_split: the daemon has run such a request in parts.
-        refusal: why there is no answer; "" if there is.
+        rows: the number of rows in a request.
+        median_s: median latency at the client in seconds.
+        overhead_s: the part of the latency between client and worker in seconds.
+        answers: number of responses.
+        comparison: the comparison with single rows; for size 1, with a second response for the same row.
+        is_split: whether the daemon has split such a request.
+        refusal: why the request was rejected; "" if it was not.
     """
 
     rows: int
@@ -147,17 +150,17 @@ class BatchSizeResult(NamedTuple):
 
     @property
     def model_s(self) -> float:
-        """How long the model takes for it; where that is next to nothing, this is a guess."""
+        """Estimated time of the model in seconds, at least 1 % of the latency."""
         return max(self.median_s - self.overhead_s, 0.01 * self.median_s)
 
     @property
     def is_measured(self) -> bool:
-        """Whether it says how long one execution takes."""
+        """Whether the latency was measured with single executions, not with split requests."""
         return self.answers > 0 and not self.is_split
 
 
 class Verdict(enum.Enum):
-    """What is advised."""
+    """The kind of a recommendation."""
 
     MERGE = "merge"
     INEXACT = "inexact"
@@ -165,13 +168,13 @@ class Verdict(enum.Enum):
 
 
 class Recommendation(NamedTuple):
-    """What is advised, and why.
+    """A recommendation and its reason.
 
     Attributes:
-        verdict: whether to merge.
-        max_rows: up to how many rows; 1: not at all.
-        sizes: the only ones that the model takes up to there; none if it takes each.
-        reason: in a sentence or two.
+        verdict: whether to batch.
+        max_rows: the maximum number of rows; 1: no batching.
+        sizes: the only sizes up to `max_rows` that the model accepts; empty: all.
+        reason: the reason in one or two sentences.
         sample: the file whose rows the daemon needs for its test; "" if it needs none.
     """
 
@@ -183,27 +186,27 @@ class Recommendation(NamedTuple):
 
 
 def not_batched(note: str) -> Recommendation:
-    """Return what is advised where the daemon does not batch requests, for the reason that `note` gives."""
+    """Return the recommendation for a model that the daemon does not batch, with the reason in `note`."""
     return Recommendation(Verdict.NO, 1, (), f"the daemon does not do it with exact answers: {note}")
 
 
 def is_overhead_dominated(one: BatchSizeResult) -> bool:
-    """Whether the model takes less for one row than its way: then nothing can be told of it, or gained."""
+    """Return whether the overhead exceeds the model's time for one row, so that batching cannot help."""
     return one.model_s < one.overhead_s
 
 
 def gain(size: BatchSizeResult, one: BatchSizeResult) -> float:
-    """Return how many times the rows/s of single rows the model makes of it."""
+    """Return the rows/s of the model at this size, relative to single rows."""
     return size.rows * one.model_s / size.model_s
 
 
 def is_worth_its_latency(size: BatchSizeResult, one: BatchSizeResult) -> bool:
-    """Whether so many that wait are answered sooner together, on average; see above."""
+    """Return whether requests get their responses earlier on average when they run together (rule 4 of the module)."""
     return gain(size, one) >= 2 * size.rows / (size.rows + 1)
 
 
 def recommend(sizes: Sequence[BatchSizeResult]) -> Recommendation:
-    """Return what follows from sizes in ascending order, the first of which is 1, and measured."""
+    """Apply the rules to results in ascending order of size; the first one has size 1 and was measured."""
     one = sizes[0]
     measured = [size for size in sizes[1:] if size.is_measured]
     worthwhile = [size for size in measured if is_worth_its_latency(size, one)]
@@ -231,7 +234,7 @@ _NOTES = {
 
 
 def _shape_objection(one: BatchSizeResult, measured: Sequence[BatchSizeResult]) -> str:
-    """Why requests cannot be merged, whatever it brings; "" if they can."""
+    """Return why requests cannot be batched at all; "" if they can."""
     for size in (one, *measured):
         for name, found in size.comparison.shape_mismatches.items():
             return f"output {name} has no row for each row of the inputs: {found}"
@@ -239,7 +242,7 @@ def _shape_objection(one: BatchSizeResult, measured: Sequence[BatchSizeResult]) 
 
 
 def _mixing_objection(sizes: Sequence[BatchSizeResult], measured: Sequence[BatchSizeResult]) -> str:
-    """Why merged answers would be wrong, however few the rows; "" if not."""
+    """Return why batches of any size would give wrong results; "" if some size does not."""
     if _below_first_difference(sizes, measured, ROUNDING_TOLERANCE):
         return ""
     if sizes[0].comparison.max_relative > ROUNDING_TOLERANCE:
@@ -250,7 +253,7 @@ def _mixing_objection(sizes: Sequence[BatchSizeResult], measured: Sequence[Batch
 def _gain_objection(
     one: BatchSizeResult, measured: Sequence[BatchSizeResult], worthwhile: Sequence[BatchSizeResult]
 ) -> str:
-    """Why it does not pay; "" if it does."""
+    """Return why batching gains too little; "" if it gains enough."""
     if is_overhead_dominated(one):
         return (
             f"one row takes the model less than the {one.overhead_s * 1e3:.2f} ms of its way to the worker and back,"
@@ -268,7 +271,10 @@ def _gain_objection(
 def _below_first_difference(
     sizes: Sequence[BatchSizeResult], candidates: Sequence[BatchSizeResult], relative: float
 ) -> List[BatchSizeResult]:
-    """Those of `candidates` below the first size at which rows differ by more, for a request may have any of them."""
+    """Return the `candidates` below the first size whose rows differ by more than `relative`.
+
+    Larger ones are excluded, because a batch up to their size may also have the size that differs.
+    """
     end = next((size.rows for size in sizes if _differs(size, relative)), sizes[-1].rows + 1)
     return [size for size in candidates if size.rows < end]
 
@@ -283,7 +289,7 @@ def _best(sizes: Sequence[BatchSizeResult], one: BatchSizeResult) -> BatchSizeRe
 
 
 def _accepted_sizes(sizes: Sequence[BatchSizeResult], max_rows: int) -> Tuple[int, ...]:
-    """The sizes that the model takes up to there, if it has refused one of those."""
+    """Return the sizes up to `max_rows` that the model accepts; empty if it accepts all of them."""
     below = [size for size in sizes if size.rows <= max_rows]
     return tuple(size.rows for size in below if not size.refusal) if any(size.refusal for size in below) else ()
 
@@ -305,7 +311,7 @@ _VERDICT_TEXTS = {
 
 
 def config_text(model: str, advice: Recommendation) -> str:
-    """Return what to write into the configuration; "" where nothing is to be."""
+    """Return the lines for the configuration file; "" if no change is recommended."""
     if advice.verdict is Verdict.NO:
         return ""
     name = model if re.match(r"[A-Za-z0-9_-]+\Z", model) else json.dumps(model)
@@ -317,13 +323,13 @@ def config_text(model: str, advice: Recommendation) -> str:
 
 
 def render(model: str, sizes: Sequence[BatchSizeResult], advice: Recommendation, distinct_rows: Optional[int]) -> str:
-    """Return a table, what should be known of its rows, and what is advised.
+    """Return a table of the results, remarks on them, and the recommendation.
 
     Args:
-        model: its name.
-        sizes: what was measured.
-        advice: what is advised.
-        distinct_rows: how many different rows there are; None: no end of them.
+        model: the model's name.
+        sizes: the results.
+        advice: the recommendation.
+        distinct_rows: number of different rows; None: unlimited.
     """
     one = sizes[0]
     compared = max(size.comparison.rows_compared for size in sizes)
@@ -373,7 +379,7 @@ def _remarks(sizes: Sequence[BatchSizeResult]) -> Iterator[str]:
 
 
 def _output_remarks(name: str, sizes: Sequence[BatchSizeResult]) -> Iterator[str]:
-    """What is to be said of an output, all sizes taken together."""
+    """Yield remarks on an output over all sizes."""
     mismatches = [
         (size.rows, size.comparison.shape_mismatches[name])
         for size in sizes
@@ -395,7 +401,7 @@ def _output_remarks(name: str, sizes: Sequence[BatchSizeResult]) -> Iterator[str
 
 
 def as_json(model: str, sizes: Sequence[BatchSizeResult], advice: Recommendation) -> Dict[str, Any]:
-    """Return the same as a dictionary."""
+    """Return the results as a dictionary."""
     return {
         "model_name": model,
         "overhead_us": sizes[0].overhead_s * 1e6,
@@ -437,5 +443,5 @@ def _size_json(size: BatchSizeResult, one: BatchSizeResult) -> Dict[str, Any]:
 
 
 def _json_number(value: float) -> Any:
-    """JSON has no word for infinity."""
+    """Return a float for JSON; infinity, which JSON lacks, becomes text."""
     return value if math.isfinite(value) else "Infinity"

@@ -1,1 +1,1 @@
-"""`weightctl bench`: how much a model answers, and how soon."""
+"""`weightctl bench`: measures throughput and latency of a model."""

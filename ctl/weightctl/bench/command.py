@@ -58,7 +58,7 @@ shape, 130 Ctrl-C."""
 
 
 def render(model: str, specs: Sequence[TensorSpec], rows: Optional[int], levels: Sequence[Level]) -> str:
-    """Return a table, and what should be known of its rows."""
+    """Return a table of the levels, and remarks on them."""
     inputs = ", ".join(f"{clean(spec.name)} {spec.datatype} {list(spec.shape)}" for spec in specs) or "no inputs"
     lines = [f"{clean(model)}: {inputs}", ""]
     lines += table([_HEADING, *(_row(level, rows) for level in levels)], 0, "")
@@ -67,7 +67,7 @@ def render(model: str, specs: Sequence[TensorSpec], rows: Optional[int], levels:
 
 
 def as_json(model: str, specs: Sequence[TensorSpec], rows: Optional[int], levels: Sequence[Level]) -> Dict[str, Any]:
-    """Return the same as a dictionary."""
+    """Return the results as a dictionary."""
     return {
         "model_name": model,
         "inputs": [{"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)} for spec in specs],
@@ -154,7 +154,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
-    from weightctl.bench import load  # noqa: PLC0415 - asyncio takes long, and no other command needs it
+    from weightctl.bench import load  # noqa: PLC0415 - asyncio is slow to import, and few commands need it
 
     name: str = options.model
     levels: List[Level] = []

@@ -1,4 +1,4 @@
-"""So many requests under way at any time, by one thread: each task asks, awaits the answer, and asks again."""
+"""Generates load with a constant number of requests in flight: each task sends a request, awaits it, and repeats."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from weightctl.target import per_execution, read_counters
 from weightd.aio import AsyncClient
 from weightd_protocol.errors import RequestError
 
-# A request that was refused is not asked again at once: a full queue would be asked as fast as it can say no.
+# Pause after an error; without it, a full queue would be flooded with requests that it rejects immediately.
 _BACKOFF_S = 0.01
 _MAX_BACKOFF_S = 1.0
 
 
 class BenchPlan(NamedTuple):
-    """What to measure.
+    """The plan of a measurement.
 
     Attributes:
-        model: which model is asked.
-        inputs: of the requests, taken in turn.
-        levels: how many requests are in flight, one after another.
-        max_seconds: the most for each of them.
-        on_window: called with a number of requests in flight and its windows, when one begins and at the end of each
+        model: the model to measure.
+        inputs: the inputs of the requests, used in turn.
+        levels: the numbers of requests in flight, measured one after another.
+        max_seconds: maximum duration of each level.
+        on_window: called with a level's number of requests in flight and its windows, at its begin and after each
             window.
     """
 
@@ -38,13 +38,13 @@ class BenchPlan(NamedTuple):
 
 
 def measure(address: str, timeout: float, plan: BenchPlan, on_level: Callable[[Level], None]) -> bool:
-    """Measure; `on_level` is called with each level. Return whether it ended before its time, by Ctrl-C.
+    """Measure each level and call `on_level` with the result. Return whether Ctrl-C ended the measurement early.
 
     Args:
-        address: where the daemon listens.
-        timeout: seconds that a request may take.
-        plan: what to measure.
-        on_level: takes what was measured.
+        address: the daemon's address.
+        timeout: timeout of each request in seconds.
+        plan: the plan of the measurement.
+        on_level: receives the result of each level.
     """
     return asyncio.run(_run(AsyncClient(address, timeout=timeout), plan, on_level))
 
@@ -75,7 +75,7 @@ async def _measure_level(
         windows.finish(time.monotonic())
         for task in tasks:
             task.cancel()
-        # Each takes its request back.
+        # Each cancelled task cancels its request.
         ends = await asyncio.gather(*tasks, return_exceptions=True)
     for end in ends:
         if isinstance(end, Exception) and not isinstance(end, asyncio.CancelledError):
@@ -85,7 +85,7 @@ async def _measure_level(
 
 
 async def _send_requests(client: AsyncClient, plan: BenchPlan, windows: Windows, first: int, in_flight: int) -> None:
-    """Ask until it is enough; the first input is another one for each task."""
+    """Send requests until the windows are complete; each task begins with another input."""
     for inputs in itertools.islice(itertools.cycle(plan.inputs), first % len(plan.inputs), None):
         sent = time.monotonic()
         try:
@@ -102,10 +102,10 @@ async def _send_requests(client: AsyncClient, plan: BenchPlan, windows: Windows,
 
 
 class _Interrupt:
-    """Within the block, Ctrl-C ends nothing but a future.
+    """Handles Ctrl-C within the block: it completes a future instead of raising `KeyboardInterrupt`.
 
     Attributes:
-        interrupted: done once it has come.
+        interrupted: done after Ctrl-C.
     """
 
     def __init__(self) -> None:

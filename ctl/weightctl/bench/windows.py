@@ -1,4 +1,4 @@
-"""Answers, as they come, cut into windows of time, until three in a row tell the same. No clock is looked at here."""
+"""Measurement windows: group responses by time until three windows in a row agree. Pure: does not read a clock."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections import Counter, deque
 from typing import Counter as Counts
 from typing import Deque, List, NamedTuple, Optional, Sequence, Tuple
 
-# As perf_analyzer has it: three windows in a row within 10 % of their mean, of ten at most.
+# The criterion of perf_analyzer: three windows in a row within 10 % of their mean, among at most ten.
 STABLE_WINDOWS = 3
 TOLERANCE = 0.1
 MAX_WINDOWS = 10
 
 
 class Window(NamedTuple):
-    """What came in some time.
+    """The results in one window.
 
     Attributes:
-        seconds: how long it was.
-        latencies: of the answers, in seconds, as they came.
-        errors: how many requests ended in an error, by code.
+        seconds: duration of the window.
+        latencies: latencies of the responses in seconds, in the order of their arrival.
+        errors: number of failed requests by error code.
     """
 
     seconds: float
@@ -28,34 +28,34 @@ class Window(NamedTuple):
 
     @property
     def rate(self) -> float:
-        """Answers in a second."""
+        """Responses per second."""
         return len(self.latencies) / self.seconds
 
 
 def deviation(rates: Sequence[float]) -> float:
-    """Return how far the rate that is furthest from their mean is from it, as a share of the mean."""
+    """Return the largest deviation of a rate from the mean, relative to the mean."""
     mean = sum(rates) / len(rates)
     return max(abs(each - mean) for each in rates) / mean if mean else math.inf
 
 
 def percentile(ordered: Sequence[float], fraction: float) -> float:
-    """Return the least of some ascending values that is not exceeded by this share of them."""
+    """Return the smallest of the ascending values that at least a fraction of them does not exceed."""
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
 class Windows:
-    """Collects answers. The first window is the warm-up, and forgotten.
+    """Collects responses in windows. The first window is the warm-up and is dropped.
 
-    A window ends with the first answer after its time, and the next one begins there: so a rate is right however few
-    answers there are.
+    A window ends with the first response after its time, where the next one begins. Thus the rate is accurate even with
+    few responses.
 
     Args:
         started_at: when the first request was sent.
-        window_s: how long a window lasts at least.
+        window_s: minimum duration of a window in seconds.
 
     Attributes:
-        recent: the last windows that are whole, at most `STABLE_WINDOWS`.
-        count: how many there have been, without the warm-up.
+        recent: the latest complete windows, at most `STABLE_WINDOWS`.
+        count: number of complete windows without the warm-up; -1 before the warm-up has ended.
     """
 
     def __init__(self, started_at: float, window_s: float) -> None:
@@ -66,16 +66,16 @@ class Windows:
 
     @property
     def is_stable(self) -> bool:
-        """Whether the last of them agree."""
+        """Whether the latest windows agree."""
         return len(self.recent) == STABLE_WINDOWS and deviation([each.rate for each in self.recent]) <= TOLERANCE
 
     @property
     def is_over(self) -> bool:
-        """Whether it is enough: they agree, or do not after as many as there may be."""
+        """Whether the measurement is complete: the windows agree, or the maximum number of windows is reached."""
         return self.is_stable or self.count + 1 >= MAX_WINDOWS
 
     def on_response(self, now: float, latency_s: float) -> bool:
-        """An answer has come; return whether a window ends with it."""
+        """Record a response; return whether it ends a window."""
         self._latencies.append(latency_s)
         if now < self._ends_at:
             return False
@@ -86,11 +86,11 @@ class Windows:
         return True
 
     def on_error(self, code: str) -> None:
-        """A request has ended in an error."""
+        """Record a failed request."""
         self._errors[code] += 1
 
     def finish(self, now: float) -> None:
-        """It ends here. What has come of a window counts where there is no other, or its time is over."""
+        """End the measurement. The current window counts if its time is over, or if there is no complete one."""
         is_overdue = now >= self._ends_at and self.count >= 0
         if is_overdue or (not self.recent and now > self._started_at and (self._latencies or self._errors)):
             self.recent.append(self._close_window(now))
@@ -106,19 +106,18 @@ class Windows:
 
 
 class Level(NamedTuple):
-    """What was measured with so many requests in flight. Latencies in seconds; None where no answer came.
+    """The result for one number of requests in flight.
 
     Attributes:
-        in_flight: how many requests were under way at any time.
-        answers: how many of them count here.
-        requests_per_s: answers in a second.
-        latencies: half, 95 % and 99 % of the answers took no longer.
-        errors: how many requests ended in an error, by code.
-        windows: how many windows were measured.
-        is_stable: whether the last three agree.
-        deviation: how far they are from their mean at most.
-        requests_per_execution: how many requests the daemon has put into one execution on average; None where it does
-            not tell.
+        in_flight: number of requests in flight.
+        answers: number of responses in the windows that count.
+        requests_per_s: responses per second; None without responses.
+        latencies: 50th, 95th and 99th percentile in seconds; None without responses.
+        errors: number of failed requests by error code.
+        windows: number of windows that were measured.
+        is_stable: whether the last three windows agree.
+        deviation: their largest relative deviation from the mean; None if unknown.
+        requests_per_execution: average number of requests in one execution; None if unknown.
     """
 
     in_flight: int
@@ -133,7 +132,7 @@ class Level(NamedTuple):
 
 
 def summarize(in_flight: int, windows: Windows, requests_per_execution: Optional[float]) -> Level:
-    """Return what the last windows tell."""
+    """Return the result from the latest windows."""
     latencies = sorted(each for window in windows.recent for each in window.latencies)
     errors: Counts[str] = Counter()
     for window in windows.recent:

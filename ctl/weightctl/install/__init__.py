@@ -1,4 +1,4 @@
-"""`weightctl install-units`: the files that make weightd a service of systemd, put where the system looks for them.
+"""`weightctl install-units`: installs the files that make weightd a systemd service.
 
-`plan` finds the program and says which file goes where, `files` compares and writes, `command` reports.
+`plan` finds the program, decides where each file goes, and writes the files; `command` reports the result.
 """

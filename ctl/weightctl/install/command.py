@@ -1,4 +1,4 @@
-"""The command: its arguments, the order of things, and what is printed."""
+"""`weightctl install-units`: arguments, sequence and output."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _EXAMPLE_PATH = "/usr/local/share/doc/weightd/examples/weightd.toml"
 
 
 class _Step(NamedTuple):
-    """A command to run next, and why."""
+    """A command for the user to run next, and the reason."""
 
     command: str
     reason: str
@@ -118,7 +118,7 @@ def _next_steps(planned: Sequence[PlannedFile], prefix: Path, *, changed: bool) 
         )
     units = plan.units_to_enable(planned)
     gateway = [unit for unit in units if unit.startswith("weightd-gateway.")]
-    # These speak with other programs: nobody gets them unasked.
+    # These serve other programs, so the user must enable them explicitly.
     optional = [*gateway, "weightd-metrics.service"]
     yield _Step(f"systemctl enable --now {' '.join(unit for unit in units if unit not in optional)}", "")
     if gateway and (prefix / GATEWAY_CONFIGURATION.relative_to("/")).exists():

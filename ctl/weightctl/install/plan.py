@@ -1,7 +1,7 @@
-"""The files that make weightd a service: which there are, where each goes, and how it is written or removed.
+"""The files that make weightd a systemd service: where each one is installed, and how it is written or removed.
 
-What the directories of units and manual hold says which file goes where: a new unit needs no word here. A file is
-written whole or not at all, and only where nothing else stands.
+The plan is derived from the contents of the source directories, so a new unit needs no change here. A file is written
+atomically, and only if it does not replace a file of the user.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EXAMPLES = Path("usr/local/share/doc/weightd/examples")
 CONFIGURATION = Path("/etc/weightd/weightd.toml")
 GATEWAY_CONFIGURATION = Path("/etc/weightd/gateway.toml")
 
-# What a line that starts something calls, in a unit as it is kept.
+# The path of a program in an Exec line of a packaged unit.
 _PROGRAM = re.compile(rb"(?m)^(Exec\w+=.*?)/usr/bin/(weightd|weightctl)(?![\w-])")
 
 _MARKER = "weightctl install-units"
@@ -38,28 +38,28 @@ _HINT = (
     "/opt/weightd, and run the weightctl of that one"
 )
 
-# The unit hides them from the service (ProtectHome=, PrivateTmp=), and other users may not enter them anyway.
+# The unit hides these directories (ProtectHome=, PrivateTmp=), and other users usually have no access to them.
 _HIDDEN_DIRECTORIES = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")  # noqa: S108 - nothing is written there
 
-# What systemd would take for more than a name: blanks, quotes, % and $.
+# Excludes characters with a special meaning in unit files: blanks, quotes, % and $.
 _SAFE_PATH = re.compile(r"[A-Za-z0-9_/.,:@+=-]+")
 
 _TIMEOUT_S = 60.0
 
 
 class NoProgram(CommandError):
-    """There is no weightd that the units could start; the text says where it was looked for, and what to do."""
+    """No usable weightd was found; the text names the directories or the failure, and what to do."""
 
     status = exit_codes.UNAVAILABLE
     code = Unavailable.code
 
 
 class PlannedFile(NamedTuple):
-    """A file to be.
+    """A file to install.
 
     Attributes:
-        path: where, absolute on the system that it is for.
-        content: all of it.
+        path: the absolute path on the target system.
+        content: the whole content.
     """
 
     path: Path
@@ -70,9 +70,9 @@ def find_weightd() -> Path:
     """Return the absolute path of weightd.
 
     Raises:
-        NoProgram: it is not there, or systemd could not be told where it is.
+        NoProgram: weightd is missing, or its path contains characters that unit files cannot express.
     """
-    # Beside this weightctl, which pip may have put elsewhere than its interpreter is.
+    # The directory of this weightctl comes first, because pip may install it elsewhere than the interpreter.
     directories = [
         Path(sys.argv[0]).absolute().parent,
         Path(sys.executable).parent,
@@ -89,10 +89,10 @@ def find_weightd() -> Path:
 
 
 def check_runs(weightd: Path) -> None:
-    """Have the weightd that the units shall start say its version, so that an installation that cannot run is found.
+    """Check that `weightd --version` succeeds, so that a broken installation is found before units refer to it.
 
     Raises:
-        NoProgram: it does not run; the text is its last word.
+        NoProgram: the program fails; the text has the last line of its error output.
     """
     try:
         done = subprocess.run(
@@ -113,7 +113,7 @@ def check_runs(weightd: Path) -> None:
 
 
 def hidden_directory(program: Path) -> str:
-    """Return the directory because of which the service could not start `program`, "" if there is none."""
+    """Return the directory that keeps the service from starting `program`; "" if the service can start it."""
     for path in (str(program), os.path.realpath(str(program)), os.path.realpath(sys.executable), __file__):
         for directory in _HIDDEN_DIRECTORIES:
             if path.startswith(f"{directory}/"):
@@ -122,18 +122,18 @@ def hidden_directory(program: Path) -> str:
 
 
 def source(name: str) -> Path:
-    """Return the directory "systemd" or "manual": the one packed beside this file, or that of the repository."""
+    """Return the directory "systemd" or "manual": the packaged one beside this file, or the one of the repository."""
     packed = Path(__file__).with_name(name)
     return packed if packed.is_dir() else Path(__file__).resolve().parents[3] / name
 
 
 def make_plan(units: Path, manual: Path, program: Path) -> List[PlannedFile]:
-    """Return the files of a service.
+    """Return the files to install.
 
     Args:
-        units: the directory of units, sysusers.d/, tmpfiles.d/ and examples/.
-        manual: the directory of man/, completions/ and examples/.
-        program: the weightd that the units shall start; weightctl is beside it.
+        units: the directory with the units, sysusers.d/, tmpfiles.d/ and examples/.
+        manual: the directory with man/, completions/ and examples/.
+        program: the weightd that the units start; weightctl is in the same directory.
     """
     return [
         PlannedFile(Path("/") / target, add_notice(target, _with_program_path(program, path.read_bytes())))
@@ -160,7 +160,7 @@ def _manual(manual: Path) -> Iterator[Tuple[Path, Path]]:
 
 
 def _examples(directory: Path) -> Iterator[Tuple[Path, Path]]:
-    # Not where they would be in force.
+    # Examples are installed where they have no effect.
     for path in (directory / "examples").glob("**/*"):
         if path.is_file():
             yield path, _EXAMPLES / path.relative_to(directory / "examples")
@@ -176,23 +176,23 @@ def _with_program_path(program: Path, content: bytes) -> bytes:
 
 
 def add_notice(target: Path, content: bytes) -> bytes:
-    """Return `content` below a comment that says whose the file is."""
+    """Return `content` below a comment that names install-units as the owner of the file."""
     notice = f"Written by {_MARKER}, which will write it again"
     if target.suffix in _UNITS:
         notice += f": changes belong into a drop-in (systemctl edit {target.name})"
     if _EXAMPLES in target.parents:
-        notice = f"From the examples of {_MARKER}"  # which is true of a copy, too
+        notice = f"From the examples of {_MARKER}"  # this also holds for a copy of the file
     comment = '.\\"' if "man" in target.parts else "#"
     return f"{comment} {notice}.\n".encode() + content
 
 
 def is_ours(content: bytes) -> bool:
-    """Whether a file bears the comment."""
+    """Return whether a file starts with the comment of `add_notice`."""
     return _MARKER.encode() in content.partition(b"\n")[0]
 
 
 def units_to_enable(planned: Iterable[PlannedFile]) -> List[str]:
-    """Return the units to enable, sockets first: those that say what wants them, and are no templates."""
+    """Return the units to enable, sockets first: units with an [Install] section that are not templates."""
     units = [
         each.path.name
         for each in planned
@@ -209,21 +209,21 @@ class InstallError(CommandError):
 
 
 class WriteNotAllowed(InstallError):
-    """This user may not write there; the text names the path."""
+    """This user has no write permission; the text names the path."""
 
     status = exit_codes.NO_PERMISSION
     code = PermissionDenied.code
 
 
 class FileState(Enum):
-    """What became of a file, or what would become of it."""
+    """The result for a file or, with `--dry-run`, the expected result."""
 
     NEW = "new"
     CHANGED = "changed"
     UNCHANGED = "unchanged"
     REMOVED = "removed"
     ABSENT = "absent"
-    # It is somebody else's: another file than an earlier install-units wrote, or a link, as of a mask.
+    # Not written by install-units: a file of the user, or a link such as systemctl mask creates.
     FOREIGN = "kept"
 
 
@@ -231,7 +231,7 @@ def compare(path: Path, content: bytes) -> FileState:
     """Return what `install` would do.
 
     Raises:
-        InstallError: it cannot be known.
+        InstallError: the current file cannot be read.
     """
     try:
         if path.is_symlink() or path.is_dir():
@@ -247,12 +247,12 @@ def compare(path: Path, content: bytes) -> FileState:
 
 
 def install(path: Path, content: bytes) -> FileState:
-    """Have `content` at `path`, readable for everybody; a file that is not ours is left as it is.
+    """Write `content` to `path` with read permission for everyone; keep a file that install-units did not write.
 
-    Whoever looks meanwhile, and whenever this is interrupted, sees the old file or the new one.
+    The file is replaced atomically: readers see either the old or the new content, even if the process is interrupted.
 
     Raises:
-        InstallError: it cannot be written.
+        InstallError: the file cannot be written.
     """
     state = compare(path, content)
     if state in (FileState.NEW, FileState.CHANGED):
@@ -265,15 +265,15 @@ def install(path: Path, content: bytes) -> FileState:
 
 
 def remove(path: Path, *, dry_run: bool) -> FileState:
-    """Remove the file; one that is not ours is left as it is.
+    """Remove a file; keep it if install-units did not write it.
 
     Raises:
-        InstallError: it cannot be removed.
+        InstallError: the file cannot be removed.
     """
     state = compare(path, b"")
     if state is FileState.NEW:
         return FileState.ABSENT
-    if state is not FileState.CHANGED:  # somebody else's, or empty
+    if state is not FileState.CHANGED:  # not written by install-units, or empty
         return FileState.FOREIGN
     if not dry_run:
         unlink(path)
@@ -281,7 +281,7 @@ def remove(path: Path, *, dry_run: bool) -> FileState:
 
 
 def unlink(path: Path) -> None:
-    """Remove the file or link.
+    """Remove a file or link.
 
     Raises:
         InstallError: it cannot be removed.
@@ -293,13 +293,13 @@ def unlink(path: Path) -> None:
 
 
 def install_planned(planned: Sequence[PlannedFile], prefix: Path, *, dry_run: bool) -> Iterator[Tuple[FileState, Path]]:
-    """Have the planned files below `prefix`.
+    """Install the planned files below `prefix`.
 
     Yields:
-        What became of each.
+        The state and path of each file.
 
     Raises:
-        InstallError: one cannot be written.
+        InstallError: a file cannot be written.
     """
     for each in planned:
         path = prefix / each.path.relative_to("/")
@@ -307,13 +307,13 @@ def install_planned(planned: Sequence[PlannedFile], prefix: Path, *, dry_run: bo
 
 
 def remove_planned(planned: Sequence[PlannedFile], prefix: Path, *, dry_run: bool) -> Iterator[Tuple[FileState, Path]]:
-    """Remove the planned files below `prefix`, and the links by which systemctl has enabled them.
+    """Remove the planned files below `prefix`, and the links with which systemctl enabled the units.
 
     Yields:
-        What became of each that was there.
+        The state and path of each file that existed.
 
     Raises:
-        InstallError: one cannot be removed.
+        InstallError: a file cannot be removed.
     """
     units: List[str] = []
     for each in planned:
@@ -332,14 +332,14 @@ def remove_planned(planned: Sequence[PlannedFile], prefix: Path, *, dry_run: boo
 
 
 def _enable_links(directory: Path, units: Collection[str]) -> Iterator[Path]:
-    """Yield the links to units, instances among them, in the directories of those that want them."""
+    """Yield the links to units, including template instances, in the .wants directories."""
     for link in directory.glob("*.wants/*"):
         if link.is_symlink() and Path(os.readlink(str(link))).name in units:
             yield link
 
 
 def _prune(prefix: Path, directory: Path) -> None:
-    """Remove directories that only weightd had a use for, if they are empty."""
+    """Remove empty directories that belong only to weightd."""
     with contextlib.suppress(OSError):
         while "weightd" in directory.parts:
             (prefix / directory).rmdir()
@@ -350,7 +350,7 @@ def _make_directory(directory: Path) -> None:
     if not directory.is_dir():
         _make_directory(directory.parent)
         directory.mkdir()
-        directory.chmod(0o755)  # whatever the umask is: services and `man` have to look into it
+        directory.chmod(0o755)  # independent of the umask: services and `man` need access
 
 
 def _write(path: Path, content: bytes) -> None:

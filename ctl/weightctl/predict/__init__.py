@@ -1,1 +1,1 @@
-"""`weightctl predict`: one request, its inputs from files of several kinds, its outputs for people or into files."""
+"""`weightctl predict`: sends one request with inputs from files or random values, and prints or saves the outputs."""

@@ -1,4 +1,4 @@
-"""The command: its arguments, the order of things, and what is printed."""
+"""`weightctl predict`: arguments, sequence and output."""
 
 from __future__ import annotations
 
@@ -198,12 +198,12 @@ def _write_outputs(output: Optional[str], outputs: Mapping[str, Any]) -> Mapping
 
 
 class OutputFormat:
-    """How outputs are shown.
+    """Formats outputs for printing.
 
     Args:
-        paths: to where they were written, by name; none: they were not.
-        top: how many of scores, None for all values.
-        labels: what scores are called.
+        paths: the files of the outputs, by name; empty if they were not saved.
+        top: number of highest scores to show; None to show all values.
+        labels: names of the scores.
     """
 
     def __init__(self, paths: Mapping[str, str], top: Optional[int], labels: Labels) -> None:
@@ -212,7 +212,7 @@ class OutputFormat:
         self._labels = labels
 
     def lines(self, name: str, array: Any) -> Iterator[str]:
-        """Yield the lines of an output."""
+        """Yield the lines for an output."""
         heading = arrays.heading(name, array)
         path = self._paths.get(name)
         if path is not None:

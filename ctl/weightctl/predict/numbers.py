@@ -1,9 +1,9 @@
-"""Numbers that people have written, as the arrays that a model takes: no one becomes another, or infinite, in silence.
+"""Converts numbers in JSON and CSV to arrays for a model, with strict checks, and formats scores.
 
-JSON is a list, flat or nested as the shape is; CSV is a table. Text has no datatype: numbers get that of the input, and
-have to be in its range.
+JSON is a list, either flat or nested like the shape; CSV is a table. The datatype is taken from the model's input. A
+number outside its range is an error: values are never rounded to another number or to infinity silently.
 
-The highest of many numbers that a model returns are scores, shown with the names that they have in a file.
+The highest values of an output can be shown as scores, with names from a file.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.schema import describe_value
 
-# More digits than a double or an int64 has any use for; to read millions of them takes minutes.
+# No double or int64 needs more characters; parsing a number of millions of digits takes minutes.
 _MAX_CHARACTERS = 64
 
-# As the outputs of `predict --json` have them, and protobuf's JSON.
+# Spelling in the outputs of `predict --json` and in protobuf's JSON mapping.
 _NOT_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 
 Index = Tuple[int, ...]
 
-# Named so that no checker infers a list of unknown things from the comparison.
+# An alias, because type checkers infer a list of unknown elements from isinstance(value, list).
 _LIST: Type[Any] = list
 
-# Nobody reads more of them; the others are told by their number.
+# Maximum number of vectors to show; the remaining ones are only counted.
 _MAX_ROWS = 16
 
-# Of a file of names.
+# Maximum size of a file of labels.
 _MAX_BYTES = 16 * 2**20
 
 Labels = Optional[Sequence[str]]
 
 
 class WrongNumbers(ValueError):
-    """A text is not what the input takes; it is told where."""
+    """A text does not match the input; the message gives the position."""
 
 
 def read_json(text: str) -> Any:
-    """Return what a JSON text says.
+    """Parse JSON.
 
     Raises:
-        WrongNumbers: it is none.
+        WrongNumbers: the text is not valid, or a number is out of range.
     """
     try:
         return json.loads(text, parse_int=_parse_integer, parse_float=_parse_float, object_pairs_hook=_make_object)
@@ -66,10 +66,10 @@ def read_json(text: str) -> Any:
 
 
 class CsvTable:
-    """The rows of a CSV text: numbers between commas, as many in each line; empty lines are passed over.
+    """A parsed CSV text: rows of numbers of equal length; empty lines are skipped.
 
     Raises:
-        WrongNumbers: it is something else.
+        WrongNumbers: the text is not such a table.
     """
 
     def __init__(self, text: str) -> None:
@@ -84,20 +84,20 @@ class CsvTable:
                 self._lines.append(number)
 
     def position(self, index: Index) -> str:
-        """Return where the number of this index stands."""
+        """Return the line and column of the number at an index."""
         return f"line {self._lines[index[0]]}, column {index[1] + 1}"
 
 
 def list_position(index: Index) -> str:
-    """Return where a number is in nested lists."""
+    """Return the position of a number in nested lists."""
     return "".join(f"[{each}]" for each in index) or "the value"
 
 
 def array_of_lists(value: Any, signature: TensorSignature) -> Any:
-    """Return the array of a number, a flat list or nested ones.
+    """Return the array of a number, a flat list or nested lists.
 
     Raises:
-        WrongNumbers: the input cannot be that.
+        WrongNumbers: the value does not match the input.
     """
     shape = _shape(value)
     leaves: List[Any] = []
@@ -107,10 +107,10 @@ def array_of_lists(value: Any, signature: TensorSignature) -> Any:
 
 
 def array_of_table(table: CsvTable, signature: TensorSignature) -> Any:
-    """Return the array of a table; where the input has not two dimensions, of its numbers in their order.
+    """Return the array of a table; if the input does not have two dimensions, the numbers fill its shape in C order.
 
     Raises:
-        WrongNumbers: the input cannot be that.
+        WrongNumbers: the table does not match the input.
     """
     leaves = [cell for row in table.rows for cell in row]
     shape = len(table.rows), len(table.rows[0]) if table.rows else 0
@@ -118,10 +118,10 @@ def array_of_table(table: CsvTable, signature: TensorSignature) -> Any:
 
 
 def read_labels(path: str) -> List[str]:
-    """Return the lines of a file.
+    """Return the labels in a file, one per line.
 
     Raises:
-        BadInput: it cannot be read.
+        BadInput: the file cannot be read.
     """
     try:
         content = read_regular(path, _MAX_BYTES)
@@ -133,12 +133,12 @@ def read_labels(path: str) -> List[str]:
 
 
 def are_scores(array: Any) -> bool:
-    """Return whether an output may be scores: vectors of floats, several numbers each."""
+    """Return whether an output may be scores: floats in vectors of several numbers."""
     return bool(array.dtype.kind == "f" and array.ndim and array.shape[-1] > 1)
 
 
 def check_labels(path: str, labels: Sequence[str], arrays: Sequence[Any]) -> None:
-    """See to it that the names are those of an output.
+    """Check that the number of labels matches an output.
 
     Raises:
         BadInput: no output has as many scores.
@@ -150,13 +150,13 @@ def check_labels(path: str, labels: Sequence[str], arrays: Sequence[Any]) -> Non
 
 
 def top_scores(array: Any, k: int, labels: Labels) -> List[List[Dict[str, Any]]]:
-    """Return for each vector its highest scores, the highest first, and of equal ones that which comes first."""
+    """Return the highest scores of each vector in descending order; of equal scores, the first one comes first."""
     named = labels if labels is not None and len(labels) == array.shape[-1] else None
     return [_highest(row, k, named) for row in array.reshape(-1, array.shape[-1])]
 
 
 def format_scores(array: Any, k: int, labels: Labels) -> Iterator[str]:
-    """Yield what is shown of scores: a line for each of the highest, and a heading for each of several vectors."""
+    """Yield a line for each of the highest scores and, if there are several vectors, a heading for each vector."""
     rows = array.reshape(-1, array.shape[-1])
     shown = top_scores(rows[:_MAX_ROWS], k, labels)
     width = len(str(array.shape[-1] - 1))
@@ -204,7 +204,7 @@ def _parse_cell(cell: str, line: int, column: int) -> float:
 
 
 def _shape(value: Any) -> Index:
-    """The shape of nested lists, by the first of each."""
+    """Return the shape of nested lists, derived from the first element at each level."""
     shape: List[int] = []
     while isinstance(value, _LIST):
         if len(shape) == limits.MAX_RANK:
@@ -215,7 +215,7 @@ def _shape(value: Any) -> Index:
 
 
 def _flatten(value: Any, shape: Index, index: Index, leaves: List[Any]) -> None:
-    """Add the numbers in their order: all lists of a level have to be as long as the first."""
+    """Append the numbers in C order; all lists of a level must have the length of the first one."""
     if not shape:
         leaves.append(value)
         return
@@ -230,7 +230,7 @@ def _flatten(value: Any, shape: Index, index: Index, leaves: List[Any]) -> None:
 
 
 def _fitted_shape(count: int, signature: TensorSignature, rank: int = 1) -> Optional[Index]:
-    """Return the shape that so many numbers have, if they are not written as their input is; None: as they are."""
+    """Return the shape of the input if the numbers are not written in its rank and fit it; None to keep their shape."""
     declared = signature.shape
     if declared is None or len(declared) == rank:
         return None
@@ -260,7 +260,7 @@ def _make_array(
     values: List[Any] = []
     try:
         for leaf in leaves:
-            values.append(convert(leaf, dtype))  # noqa: PERF401 - its length is the index of what does not fit
+            values.append(convert(leaf, dtype))  # noqa: PERF401 - on an error, its length is the index of the value
     except _Unfit as error:
         index = len(values)
         where = tuple(int(each) for each in np.unravel_index(index, shape)) if shape else ()
@@ -270,7 +270,7 @@ def _make_array(
 
 
 class _Unfit(ValueError):
-    """A number cannot be one of these."""
+    """A value cannot be converted; the text says what was expected."""
 
 
 def _to_float(value: Any, dtype: Any) -> float:
@@ -279,7 +279,7 @@ def _to_float(value: Any, dtype: Any) -> float:
         value = _NOT_FINITE.get(value, value)
     if type(value) not in (int, float):
         raise _Unfit("a number")
-    # NaN is not more; infinities are meant.
+    # NaN passes this check, and infinities are allowed if they are written as such.
     if abs(value) > maximum and value not in (float("inf"), float("-inf")):
         raise _Unfit(f"at most {maximum:g}")
     return float(value)
@@ -304,7 +304,7 @@ _CONVERT: Mapping[str, Callable[[Any, Any], Any]] = {"f": _to_float, "b": _to_bo
 
 
 def _highest(row: Any, k: int, labels: Labels) -> List[Dict[str, Any]]:
-    # NaN is behind all numbers.
+    # NaN sorts after all numbers.
     found = [int(index) for index in np.argsort(-row.astype(np.float64), kind="stable")[:k]]
     named = [{"label": labels[index]} if labels is not None else {} for index in found]
     return [{"index": index, "score": float(row[index]), **name} for index, name in zip(found, named)]

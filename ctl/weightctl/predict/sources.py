@@ -1,6 +1,6 @@
-"""What `--input` names: files of several kinds, pictures among them, and which inputs of the model they are.
+"""Reads the files of `--input`, including pictures, and assigns them to the inputs of the model.
 
-Pillow reads pictures, where it is installed; they get the size and the layout of the input.
+Pictures require Pillow. They are converted to the size and layout of the input.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ from weightctl.text import clean
 from weightd_protocol.datatypes import NUMPY_DTYPE
 from weightd_protocol.messages.inference import TensorSignature
 
-# How files begin that are tried: what else Pillow knows is seldom meant, and much of it old code.
+# First bytes of supported picture formats. Pillow's other formats are rare, and their decoders are often old code.
 _MAGIC = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"BM", b"GIF8", b"II*\0", b"MM\0*")
 
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP")
 
-# A photograph of 64 megapixels takes 256 MB while it is read: a larger one is no input of a model.
+# Decoding 64 megapixels takes 256 MB; larger pictures are not plausible inputs of a model.
 _MAX_PIXELS = 64 * 10**6
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
-# As Python it takes thirty times as much memory; and nobody writes more by hand.
+# Parsed text takes thirty times as much memory.
 _MAX_TEXT_BYTES = 64 * 2**20
 _START_BYTES = 16
 
-# As in the schema.
+# An alias, as in `numbers`.
 _MAP: Type[Any] = dict
 
-# How a number begins.
+# First characters of a number.
 _NUMBER_STARTS = tuple(bytes([each]) for each in b"+-.0123456789")
 
 Arrays = Iterator[Tuple[str, Any]]
 
 
 class WrongImage(ValueError):
-    """A picture, or the input, is not what is expected."""
+    """The picture or the input has an unexpected form."""
 
 
 class Pixels(NamedTuple):
-    """What becomes of values from 0 to 255: (value * scale - mean) / std.
+    """Normalization of pixel values from 0 to 255: (value * scale - mean) / std.
 
     Attributes:
-        scale: None for 1/255 where the input takes floats, and 1 where it takes UINT8.
-        mean: one for all channels, or one for each.
+        scale: None for 1/255 if the input takes floats; UINT8 inputs are not scaled.
+        mean: one value for all channels, or one for each.
         std: likewise.
     """
 
@@ -61,13 +61,13 @@ class Pixels(NamedTuple):
 
 
 class ImageLayout(NamedTuple):
-    """How an input has pictures.
+    """The layout of a picture in an input.
 
     Attributes:
-        channels: of each pixel.
-        size: width and height, None where that is free.
+        channels: number of channels.
+        size: width and height; None where the dimension is free.
         is_channels_last: whether the channels are the last dimension.
-        has_batch: whether there is one for several pictures.
+        has_batch: whether the first dimension is the number of pictures.
     """
 
     channels: int
@@ -77,15 +77,15 @@ class ImageLayout(NamedTuple):
 
 
 def is_image(start: bytes) -> bool:
-    """Return whether a file that begins so is a picture."""
+    """Return whether these first bytes of a file belong to a picture."""
     return start.startswith(_MAGIC) or (start[:4] == b"RIFF" and start[8:12] == b"WEBP")
 
 
 def parse_layout(signature: TensorSignature) -> ImageLayout:
-    """Return how an input has pictures: [N, C, H, W] or [N, H, W, C], C 1, 3 or 4, with or without N.
+    """Return the layout of an input: [N, C, H, W] or [N, H, W, C] with C 1, 3 or 4, or the same without N.
 
     Raises:
-        WrongImage: it has none, or nobody can tell.
+        WrongImage: the input has another shape, or the shape is ambiguous.
     """
     shape: Tuple[int, ...] = signature.shape or ()
     has_batch = len(shape) == 4
@@ -101,10 +101,10 @@ def parse_layout(signature: TensorSignature) -> ImageLayout:
 
 
 def load(file: BinaryIO, signature: TensorSignature, pixels: Pixels) -> Any:
-    """Return a picture as the input takes it.
+    """Read a picture and convert it for an input.
 
     Raises:
-        WrongImage: it cannot be read, or the input takes no picture.
+        WrongImage: the picture cannot be read, or the input does not accept pictures.
     """
     image_layout = parse_layout(signature)
     dtype = np.dtype(NUMPY_DTYPE[signature.datatype])
@@ -126,18 +126,18 @@ def load(file: BinaryIO, signature: TensorSignature, pixels: Pixels) -> Any:
 
 
 class AmbiguousInput(CommandError):
-    """The command line does not say which input is meant."""
+    """The command line does not make clear which input is meant."""
 
     status = exit_codes.USAGE
 
 
 class InputArgument(NamedTuple):
-    """An argument.
+    """A parsed `--input` argument.
 
     Attributes:
-        name: of the input, "" where it has none.
-        path: of the file, "-" for stdin.
-        array: which one of an .npz, "" for that of the input's name.
+        name: the name of the input; "" if not given.
+        path: the path of the file; "-" for stdin.
+        array: the name of the array in an .npz file; "" for the input's name.
     """
 
     name: str
@@ -146,15 +146,15 @@ class InputArgument(NamedTuple):
 
     @property
     def display_name(self) -> str:
-        """How the file is called."""
+        """The name of the file in messages."""
         return "stdin" if self.path == arrays.STDIN else self.path
 
 
 def parse_input_argument(argument: str) -> InputArgument:
-    """Return what an argument names.
+    """Parse an `--input` argument.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the argument is invalid.
     """
     name, equals, path = argument.partition("=")
     if not equals:
@@ -166,12 +166,12 @@ def parse_input_argument(argument: str) -> InputArgument:
 
 
 class ArgumentReader:
-    """Reads what is given.
+    """Reads the files of `--input` arguments.
 
     Args:
-        model: its name.
-        fetch_inputs: called when it has to be known; returns what the model takes.
-        pixels: what becomes of those of pictures.
+        model: the model's name.
+        fetch_inputs: returns the inputs in the model's signature; called only if they are needed.
+        pixels: normalization of pictures.
     """
 
     def __init__(self, model: str, fetch_inputs: Callable[[], Sequence[TensorSignature]], pixels: Pixels) -> None:
@@ -182,17 +182,17 @@ class ArgumentReader:
 
     @property
     def inputs(self) -> Sequence[TensorSignature]:
-        """What the model takes."""
+        """The inputs in the model's signature."""
         if self._inputs is None:
             self._inputs = self._fetch_inputs()
         return self._inputs
 
     def read(self, argument: InputArgument) -> Arrays:
-        """Yield names of inputs with their arrays.
+        """Yield the names and arrays of inputs.
 
         Raises:
             BadInput: the file cannot be used.
-            AmbiguousInput: it is not said which input it is.
+            AmbiguousInput: it is unclear which input is meant.
         """
         with arrays.open_input(argument.path) as file:
             try:
@@ -258,19 +258,19 @@ def _fixed_dim(dim: int) -> Optional[int]:
 
 
 def _read_pixels(file: BinaryIO, image_layout: ImageLayout) -> Any:
-    """Return height, width and channels of bytes."""
+    """Return the pixels of a picture as an array of bytes with the dimensions height, width and channels."""
     try:
-        from PIL import Image, ImageOps  # noqa: PLC0415 - few need it
+        from PIL import Image, ImageOps  # noqa: PLC0415 - only needed for pictures
     except ImportError:
         raise WrongImage("it is a picture, and Pillow is not installed: pip install 'weightd[images]'") from None
     try:
-        # What Pillow warns of is of transparency, which is not asked for, and of sizes, which are looked at here.
+        # Pillow warns about transparency, which is irrelevant here, and about large sizes, which are checked below.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(file, formats=_FORMATS) as image:
                 _check_size("a picture", image.width, image.height)
                 if image.mode.startswith(("I", "F")):
-                    # Pillow would make 255 of all that is more.
+                    # Pillow would clip all higher values to 255.
                     raise WrongImage(f"expected 8 bits a channel, got a picture of mode {image.mode}; .npy has others")
                 upright = ImageOps.exif_transpose(image)
                 size = image_layout.size[0] or upright.width, image_layout.size[1] or upright.height
@@ -278,7 +278,7 @@ def _read_pixels(file: BinaryIO, image_layout: ImageLayout) -> Any:
                 picture = upright.convert(_MODES[image_layout.channels]).resize(size, Image.Resampling.BILINEAR)
     except WrongImage:
         raise
-    except Exception as error:  # noqa: BLE001 - what reads foreign formats raises whatever it meets
+    except Exception as error:  # noqa: BLE001 - decoders may raise anything for malformed files
         raise WrongImage(f"the picture is damaged, or of a kind that cannot be read: {error}") from None
     return np.asarray(picture).reshape(size[1], size[0], image_layout.channels)
 

@@ -1,1 +1,1 @@
-"""`weightctl top`: models, processes and tenants, live; printed once where nobody looks."""
+"""`weightctl top`: a live view of models, processes and tenants; without a terminal, the tables are printed once."""

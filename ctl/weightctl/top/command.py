@@ -1,4 +1,4 @@
-"""The command: its arguments, and whether there is a screen."""
+"""`weightctl top`: arguments, and the choice between the live screen and printed tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightctl.top.screen import HELP, render_text
 from weightctl.top.tables import MAX_DELAY_S, MIN_DELAY_S
 from weightd_common.dashboard.overview import Overview, to_json_values
 
-# Where there is no terminal, nothing is left out for want of room.
+# Width without a terminal, so that no column is left out.
 _WIDTH = 200
 
 _DESCRIPTION = f"""\
@@ -67,7 +67,7 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
         if options.batch or options.json or not _has_screen():
             _print_tables(poller, options)
         else:
-            from weightctl.top import terminal  # noqa: PLC0415 - not every Python has curses
+            from weightctl.top import terminal  # noqa: PLC0415 - some Pythons lack curses
 
             terminal.show(poller, first, options.delay, options.count or None)
     return exit_codes.OK
@@ -79,11 +79,11 @@ def _poll(poller: Poller) -> Overview:
 
 
 def _has_screen() -> bool:
-    """Whether somebody looks, at a terminal that can do what is needed."""
+    """Return whether stdin and stdout are a terminal with the required capabilities."""
     if not (sys.stdout.isatty() and sys.stdin.isatty()):
         return False
     try:
-        import curses  # noqa: PLC0415 - not every Python has it
+        import curses  # noqa: PLC0415 - some Pythons lack it
     except ImportError:
         return False
     try:
@@ -94,7 +94,7 @@ def _has_screen() -> bool:
 
 
 def _print_tables(poller: Poller, options: argparse.Namespace) -> None:
-    """Print tables, or objects; rates are those between two looks, so the first comes after a delay."""
+    """Print tables or JSON objects. Rates need two polls, so the first output appears after one delay."""
     remaining: Optional[int] = 1 if options.count is None else options.count or None
     is_first = True
     while remaining is None or remaining > 0:

@@ -1,4 +1,4 @@
-"""Styled lines of text, and the sparklines and bars that are drawn in them."""
+"""Styled lines of text, with sparklines and bars."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weightctl.text import clean
 
 
 class Style(enum.Enum):
-    """What a piece of text is."""
+    """The meaning of a piece of text, which determines its colour."""
 
     TEXT = "text"
     STRONG = "strong"
@@ -29,24 +29,24 @@ Span = Tuple[str, Style]
 
 
 class StyledLine(NamedTuple):
-    """Pieces, one beside the other; `is_selected` is the line on which the cursor is."""
+    """A line of styled spans; `is_selected` marks the line with the cursor."""
 
     spans: Sequence[Span]
     is_selected: bool = False
 
     @property
     def text(self) -> str:
-        """It without its styles."""
+        """The text without styles."""
         return "".join(text for text, _ in self.spans)
 
 
 def text_line(text: str = "", style: Style = Style.TEXT) -> StyledLine:
-    """Return a line of one piece."""
+    """Return a line with one span."""
     return StyledLine([(text, style)])
 
 
 def truncate(line: StyledLine, width: int) -> StyledLine:
-    """Return as much of a line as there is room for."""
+    """Return the part of a line that fits the width."""
     spans: List[Span] = []
     for text, style in line.spans:
         spans.append((text[: max(0, width)], style))
@@ -55,7 +55,7 @@ def truncate(line: StyledLine, width: int) -> StyledLine:
 
 
 def narrow(text: str) -> str:
-    """Return foreign text of which each character takes one column, and none plays tricks on the terminal."""
+    """Return untrusted text with wide, combining and control characters escaped, so that each takes one column."""
     return "".join(each if _is_narrow(each) else ascii(each)[1:-1] for each in clean(text))
 
 
@@ -65,14 +65,14 @@ def _is_narrow(character: str) -> bool:
 
 
 class Glyphs(NamedTuple):
-    """What they are drawn with.
+    """The characters for sparklines and bars.
 
     Attributes:
-        spark: from the least to the most; the first is for nothing.
-        copy: of a bar, the one copy.
-        beside: what workers have beside it.
-        other: what else there is.
-        plain: what plain processes would take.
+        spark: characters in ascending height; the first one means zero.
+        copy: the shared copy of the weights.
+        beside: private memory of workers.
+        other: other memory.
+        plain: memory that processes without sharing would take.
     """
 
     spark: str
@@ -82,7 +82,7 @@ class Glyphs(NamedTuple):
     plain: str
 
 
-# Of a bar: its size, the character, and what it is.
+# A segment of a bar: size, character and style.
 Segment = Tuple[int, str, Style]
 
 
@@ -93,7 +93,7 @@ ASCII = Glyphs(" .:-=+*#@", "#", "+", "-", ".")
 
 
 def glyphs(encoding: Optional[str]) -> Glyphs:
-    """Return what can be drawn in an encoding."""
+    """Return the glyphs that the encoding supports."""
     try:
         "".join(BLOCKS).encode(encoding or "ascii")
     except (UnicodeError, LookupError):
@@ -102,9 +102,9 @@ def glyphs(encoding: Optional[str]) -> Glyphs:
 
 
 def spark(values: Sequence[Optional[float]], width: int, glyphs: Glyphs) -> str:
-    """Return the last values, each as high as its share of the most; nothing where a value is not known.
+    """Return a sparkline of the last `width` values, scaled to the largest one; unknown values are blank.
 
-    What is more than nothing is seen.
+    Values above zero are always visible.
     """
     last = values[-width:] if width > 0 else ()
     maximum = max((each for each in last if each is not None), default=0.0)
@@ -114,12 +114,12 @@ def spark(values: Sequence[Optional[float]], width: int, glyphs: Glyphs) -> str:
 
 
 def bar(segments: Sequence[Segment], total: int, width: int) -> List[Span]:
-    """Return parts of a whole, each as wide as its share, one beside the other; all together they are right, too.
+    """Return the segments of a bar, with rounding such that their total width is accurate, too.
 
     Args:
         segments: sizes, characters and styles.
-        total: what the whole width stands for.
-        width: of the bar.
+        total: the size of the whole width.
+        width: width of the bar in columns.
     """
     spans: List[Span] = []
     size, drawn = 0, 0

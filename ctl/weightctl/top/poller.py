@@ -1,4 +1,4 @@
-"""Asks the daemon again and again, beside who looks at the screen: a daemon that hangs stops no key."""
+"""Polls the daemon in a separate thread, so that keys work even if the daemon hangs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from weightd_common.dashboard.history import History
 from weightd_common.dashboard.overview import Overview
 from weightd_protocol.errors import RequestError, WeightdError
 
-# For an answer: metrics are told at once, so that a daemon which has not answered by then hangs. A status may take as
-# long as there are processes.
+# Timeouts. The daemon returns metrics immediately unless it hangs. A status takes longer with more processes.
 METRICS_TIMEOUT_S = 5.0
 _STATUS_TIMEOUT_S = 30.0
 
 
 class PollResult(NamedTuple):
-    """What came of asking.
+    """The result of a poll.
 
     Attributes:
-        overview: the picture; None where there was no answer.
-        polled_at: when that was, by the monotonic clock.
-        error: why there was none.
+        overview: the new overview; None after an error.
+        polled_at: when the poll ended, by the monotonic clock.
+        error: why there is no overview; "" if there is one.
     """
 
     overview: Optional[Overview]
@@ -33,10 +32,10 @@ class PollResult(NamedTuple):
 
 
 class Poller:
-    """Makes pictures of what a daemon answers.
+    """Builds overviews from the daemon's responses.
 
     Args:
-        client: for this one alone.
+        client: a client that nothing else uses.
     """
 
     def __init__(self, client: Client) -> None:
@@ -44,10 +43,10 @@ class Poller:
         self._history = History()
 
     def poll(self) -> Overview:
-        """Ask once.
+        """Poll the daemon once.
 
         Raises:
-            WeightdError: there is no answer, or not this one.
+            WeightdError: the daemon did not respond, or responded with an error.
         """
         self._history.on_metrics(self._client.metrics(timeout=min(METRICS_TIMEOUT_S, self._client.timeout)))
         if self._history.should_request_status(time.monotonic()):
@@ -56,12 +55,12 @@ class Poller:
 
 
 class PollThread:
-    """A thread that asks until the block ends.
+    """A thread that polls until the end of the block.
 
     Args:
-        poller: asks.
-        delay_s: seconds between two questions.
-        on_result: takes what comes of it, in that thread.
+        poller: the poller.
+        delay_s: seconds between two polls.
+        on_result: receives each result, in this thread.
     """
 
     def __init__(self, poller: Poller, delay_s: float, on_result: Callable[[PollResult], None]) -> None:
@@ -70,7 +69,7 @@ class PollThread:
         self._on_result = on_result
         self._wake = threading.Event()
         self._is_stopping = False
-        # A daemon that hangs does not keep who wants to leave.
+        # As a daemon thread, a poll that hangs does not delay the exit.
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> PollThread:
@@ -82,7 +81,7 @@ class PollThread:
         self._wake.set()
 
     def poll_now(self, delay_s: float) -> None:
-        """Ask now, and from now on so often."""
+        """Poll now, and set the delay between polls."""
         self._delay_s = delay_s
         self._wake.set()
 

@@ -1,4 +1,4 @@
-"""The picture as lines: what it is of, memory as bars, a table, and what keys do."""
+"""Renders an overview as screen lines: title, sparklines, memory bars, a table and a footer."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ _LABEL_WIDTH = 9
 _MIN_SPARK_WIDTH = 8
 _MAX_SPARK_WIDTH = 60
 
-# A name has so much at most; so has a state.
+# Maximum widths of columns for names, and of other columns such as states.
 _MAX_NAME_WIDTH = 32
 _MAX_TEXT_WIDTH = 18
 
 
 class PollStatus(NamedTuple):
-    """How the asking goes.
+    """The state of polling.
 
     Attributes:
-        delay_s: seconds between two questions.
-        age_s: how long ago the last answer came.
-        error: why there is none since, if there is none.
+        delay_s: seconds between two polls.
+        age_s: seconds since the last response.
+        error: why there was no response since; "" without an error.
     """
 
     delay_s: float
@@ -61,14 +61,14 @@ class PollStatus(NamedTuple):
 
 
 class ScreenSize(NamedTuple):
-    """Of the screen."""
+    """The size of the screen in characters."""
 
     height: int
     width: int
 
 
 def draw(overview: Overview, view: View, poll_status: PollStatus, size: ScreenSize, glyphs: Glyphs) -> List[StyledLine]:
-    """Return the lines of the screen, no more of them, and none longer than there is room for."""
+    """Return the lines of the screen, cut to its size."""
     spark_width = max(_MIN_SPARK_WIDTH, min(_MAX_SPARK_WIDTH, size.width - _LABEL_WIDTH - 40))
     head = [_title(overview, poll_status, size.width), *_summary(overview, spark_width, glyphs), text_line()]
     if view.has_help:
@@ -87,7 +87,7 @@ def draw(overview: Overview, view: View, poll_status: PollStatus, size: ScreenSi
 
 
 def render_text(overview: Overview, width: int) -> List[str]:
-    """Return all tables as text, without sparks and bars; no line is longer than there is room for."""
+    """Return all tables as text without sparklines and bars, cut to the width."""
     lines = [_title(overview, None, width), *_summary(overview, 0, ASCII)]
     for each in TABLES:
         rows = sorted(each.rows(overview), key=each.sort_keys["N"])
@@ -100,7 +100,7 @@ def _title(overview: Overview, poll_status: Optional[PollStatus], width: int) ->
     daemon = overview.metrics
     left = f"weightd {narrow(daemon.version)}: {narrow(daemon.state)}, up {duration(daemon.uptime_s)}"
     right, style = ("", Style.WEAK) if poll_status is None else _poll_status_span(poll_status)
-    # What is wrong is worth more than since when all is well.
+    # An error takes precedence over the title.
     left = left[: max(0, width - len(right) - 1)]
     gap = max(1, width - len(left) - len(right))
     return StyledLine([(left, Style.STRONG), (" " * gap if right else "", Style.TEXT), (right, style)])
@@ -115,7 +115,7 @@ def _poll_status_span(poll_status: PollStatus) -> Span:
 
 
 def _summary(overview: Overview, spark_width: int, glyphs: Glyphs) -> Iterator[StyledLine]:
-    """Yield requests and latency as sparks, memory as bars, which have so much room."""
+    """Yield sparklines of requests and latency, and memory bars, each `spark_width` columns wide."""
     pace = overview.throughput
     rate = "-" if pace.rate is None else f"{pace.rate:,.1f}"
     yield _labelled_line("requests", spark([each.rate for each in pace.rate_points], spark_width, glyphs), Style.COPY,
@@ -162,7 +162,7 @@ def _bar(label: str, segments: Sequence[Segment], total: int, width: int, text: 
 
 
 def table(table: ScreenTable[Any], rows: Sequence[Any], width: int, glyphs: Glyphs) -> List[StyledLine]:
-    """Return the heading, and a line for each row; columns for which there is no room are left out."""
+    """Return the heading and a line for each row, without the least important columns if the width is too small."""
     columns = [*table.columns]
     while len(columns) > 1 and _table_width(columns, rows) > width:
         columns.remove(min(columns, key=lambda each: each.priority))

@@ -21,14 +21,14 @@ _MAX_PRIORITY = 9
 
 @dataclass(frozen=True)
 class ScreenColumn(Generic[R]):
-    """One column.
+    """A column of a table.
 
     Attributes:
-        heading: what stands above it.
-        text: what stands in it.
-        priority: where there is no room for all, those of least worth go first.
-        is_left: whether it is flush left.
-        style: how it is written.
+        heading: the heading.
+        text: returns the text of a cell.
+        priority: columns with the lowest priority are left out first if the width is too small.
+        is_left: whether the column is left-aligned.
+        style: returns the style of a cell.
     """
 
     heading: str
@@ -40,16 +40,16 @@ class ScreenColumn(Generic[R]):
 
 @dataclass(frozen=True)
 class ScreenTable(Generic[R]):
-    """One table.
+    """A table.
 
     Attributes:
-        title: what is in it.
-        rows: of a picture.
-        key: by which a row is known again.
-        columns: the first is the name.
-        sort_keys: what counts, by the letters of `ORDERS` by which it can be sorted.
-        spark: what it draws of each row where there is room, if it does.
-        model: the name of a row's model, if it has one.
+        title: the name of the table.
+        rows: returns the rows from an overview.
+        key: returns the name that identifies a row across overviews.
+        columns: the columns, the name first.
+        sort_keys: functions that return sort keys, by the letter of `ORDERS`.
+        spark: returns the values of a row's sparkline, which is shown if the width suffices; None for no sparkline.
+        model: returns the name of a row's model; "" if it has none.
     """
 
     title: str
@@ -61,7 +61,7 @@ class ScreenTable(Generic[R]):
     model: Callable[[R], str] = field(default=lambda _: "")
 
 
-# By name in ascending order; by all else the most comes first.
+# Sort orders by key: names ascending, everything else descending.
 ORDERS = {"N": "name", "R": "requests/s", "Q": "queue", "L": "latency", "M": "memory"}
 
 
@@ -84,7 +84,7 @@ def _state(row: ModelRow) -> Style:
 
 
 def _progress(row: ModelRow) -> str:
-    """The state, or how far it is: "attaching 3/8"."""
+    """Return the state, with progress while the model loads: "attaching 3/8"."""
     state, progress = row.metrics.state, row.progress
     return narrow(progress if state != "serving" and progress.startswith(state) else state)
 
@@ -94,7 +94,7 @@ def _process_state(row: ProcessRow) -> Style:
 
 
 def _short(row: ProcessRow) -> str:
-    """Its name without that of its model, which stands beside it."""
+    """Return the process name without the model's name, which is in the column beside it."""
     prefix = f"{row.model}."
     return narrow(row.status.name[len(prefix) :] if row.status.name.startswith(prefix) else row.status.name)
 
@@ -193,7 +193,7 @@ TENANTS: ScreenTable[TenantRow] = ScreenTable(
 TABLES: Sequence[ScreenTable[Any]] = (MODELS, PROCESSES, TENANTS)
 
 
-# Nobody types more, and it has room on a line.
+# Maximum length of a filter, so that it fits on a line.
 _MAX_FILTER_LENGTH = 40
 
 
@@ -201,7 +201,7 @@ MIN_DELAY_S, MAX_DELAY_S = 0.2, 3600.0
 
 
 class KeyAction(enum.Enum):
-    """What a key asks of who drives the screen."""
+    """An action that a key requests from the screen's event loop."""
 
     QUIT = "quit"
     POLL = "ask"
@@ -230,17 +230,17 @@ def faster(delay_s: float) -> float:
 
 
 class View:
-    """What is to be seen. Keys are characters, and names such as "up", "tab", "enter", "escape", "page down".
+    """The state of the view. Keys are characters, and names such as "up", "tab", "enter", "escape", "page down".
 
     Attributes:
-        table: which one.
-        order: the letter by which it is sorted, of `ORDERS`.
-        is_reversed: whether the other way round.
-        filter: rows whose names do not have this in them are not shown.
-        is_typing: whether keys go into the filter.
-        has_help: whether the keys are explained instead.
-        model: of which model processes are shown; all where it is empty.
-        top: the first row that is seen.
+        table: the current table.
+        order: the sort order, a letter of `ORDERS`.
+        is_reversed: whether the order is reversed.
+        filter: only rows with this text in their names are shown.
+        is_typing: whether keys edit the filter.
+        has_help: whether the help is shown instead of the table.
+        model: only processes of this model are shown; "" for all.
+        top: index of the first visible row.
     """
 
     def __init__(self) -> None:
@@ -256,7 +256,7 @@ class View:
         self._selected: Dict[str, str] = {}
 
     def rows(self, overview: Overview) -> List[Any]:
-        """Return what is to be seen of a picture, in order."""
+        """Return the rows to show, in order."""
         needle = self.filter.lower()
         rows = [
             row for row in self.table.rows(overview)
@@ -269,7 +269,7 @@ class View:
         return rows
 
     def scroll_to_selected(self, rows: List[Any], height: int) -> int:
-        """Have the selected row among the `height` that are seen; return its index, 0 where that row has gone."""
+        """Scroll so that the selected row is visible; return its index, or 0 if the row no longer exists."""
         keys = [self.table.key(row) for row in rows]
         selected = self._selected.get(self.table.title)
         index = keys.index(selected) if selected in keys else 0
@@ -279,7 +279,7 @@ class View:
         return index
 
     def on_key(self, key: str, overview: Overview) -> Optional[KeyAction]:
-        """A key was pressed; return what it asks of others."""
+        """Handle a key; return the action that it requests, if any."""
         if self.is_typing:
             self._on_filter_key(key)
         elif self.has_help:
@@ -296,7 +296,7 @@ class View:
         return None
 
     def _on_view_key(self, key: str, overview: Overview) -> None:
-        """Another table, or another part of it."""
+        """Handle a key that changes the table, the filter or the help."""
         if key in ("h", "?"):
             self.has_help = True
         elif key == "/":
@@ -314,7 +314,7 @@ class View:
         self.table, self.model, self.top = table, model, 0
 
     def _toggle_processes(self, overview: Overview) -> None:
-        """From a model to its processes, and back."""
+        """Switch from the selected model to its processes, or back."""
         rows = self.rows(overview)
         if self.table is MODELS and rows:
             self.filter, row = "", rows[self.scroll_to_selected(rows, self._page_height)]
@@ -346,7 +346,7 @@ class View:
             self._selected[self.table.title] = self.table.key(rows[max(0, min(index, last))])
 
 
-# So many rows, or pages; there are fewer rows than the last two leap.
+# Number of rows, or pages, for each key. _FAR exceeds the number of rows.
 _FAR = 1 << 30
 
 

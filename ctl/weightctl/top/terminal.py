@@ -1,4 +1,4 @@
-"""The screen of a terminal, by curses: keys in, lines out."""
+"""The live screen on a terminal, with curses: reads keys and draws lines."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from weightctl.top.screen import PollStatus, ScreenSize, draw
 from weightctl.top.tables import KeyAction, View, faster, slower
 from weightd_common.dashboard.overview import Overview
 
-# How long ago the last answer came is told in seconds.
+# The screen is redrawn at least this often, because it shows the age of the last response in seconds.
 _TICK_S = 1.0
 
-# A key that is sent as several characters is whole within that; Esc alone is known after it.
+# Maximum time between the characters of one key's escape sequence; after it, Esc counts as a key by itself.
 _ESCAPE_MS = 50
 
-# By code, and by the character that a terminal sends.
+# Names of keys by curses code, and by the character that the terminal sends.
 _KEYS: Dict[int, str] = {
     curses.KEY_UP: "up", curses.KEY_DOWN: "down", curses.KEY_PPAGE: "page up", curses.KEY_NPAGE: "page down",
     curses.KEY_HOME: "home", curses.KEY_END: "end", curses.KEY_ENTER: "enter", curses.KEY_BACKSPACE: "backspace",
@@ -39,17 +39,17 @@ _COLOURS = {
 
 
 def show(poller: Poller, first: Overview, delay_s: float, max_updates: Optional[int]) -> None:
-    """Show pictures until `q`, or so many of them.
+    """Show the live screen until the user quits, or for a number of updates.
 
     Args:
-        poller: asks for the next ones.
-        first: the first one.
-        delay_s: seconds between two.
-        max_updates: how many; None for no end.
+        poller: provides further overviews.
+        first: the first overview.
+        delay_s: seconds between two polls.
+        max_updates: number of updates; None: unlimited.
     """
-    with contextlib.suppress(locale.Error):  # the environment names one that this host has not
+    with contextlib.suppress(locale.Error):  # the configured locale may not exist on this host
         locale.setlocale(locale.LC_ALL, "")
-    # What curses would wait after Esc is a second.
+    # By default, curses waits for a second after Esc.
     os.environ.setdefault("ESCDELAY", str(_ESCAPE_MS))
     with _wakeup_socket() as (wake, woken):
         screen = Screen(first, delay_s, max_updates)
@@ -63,7 +63,7 @@ def show(poller: Poller, first: Overview, delay_s: float, max_updates: Optional[
 
 
 def _run_curses(run: Callable[[curses.window], None]) -> None:
-    """Have curses until the end of this; whoever types Ctrl-C again and again has the terminal as it was, too."""
+    """Run a function in curses. Ctrl-C is ignored while curses restores the terminal, so that this always completes."""
     before = signal.getsignal(signal.SIGINT)
 
     def run_and_end(window: curses.window) -> None:
@@ -80,7 +80,7 @@ def _run_curses(run: Callable[[curses.window], None]) -> None:
 
 @contextlib.contextmanager
 def _wakeup_socket() -> Generator[Tuple[Callable[[], None], socket.socket], None, None]:
-    """A socket that is readable once the function was called, or the terminal has another size."""
+    """Provide a function and a socket, which becomes readable when the function is called or the terminal resized."""
     reader, writer = socket.socketpair()
     reader.setblocking(False)
     writer.setblocking(False)
@@ -88,7 +88,7 @@ def _wakeup_socket() -> Generator[Tuple[Callable[[], None], socket.socket], None
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
 
     def wake() -> None:
-        with contextlib.suppress(OSError):  # full: it is awake; closed: nobody looks any more
+        with contextlib.suppress(OSError):  # full: a wake-up is pending already; closed: the screen has ended
             writer.send(b"!")
 
     try:
@@ -101,19 +101,19 @@ def _wakeup_socket() -> Generator[Tuple[Callable[[], None], socket.socket], None
 
 
 def _ignore_signal(number: int, frame: object) -> None:
-    """A handler is needed for a signal to wake anybody."""
+    """Do nothing; the wake-up socket only works for signals that have a handler."""
 
 
 class Screen:
-    """What is shown, and until when.
+    """The live screen: its state and its event loop.
 
     Args:
-        first: the first picture.
-        delay_s: seconds between two.
-        max_updates: how many there are; None for no end.
+        first: the first overview.
+        delay_s: seconds between two polls.
+        max_updates: number of updates; None: unlimited.
 
     Attributes:
-        results: what came of asking, put there by another thread.
+        results: poll results from the polling thread.
     """
 
     def __init__(self, first: Overview, delay_s: float, max_updates: Optional[int]) -> None:
@@ -126,7 +126,7 @@ class Screen:
         self._glyphs = glyphs(self._encoding)
 
     def run(self, window: curses.window, wakeup: socket.socket, poll_now: Callable[[float], None]) -> None:
-        """Show, until it ends; `poll_now` has the daemon asked now, and then so often."""
+        """Run until the screen ends. `poll_now` requests a poll and sets the delay between polls."""
         styles = _make_styles()
         window.nodelay(True)
         window.keypad(True)
@@ -136,7 +136,7 @@ class Screen:
         while True:
             self._show(window, styles)
             if any(event & ~select.POLLIN for _, event in poll.poll(1000 * _TICK_S)):
-                return  # the terminal is gone
+                return  # the terminal was closed
             with contextlib.suppress(BlockingIOError):
                 wakeup.recv(4096)
             self._take_results()
@@ -144,7 +144,7 @@ class Screen:
                 return
 
     def _take_results(self) -> None:
-        """Look at what came of asking."""
+        """Apply the poll results that have arrived."""
         while not self.results.empty():
             found = self.results.get()
             self._error = found.error
@@ -154,7 +154,7 @@ class Screen:
                 self._updates_left = max(0, self._updates_left - 1)
 
     def _handle_keys(self, keys: Iterable[str], poll_now: Callable[[float], None]) -> bool:
-        """Do what keys want; return whether it goes on."""
+        """Handle keys; return False if the screen should end."""
         for key in keys:
             action = self._view.on_key(key, self._overview)
             if action is KeyAction.QUIT:
@@ -170,7 +170,7 @@ class Screen:
     def _show(self, window: curses.window, styles: Dict[Style, int]) -> None:
         height, width = _fit_window(window)
         poll_status = PollStatus(self._delay_s, time.monotonic() - self._polled_at, self._error)
-        # The last column of the last line is left alone: curses cannot write there without scrolling.
+        # Without the last column, because curses cannot write the last cell of the screen without scrolling.
         lines = draw(self._overview, self._view, poll_status, ScreenSize(height, width - 1), self._glyphs)
         window.erase()
         for row, line in enumerate(lines):
@@ -178,7 +178,7 @@ class Screen:
         window.refresh()
 
     def _encodable(self, line: StyledLine) -> StyledLine:
-        """Return a line without what this terminal has no character for."""
+        """Replace characters that the terminal's encoding lacks."""
         if self._glyphs is BLOCKS:
             return line
         spans = [(text.encode(self._encoding, "replace").decode(self._encoding), style) for text, style in line.spans]
@@ -186,7 +186,7 @@ class Screen:
 
 
 def _fit_window(window: curses.window) -> Tuple[int, int]:
-    """Have the window as large as the terminal; return its size."""
+    """Resize the window to the size of the terminal; return the size."""
     columns, lines = os.get_terminal_size(sys.stdout.fileno())
     if window.getmaxyx() != (lines, columns) and lines > 0 and columns > 1:
         curses.resizeterm(lines, columns)
@@ -194,13 +194,13 @@ def _fit_window(window: curses.window) -> Tuple[int, int]:
 
 
 def _read_keys(window: curses.window) -> List[str]:
-    """Return the keys that were pressed; what this screen has no use for is none."""
+    """Return the keys that were pressed, except unknown ones."""
     found: List[str] = []
     while True:
         try:
             key = window.get_wch()
         except curses.error:
-            return found  # there is none
+            return found  # no further key is pending
         if isinstance(key, str):
             found.append(_CHARACTERS.get(key, key))
         elif key in _KEYS:
@@ -208,7 +208,7 @@ def _read_keys(window: curses.window) -> List[str]:
 
 
 def _make_styles() -> Dict[Style, int]:
-    """Return the attributes of each style: colours where there are any."""
+    """Return the curses attributes of each style, with colours if the terminal has them."""
     with contextlib.suppress(curses.error):
         curses.curs_set(0)
     styles = {
@@ -226,7 +226,7 @@ def _make_styles() -> Dict[Style, int]:
 
 def _write(window: curses.window, row: int, line: StyledLine, width: int, styles: Dict[Style, int]) -> None:
     cursor = curses.A_REVERSE if line.is_selected else 0
-    # A terminal that has become smaller meanwhile refuses what is beyond it, and is drawn anew at once.
+    # If the terminal has shrunk in the meantime, curses rejects text outside of it; the next redraw fixes the screen.
     with contextlib.suppress(curses.error):
         column = 0
         for text, style in line.spans:
