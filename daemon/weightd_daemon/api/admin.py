@@ -117,7 +117,7 @@ class AdminApi:
         self._on_operation_end(client, request_id, error)
         self._responses.reply_error(client, request_id, error)
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------------------------
 
     def _on_reloaded(self, client: bytes, request_id: str, outcome: ConfigDiff | RequestError) -> None:
         """Reply that the new configuration is in force, or why not."""

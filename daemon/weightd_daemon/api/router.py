@@ -237,7 +237,7 @@ class RequestRouter:
             name = OTHER_MODELS
         self._usage_table.usage_of(tenant.name, name).count_refused(error, requests=isinstance(message, Infer))
 
-    # --- ends of connections ------------------------------------------------------------------------------------
+    # --- disconnects --------------------------------------------------------------------------------------------
 
     def _on_disconnecting(self, connection: ClientConnection, error: RequestError) -> None:
         if connection.tenant is not None and isinstance(error, QuotaExceeded):

@@ -151,7 +151,7 @@ class Dispatcher:
         self._gather_rounds = 0
         self._schedule_by = schedule_by
 
-    # --- from clients -------------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------
 
     def infer(self, request: Request, now: float) -> None:
         """Accept a request. While the model loads, the request is queued; it is checked once the signature is known.
@@ -240,7 +240,7 @@ class Dispatcher:
         """Bring the deadlines of requests forward by the seconds for which the daemon did not run."""
         self._scheduler.on_suspended(seconds, now)
 
-    # --- from the model -----------------------------------------------------------------------------------------
+    # --- model --------------------------------------------------------------------------------------------------
 
     def reconfigure(self, config: ModelConfig) -> None:
         """Apply a configuration that differs from the previous one only in `batching`, `split` or the default priority.
@@ -304,7 +304,7 @@ class Dispatcher:
         self._replies.fail_all([(each, error) for each, _ in self._scheduler.end_matching(lambda _: True)])
         self._replies.fail_pending()
 
-    # --- what it tells ------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------
 
     @property
     def is_idle(self) -> bool:
@@ -341,7 +341,7 @@ class Dispatcher:
             self._scheduler.running.execution_counters,
         )
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------------------------
 
     def _on_slot_free(self, now: float) -> None:
         if not self._queue.is_idle:

@@ -97,7 +97,7 @@ class LockstepTracker:
         """Record that a process has not started an item, with the error; return as `on_result` does."""
         return self._add_report(process, failed.request, failed)
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------------------------
 
     def _add_report(self, process: str, number: int, report: _Report) -> Outcome | None:
         reports = self._reports.get(number)

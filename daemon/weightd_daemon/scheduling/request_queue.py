@@ -71,7 +71,7 @@ class RequestQueue:
         )
         self.queues: Sequence[AnyQueue] = (normal, confined, splitting, long, unchecked)
 
-    # --- who comes and goes -------------------------------------------------------------------------------------
+    # --- requests -----------------------------------------------------------------------------------------------
 
     def append(self, request: Request) -> None:
         """Put a request at the end of its queue."""
@@ -184,7 +184,7 @@ class RequestQueue:
         """Record, while there are several tenants, whether a tenant's latest batch was a part of a split request."""
         (self.tenants_last_split.add if is_split else self.tenants_last_split.discard)(tenant)
 
-    # --- what it tells ------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Request]:
         return itertools.chain(*self.queues)
@@ -204,7 +204,7 @@ class RequestQueue:
         """The first unchecked request, or None."""
         return self.unchecked.first if self.unchecked.count else None
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------------------------
 
     @property
     def tenant_queues(self) -> list[TenantQueues]:

@@ -169,7 +169,7 @@ class BatchResults:
         latencies = self.latencies_by_process.get(process)
         return latencies is not None and latencies.count > 0
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------------------------
 
     def _lockstep_of(self, process: str) -> LockstepTracker | None:
         """Return the lockstep tracker of the slot of a process; None if the process computes alone."""

@@ -321,7 +321,7 @@ class Scheduler:
         expired, self._expired = self._expired, {}
         return [*expired.values(), *self.take_matching(lambda _: True)]
 
-    # --- what it tells ------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------
 
     @property
     def may_gather(self) -> bool:
@@ -339,7 +339,7 @@ class Scheduler:
         """The earliest time at which `expire`, `take_overdue` or `assign` has something to do, in monotonic seconds."""
         return min(self.deadlines.next_deadline, self.running.next_check_at, self.tenancy.next_long_at)
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------------------------
 
     def _next_candidate(self, now: float) -> tuple[AnyQueue, Request, Slot] | None:
         """Return the next request to run, with its queue and its slot; None if nothing can run.

@@ -140,7 +140,7 @@ class SlotProcesses:
         """Return the number of batches at the slot of a process, awaited or not."""
         return self._slots.in_flight(process)
 
-    # --- whether they answer ------------------------------------------------------------------------------------
+    # --- watchdog -----------------------------------------------------------------------------------------------
 
     def watch(self, process: str, now: float) -> None:
         """Start to watch a process that has become READY: the daemon pings it while it is idle."""

@@ -160,7 +160,7 @@ class SlotPool:
         self._paused: dict[str, Slot] = {}
         self.slot_by_process: dict[str, Slot] = {}
 
-    # --- who is there -------------------------------------------------------------------------------------------
+    # --- slots --------------------------------------------------------------------------------------------------
 
     def add(self, slot: Slot) -> None:
         """Accept batches for a slot. If there already is a slot of this name, that one accepts batches again."""
@@ -242,7 +242,7 @@ class SlotPool:
         slot = self.slot_by_process.get(process)
         return slot is not None and slot.is_busy
 
-    # --- which of them may take a batch -------------------------------------------------------------------------
+    # --- free slots ---------------------------------------------------------------------------------------------
 
     def free_slots(self, now: float) -> list[Slot]:
         """Return the slots that would start a batch at once, the least loaded first."""
@@ -253,7 +253,7 @@ class SlotPool:
         """Return the device of each accepting slot with this policy."""
         return [slot.device for slot in self.accepting.values() if slot.policy == policy]
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------------------------
 
     def _update_merging(self) -> None:
         self.merging = {name: slot for name, slot in self.accepting.items() if slot.policy.can_merge}

@@ -180,7 +180,7 @@ class Tenancy:
             shares[item.request.tenant] = shares.get(item.request.tenant, 0.0) + share
         batch.charge = self.clocks.clock_of(slot.device).start_batch(shares, self._times.expected_s(slot.device, batch))
 
-    # --- tenants that have lost slots ---------------------------------------------------------------------------
+    # --- lost slots ---------------------------------------------------------------------------------------------
 
     def is_confined_running(self, tenant: Tenant | None = None) -> bool:
         """Return whether a slot has a confined batch, or was lost to one, of `tenant` if it is given."""
@@ -205,7 +205,7 @@ class Tenancy:
             if slot_count < count and now < deadline
         }
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         """Start the rules for several tenants, and charge the batches that run already."""

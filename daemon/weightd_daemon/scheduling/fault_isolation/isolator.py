@@ -221,7 +221,7 @@ class FaultIsolator:
         yield from ((process, Ping(run_selftest=True)) for process in due.selftests)
         yield from ((process, None) for process in due.unresponsive)
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- private ------------------------------------------------------------------------------------------------
 
     def _on_group_lost(self, slot: Slot, loss: GroupLoss, now: float) -> None:
         """Handle the loss of a rank group, with the batch that it may have."""
