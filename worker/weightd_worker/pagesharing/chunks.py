@@ -1,27 +1,25 @@
-"""Which memory may be exchanged: large blocks of glibc's malloc, and pools that came with the model.
+"""Finds the memory whose pages may be replaced: large blocks of glibc's malloc, and pools that the build has added.
 
-/proc/self/maps lists the mappings of this process: where each begins and ends, what may be done with it, and of which
-file it is, if of any. /proc/self/pagemap has 64 bits for each page of the address space.
+/proc/self/maps lists the mappings of this process: where each begins and ends, its permissions, and its file, if it has
+one. /proc/self/pagemap has 64 bits for each page of the address space.
 
-glibc's malloc gives a large block a mapping of its own. Such a mapping begins with two 64-bit words: the
-bytes before the block in its mapping (0), and the size of the mapping, whose lowest three bits are flags:
-"has its own mapping" is 2, and for such a block the other two are 0. We look for these words at the beginning
-of each page of the private memory. (A block with a special alignment has a second header further in; the first
-one stays. If it is resized the first one is out of date, and the sums below do not come out.)
+glibc's malloc puts a large block in a separate mapping. Such a mapping begins with two 64-bit words: the number of
+bytes before the block in its mapping (0), and the size of the mapping, whose lowest three bits are flags. The flag for
+a separate mapping is 2, and the other two are 0 for such a block. This module looks for these words at the beginning of
+each page of private memory. (A block with a special alignment has a second header further in; the first one stays. If
+the block is resized, the first one is out of date, and the check below fails.)
 
-Data could look like such a header. So the mappings that were found, all of them, small ones too, must be as
-many as malloc itself says that it has, and have as many bytes in total: one that is none, or a missed one,
-and nothing is touched. And it is tried out, on a block of our own, that malloc is glibc's, that it writes
-headers like this, and that it counts.
+Data could look like such a header. So the mappings that were found, including small ones, must have the count and the
+total size that malloc itself reports: with one too many or too few, no memory is used. A test block shows that malloc
+is glibc's, writes headers like this, and counts its mappings.
 
-What is done here must not find its own memory. So nothing in this file holds an object of
-``LARGE_BLOCK_BYTES`` bytes, and nothing that this package allocates afterwards can lie in memory that was in use by
-then.
+The search must not find memory of this package. So nothing in this file holds an object of ``LARGE_BLOCK_BYTES`` bytes,
+and memory that the package allocates later cannot be where memory was in use at the time of the search.
 
-Blocks below ``LARGE_BLOCK_BYTES`` are looked at only if it is known that they came with the model: malloc gives them
-mappings of their own only between ``start_build`` and the exchange, and those that were there before are left out. What
-the interpreter may have allocated meanwhile are tables of its own containers; nothing is put into one between the
-comparison of a page and its exchange, and the first page, with its count of references, is left out.
+Blocks below ``LARGE_BLOCK_BYTES`` are used only if they are known to be from the build: malloc gives them separate
+mappings only between ``start_build`` and the replacement, and mappings that existed before are left out. The
+interpreter may have put tables of its containers into such blocks. It writes nothing to them between the comparison of
+a page and its replacement, and the first page, which has the reference count, is left out.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ _IN_MEMORY_OR_SWAP = np.uint64(0b11 << 62)
 
 
 class AddressRange(NamedTuple):
-    """A piece of the address space that is private to this process and that it may read and write."""
+    """A range of addresses that is private to this process, readable and writable."""
 
     start: int
     end: int
@@ -59,7 +57,7 @@ class AddressRange(NamedTuple):
 
 
 def parse_region(line: bytes) -> Optional[AddressRange]:
-    """Read one line of /proc/self/maps; None for a mapping that is shared, or not readable and writable.
+    """Parse one line of /proc/self/maps; None for a mapping that is shared, or not readable and writable.
 
     The line is ``start-end permissions offset device inode [path]``.
     """
@@ -68,12 +66,12 @@ def parse_region(line: bytes) -> Optional[AddressRange]:
         return None
     start, end = (int(address, 16) for address in fields[0].split(b"-"))
     path = fields[5].strip() if len(fields) > 5 else b""
-    # a kernel may let a program give names to its memory: "[anon:...]"
+    # A kernel may let a program give names to its memory: "[anon:...]".
     return AddressRange(start, end, fields[4] == b"0" and (not path or path.startswith(b"[anon:")))
 
 
 def parse_regions(lines: Iterable[bytes]) -> List[AddressRange]:
-    """Read /proc/self/maps, or lines like it; only what ``parse_region`` takes."""
+    """Parse lines of /proc/self/maps; return the mappings for which ``parse_region`` does not return None."""
     found: List[AddressRange] = []
     for line in lines:
         region = parse_region(line)
@@ -91,18 +89,18 @@ def read_own_regions() -> List[AddressRange]:
 
 
 def count_mappings() -> int:
-    """Count all mappings of this process, as the kernel does against its limit."""
+    """Count all mappings of this process, as the kernel does for its limit."""
     with _MAPS.open("rb") as lines:
         return sum(1 for _ in lines)
 
 
 def mapping_limit() -> int:
-    """How many mappings a process may have."""
+    """Return how many mappings a process may have."""
     return int(Path("/proc/sys/vm/max_map_count").read_text())
 
 
 def contiguous_spans(found: Iterable[AddressRange]) -> Iterator[List[AddressRange]]:
-    """Group regions that follow each other without a gap: what one malloc block may lie in."""
+    """Group regions that follow each other without a gap. A malloc block lies within one group."""
     span: List[AddressRange] = []
     for region in found:
         if span and span[-1].end != region.start:
@@ -114,18 +112,18 @@ def contiguous_spans(found: Iterable[AddressRange]) -> Iterator[List[AddressRang
 
 
 class Pagemap:
-    """Which pages exist: a page that was never written takes no memory, and reading it would be a waste."""
+    """Shows which pages exist. A page that was never written takes no memory, and need not be read."""
 
     def __init__(self) -> None:
         """Open /proc/self/pagemap."""
         self._fd = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         os.close(self._fd)
 
     def populated(self, start: int, end: int) -> NDArray[np.bool_]:
-        """For each page from ``start`` to ``end``: does it exist, in memory or in swap space?"""
+        """Return, for each page from ``start`` to ``end``, whether it exists in memory or swap space."""
         wanted = (end - start) // PAGE * _ENTRY_BYTES
         entries = os.pread(self._fd, wanted, start // PAGE * _ENTRY_BYTES)
         if len(entries) != wanted:
@@ -147,9 +145,9 @@ MIN_BLOCK_BYTES = 128 << 10
 
 _IS_MMAPPED = 2
 _HEADER = struct.Struct("<QQ")
-# The size from which blocks get a mapping adapts to what is freed, up to 32 MiB: this is beyond.
+# malloc adapts the threshold for separate mappings, up to 32 MiB. A block of this size is above any threshold.
 _PROBE_BYTES = (32 << 20) + 1
-_SCAN_WINDOW_BYTES = 8192 * PAGE  # looked at in one go: numpy then needs 64 KiB, which malloc takes from its heap
+_SCAN_WINDOW_BYTES = 8192 * PAGE  # scanned at once: numpy then needs 64 KiB, which malloc takes from its heap
 
 Extent = Tuple[int, int]
 """Start and end of a piece of memory, at page boundaries."""
@@ -166,7 +164,7 @@ class Chunk(NamedTuple):
 
 
 class MemoryReader(NamedTuple):
-    """How memory is looked at: in tests, memory that does not exist."""
+    """The functions that read memory. Tests replace them by functions on memory that does not exist."""
 
     populated: Callable[[int, int], NDArray[np.bool_]]
     """(start, end) -> for each page, whether it exists."""
@@ -175,16 +173,16 @@ class MemoryReader(NamedTuple):
 
 
 def find_extents(libc: Libc, starts_before: Optional[MappingStarts] = None) -> List[Extent]:
-    """Return the anonymous memory in the large malloc blocks of this process, less their first pages.
+    """Return the anonymous memory in the large malloc blocks of this process, without their first pages.
 
-    Given the blocks that were there `starts_before` the model, blocks from ``MIN_BLOCK_BYTES`` on that are not among
-    them count, too.
+    If `starts_before`, the mappings from before the build, is given, the result also has later blocks of at least
+    ``MIN_BLOCK_BYTES``, and later pools.
 
-    The first page of a block has malloc's header, and the header of the Python object if the block is one (its
-    reference count is written at any time).
+    The first page of a block has malloc's header and, if the block is a Python object, the object's header, whose
+    reference count may be written at any time.
 
     Raises:
-        PageSharingUnavailable: if it is not certain which memory that is.
+        PageSharingUnavailable: it is not certain which memory that is.
     """
     check_malloc(libc)
     pagemap = Pagemap()
@@ -211,7 +209,7 @@ def find_extents(libc: Libc, starts_before: Optional[MappingStarts] = None) -> L
 
 
 def mapping_starts() -> MappingStarts:
-    """Return where malloc's mappings are now, and perhaps what only looks like one; and pools."""
+    """Return the start addresses of malloc's mappings and of pools, perhaps with data that looks like a mapping."""
     pagemap = Pagemap()
     memory_reader = ProcessMemoryReader()
     try:
@@ -224,7 +222,7 @@ def mapping_starts() -> MappingStarts:
 
 
 def check_malloc(libc: Libc) -> None:
-    """Try out, on a block of our own, all that is assumed about malloc."""
+    """Check on a test block all assumptions about malloc; raise PageSharingUnavailable if one is wrong."""
     before = libc.mapped_blocks()
     block = libc.malloc(_PROBE_BYTES)
     try:
@@ -250,7 +248,7 @@ def _find_all_chunks(
 
 
 def check_counts(count: int, total: int, malloc_count: MappedBlocks) -> None:
-    """Raise PageSharingUnavailable unless what was found is just what malloc says that it has."""
+    """Raise PageSharingUnavailable unless count and total size of the mappings equal malloc's counters."""
     if count != malloc_count.block_count or total % malloc_count.modulus != malloc_count.total_bytes:
         raise PageSharingUnavailable(
             f"found {count} malloc mappings of {total % malloc_count.modulus} bytes, "
@@ -259,7 +257,7 @@ def check_counts(count: int, total: int, malloc_count: MappedBlocks) -> None:
 
 
 def find_chunks(span: Sequence[AddressRange], reader: MemoryReader) -> Iterator[Chunk]:
-    """Find the malloc mappings in regions that follow each other without a gap, in order, without overlap."""
+    """Find the malloc mappings in regions that follow each other without a gap, in order and without overlap."""
     position = span[0].start
     end = span[-1].end
     for region in span:
@@ -279,7 +277,7 @@ def find_chunks(span: Sequence[AddressRange], reader: MemoryReader) -> Iterator[
 
 
 def find_pools(spans: Iterable[Sequence[AddressRange]], found: Iterable[Chunk]) -> Iterator[Extent]:
-    """Find the regions that are one or more pools; in none of them is a malloc mapping, or part of one."""
+    """Find the regions that consist of one or more pools, and overlap no malloc mapping."""
     chunk_ranges = sorted((chunk.start, chunk.start + chunk.size) for chunk in found)
     for span in spans:
         for region in span:
@@ -290,18 +288,18 @@ def find_pools(spans: Iterable[Sequence[AddressRange]], found: Iterable[Chunk]) 
 
 
 def mapping_size(header: Optional[bytes]) -> int:
-    """The size in the header of a malloc mapping; 0 if it is none."""
+    """Return the size in the header of a malloc mapping; 0 if the bytes are not such a header."""
     if header is None or len(header) != _HEADER.size:
         return 0
     before, size = _HEADER.unpack(header)
-    # one comparison says both: the flags are just right, and the size is whole pages
+    # One comparison checks that the flags are right and that the size is a multiple of a page.
     if before != 0 or size % PAGE != _IS_MMAPPED:
         return 0
     return int(size) - _IS_MMAPPED
 
 
 def anonymous_parts(span: Sequence[AddressRange], start: int, end: int) -> Iterator[Extent]:
-    """Cut out of a part of a span what has been mapped from a file since."""
+    """Yield the parts of a range within a span that are anonymous, not mapped from a file by now."""
     first = max(bisect.bisect_right(span, (start, end, True)) - 1, 0)
     for region in span[first:]:
         if region.start >= end:

@@ -1,7 +1,6 @@
-"""The C library calls that page sharing needs: their signatures, and errno turned into OSError.
+"""Calls to the C library that page sharing needs, with their signatures, and errno turned into OSError.
 
-Nothing is loaded at import, so that the package can be imported on any platform and say why it is of no use
-there.
+Nothing is loaded at import, so that the package can be imported on any platform and report why it cannot be used there.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ import numpy as np
 
 
 class PageSharingUnavailable(Exception):
-    """Pages cannot be shared here and now; ``str(error)`` is the reason, fit to be shown to an operator.
+    """Pages cannot be shared here and now. ``str(error)`` is the reason, as a text for an operator.
 
-    Whenever it is raised the memory of the process is as it was, byte for byte: the caller goes on with
-    private memory.
+    When it is raised, the memory of the process has the same bytes as before, and the caller goes on with private
+    memory.
     """
 
 
@@ -32,12 +31,12 @@ PAGE = mmap.PAGESIZE
 READ = mmap.PROT_READ
 READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
-_MACHINES = ("x86_64", "aarch64")  # 64 bits, little-endian, and the same numbers for the constants below
+_MACHINES = ("x86_64", "aarch64")  # 64 bits, little-endian, and with the same values of the constants below
 _MAP_SHARED = 0x01
 _MAP_PRIVATE = 0x02
 _MAP_FIXED = 0x10
 _MAP_ANONYMOUS = 0x20
-_MAP_FIXED_NOREPLACE = 0x100000  # Linux 4.17; older kernels take the address as a wish
+_MAP_FIXED_NOREPLACE = 0x100000  # since Linux 4.17; older kernels may map another address
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _MADV_DONTNEED = 4
 _M_TRIM_THRESHOLD = -1
@@ -64,7 +63,7 @@ _int = ctypes.c_int
 
 
 class MappedBlocks(NamedTuple):
-    """The mappings that malloc has made for single blocks, by its own count."""
+    """The mappings that malloc has made for single blocks, according to its counters."""
 
     block_count: int
     total_bytes: int
@@ -74,22 +73,22 @@ class MappedBlocks(NamedTuple):
 
 
 class _MallInfo(ctypes.Structure):
-    """``struct mallinfo``: ten ints, of which hblks and hblkhd matter here."""
+    """``struct mallinfo``: ten ints. The fields hblks and hblkhd are used."""
 
     _fields_ = [(name, ctypes.c_uint) for name in _MALLINFO_FIELDS]
 
 
 class _MallInfo2(ctypes.Structure):
-    """``struct mallinfo2`` (glibc 2.33): the same in ten size_t."""
+    """``struct mallinfo2`` (glibc 2.33): the same fields as size_t."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO_FIELDS]
 
 
 class Libc:
-    """glibc, by way of ctypes. Addresses are plain ints; lengths are bytes."""
+    """glibc, called by ctypes. Addresses are plain ints; lengths are in bytes."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Declare the signatures of what is used of ``library``."""
+        """Declare the signatures of the functions of ``library`` that are used."""
         self.mmap_threshold_bytes: Optional[int] = None
         """The size from which malloc gives blocks mappings of their own; None: malloc decides."""
         self._mmap = library.mmap
@@ -124,19 +123,19 @@ class Libc:
         self._mallinfo.restype = _MallInfo2 if self._has_64_bit_counts else _MallInfo
 
     def map_file(self, fd: int, length: int) -> int:
-        """Map the first bytes of a file, to be read. Return the address."""
+        """Map the first bytes of a file read-only, and return the address."""
         return self._checked_mmap(None, length, READ, _MAP_SHARED, fd, 0)
 
     def map_zeros(self, length: int) -> int:
-        """Map memory that is zero, to be read; it costs no page of memory. Return the address."""
+        """Map zeros read-only, and return the address. The mapping takes no page of memory."""
         return self._checked_mmap(None, length, READ, _MAP_PRIVATE | _MAP_ANONYMOUS, -1, 0)
 
     def map_over(self, address: int, length: int, fd: int, offset: int) -> None:
-        """Put a private, writable mapping of a part of a file in the place of what is at ``address``."""
+        """Replace the memory at ``address`` by a private, writable mapping of a part of a file."""
         self._checked_mmap(address, length, READ_WRITE, _MAP_PRIVATE | _MAP_FIXED, fd, offset)
 
     def map_new(self, address: int, length: int) -> None:
-        """Map new memory at ``address``, where nothing is mapped."""
+        """Map new memory at ``address``; raise OSError if something is mapped there."""
         flags = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_FIXED_NOREPLACE
         got = self._checked_mmap(address, length, READ_WRITE, flags, -1, 0)
         if got != address:  # a kernel before 4.17
@@ -144,7 +143,7 @@ class Libc:
             raise OSError(errno.EEXIST, os.strerror(errno.EEXIST))
 
     def is_mapped(self, address: int, length: int) -> bool:
-        """Whether something is mapped at each page of a piece of the address space."""
+        """Return whether every page of a range of addresses is mapped."""
         try:
             self.resident_pages(address, length)
         except OSError as error:
@@ -154,63 +153,63 @@ class Libc:
         return True
 
     def unmap(self, address: int, length: int) -> None:
-        """Unmap a whole mapping that this package has made."""
+        """Remove a whole mapping that this package has made."""
         self._checked(self._munmap(address, length))
 
     def drop_private_pages(self, address: int, length: int) -> None:
-        """Give private anonymous pages back; they read as zeros from now on."""
+        """Free private anonymous pages; they read as zeros from now on."""
         self._checked(self._madvise(address, length, _MADV_DONTNEED))
 
     def drop_file_pages(self, address: int, length: int) -> None:
-        """Have no page of a mapping of a file; those that are used come again from the file as it is."""
+        """Drop the pages of a file mapping from this process. Private changes are lost; a use reads the file again."""
         self._checked(self._madvise(address, length, _MADV_DONTNEED))
 
     def resident_pages(self, address: int, length: int) -> int:
-        """Count the pages of a mapping that are in memory, whoever brought them there."""
+        """Count the pages of a mapping that are in memory, for whichever process."""
         flags = np.empty(-(-length // PAGE), dtype=np.uint8)
         self._checked(self._mincore(address, length, flags.ctypes.data))
         return int(np.count_nonzero(flags & 1))
 
     def is_equal(self, one: int, other: int, length: int) -> bool:
-        """Compare two pieces of memory byte for byte."""
+        """Return whether two ranges of memory are equal byte for byte."""
         return bool(self._memcmp(one, other, length) == 0)
 
     def copy(self, target: int, source: int, length: int) -> None:
-        """Copy memory; the two pieces do not overlap."""
+        """Copy memory between two ranges that do not overlap."""
         self._memcpy(target, source, length)
 
     def is_memory_file_system(self, path: str) -> bool:
-        """Whether the file system of an existing path keeps its files in memory."""
+        """Return whether the file system of an existing path keeps its files in memory."""
         buffer = ctypes.create_string_buffer(_STATFS_BYTES)
         self._checked(self._statfs(os.fsencode(path), ctypes.addressof(buffer)))
         return ctypes.c_long.from_buffer(buffer).value in _MEMORY_FILE_SYSTEMS
 
     def malloc(self, length: int) -> int:
-        """Allocate by the malloc that the process uses, which need not be glibc's own."""
+        """Allocate by the malloc of the process, which need not be glibc's."""
         address = self._malloc(length)
         if address is None:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         return int(address)
 
     def free(self, address: int) -> None:
-        """Free what ``malloc`` returned."""
+        """Free memory from ``malloc``."""
         self._free(address)
 
     def trim_heap(self) -> None:
-        """Have malloc give back to the kernel what it keeps of freed memory."""
+        """Make malloc return the freed memory that it keeps to the kernel."""
         self._trim(0)
 
     def set_mmap_threshold(self, length: int) -> None:
-        """Have malloc give each block of at least ``length`` bytes a mapping of its own, from now on."""
+        """Make malloc put each block of at least ``length`` bytes in a separate mapping, from now on."""
         self._mallopt(_M_MMAP_THRESHOLD, length)
         self.mmap_threshold_bytes = length
 
     def set_trim_threshold(self, length: int) -> None:
-        """Have malloc keep up to ``length`` bytes that are free at the end of its heap, from now on."""
+        """Make malloc keep up to ``length`` free bytes at the end of its heap, from now on."""
         self._mallopt(_M_TRIM_THRESHOLD, length)
 
     def mapped_blocks(self) -> MappedBlocks:
-        """Ask glibc's malloc how many blocks with a mapping of their own it has."""
+        """Return glibc's counters of blocks with separate mappings."""
         info = self._mallinfo()
         return MappedBlocks(int(info.hblks), int(info.hblkhd), 2**64 if self._has_64_bit_counts else 2**32)
 
@@ -232,7 +231,7 @@ def _error() -> OSError:
 
 
 def unsupported_reason() -> str:
-    """Why page sharing cannot work on this platform, or an empty string."""
+    """Return why page sharing cannot work on this platform, or an empty string."""
     if sys.platform != "linux":
         return f"page sharing needs Linux, this is {sys.platform}"
     if platform.machine() not in _MACHINES:
@@ -249,7 +248,7 @@ def unsupported_reason() -> str:
 
 
 def libc() -> Libc:
-    """Return the C library, or raise PageSharingUnavailable where page sharing is not supported."""
+    """Return the C library, or raise PageSharingUnavailable if page sharing is not supported."""
     reason = unsupported_reason()
     if reason:
         raise PageSharingUnavailable(reason)

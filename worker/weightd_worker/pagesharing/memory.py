@@ -1,7 +1,7 @@
-"""Memory of this process, by address: as Python objects, and a number for the content of each page.
+"""Memory of this process by address: as Python objects, and as a hash of each page.
 
-By that number equal pages are looked for. It is fast and no more than a key: content is compared byte for byte before
-anything is done with it.
+Equal pages are found by the hash, which is fast and no more than a key: pages are compared byte for byte before one is
+replaced.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ _from_memory.restype = ctypes.py_object
 
 
 def view(address: int, length: int) -> memoryview:
-    """Return bytes of memory, to be read. Nothing is copied, and nothing keeps it alive."""
+    """Return a read-only view of memory. It copies nothing, and does not keep the memory alive."""
     result: memoryview = _from_memory(address, length, _PYBUF_READ)
     return result
 
 
 def words(address: int, length: int) -> NDArray[np.uint64]:
-    """Return memory as 64-bit words, to be read; the same goes for it."""
+    """Return memory as 64-bit words, read-only, as `view` does."""
     return np.frombuffer(view(address, length), dtype=np.uint64)
 
 
 class ProcessMemoryReader:
-    """Reads memory that may be gone meanwhile: where ``view`` would be a crash, this is None."""
+    """Reads memory that may have been unmapped: it returns None where ``view`` would crash the process."""
 
     def __init__(self) -> None:
         """Open /proc/self/mem."""
         self._fd = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         os.close(self._fd)
 
     def read(self, address: int, length: int) -> Optional[bytes]:
-        """Copy a few bytes."""
+        """Return a copy of the bytes, or None if they are not mapped."""
         try:
             return os.pread(self._fd, length, address)
         except OSError as error:
@@ -63,7 +63,7 @@ class ProcessMemoryReader:
 
 
 def multipliers(count: int) -> NDArray[np.uint64]:
-    """Return fixed odd numbers without a pattern, splitmix64 of 1, 2, 3 ...; the store's format has them."""
+    """Return fixed pseudo-random odd numbers: splitmix64 of 1, 2, 3 ... They are part of the store's format."""
     state = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,12 +1,11 @@
-"""Exchanging pages of this process for equal ones.
+"""Replaces pages of this process by equal pages of a file.
 
-What is guaranteed: at every moment, and whatever fails, each page of this process has the bytes it had. A
-page is exchanged only right after it was compared, byte for byte, with what it is exchanged for; so a wrong
-hash, a page that changed since it was hashed, or a store that is not what it should be only mean that a page
-is not shared.
+Guarantee: at every moment, and whatever fails, each page of this process has the same bytes. A page is replaced only
+right after it was compared, byte for byte, with its replacement. So with a wrong hash, a page that has changed since it
+was hashed, or an invalid store, a page is just not shared.
 
-What is relied on: between the comparison and the exchange, a few milliseconds for a block, nobody writes to the
-page. The interpreter does not (see chunks.py for what memory this is); the engine does not, as it is idle.
+Condition: between the comparison and the replacement, a few milliseconds for a block, no thread writes to the page. The
+interpreter does not (chunks.py explains why), and the engine does not, because it is idle.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from .libc import PAGE, Libc
 BLOCK_BYTES = 16 << 20
 """Bytes compared and exchanged in one go: few enough to keep that moment short, and enough to cost nothing."""
 
-_MAPPINGS_PER_EXCHANGE = 2  # a mapping is cut in three where its middle is replaced
+_MAPPINGS_PER_EXCHANGE = 2  # replacing the middle of a mapping splits it in three
 
 
 def affordable_exchanges() -> int:
-    """How many exchanges may be made: half of what the kernel and chunks.py still allow is left for others."""
+    """Return how many replacements may be made: half of the mappings that are still allowed are left for others."""
     free = min(chunks.mapping_limit() - chunks.count_mappings(), chunks.MAX_REGIONS)
     return max(free // 2 // _MAPPINGS_PER_EXCHANGE, 0)
 
 
 class Remapper:
-    """Exchanges pages for those of a file that is also mapped, as a whole, to be read."""
+    """Replaces pages by pages of a file that is also mapped read-only as a whole."""
 
     def __init__(self, c: Libc, fd: int, mapped_at: int) -> None:
-        """Take the file, and where it is mapped."""
+        """Take the file, and the address of its mapping."""
         self._libc = c
         self._fd = fd
         self._mapping_address = mapped_at
@@ -41,7 +40,7 @@ class Remapper:
         self._last_end = (0, 0)
 
     def share(self, address: int, offset: int, length: int) -> int:
-        """Exchange the pages that are equal to those at ``offset`` of the file; return their bytes."""
+        """Replace the pages that equal the file's pages at ``offset``; return the number of replaced bytes."""
         return sum(
             self._share_equal(address + done, offset + done, min(BLOCK_BYTES, length - done))
             for done in range(0, length, BLOCK_BYTES)
@@ -63,7 +62,7 @@ class Remapper:
         return self._exchanges_left > 0 or self._last_end == (address, offset)
 
     def _exchange(self, address: int, offset: int, length: int) -> None:
-        if self._last_end != (address, offset):  # otherwise the kernel makes one mapping of this and the one before
+        if self._last_end != (address, offset):  # otherwise the kernel merges this mapping with the one before
             self._exchanges_left -= 1
         self._last_end = (address + length, offset + length)
         try:
@@ -73,27 +72,27 @@ class Remapper:
             raise
 
     def _restore(self, address: int, source: int, length: int) -> None:
-        """Undo half an exchange: the kernel may have unmapped the old pages before it failed to map the new."""
+        """Undo a failed replacement: the kernel may have unmapped the old pages before it failed to map the new."""
         try:
             if not self._libc.is_mapped(address, length):
                 self._libc.map_new(address, length)
                 self._libc.copy(address, source, length)
         except OSError as error:
-            # Memory of the engine is gone. Going on would be a crash, or worse, somewhere else.
+            # Memory of the engine is lost. To go on would mean a crash later, or wrong answers.
             sys.stderr.write(f"weightd: lost memory while sharing pages: {error}\n")
             os.abort()
 
 
 class ZeroDropper:
-    """Gives back pages that are all zeros: they go on reading as zeros, and cost nothing until written."""
+    """Frees pages that are all zeros: they still read as zeros, and take no memory until they are written."""
 
     def __init__(self, c: Libc) -> None:
-        """Map the zeros to compare with."""
+        """Map zeros for the comparison."""
         self._libc = c
         self._zeros = c.map_zeros(BLOCK_BYTES)
 
     def drop(self, address: int, length: int) -> int:
-        """Give back the blocks of a piece of anonymous memory that are all zeros; return their bytes."""
+        """Free the blocks of anonymous memory that are all zeros; return the number of freed bytes."""
         return sum(
             self._drop_block(address + done, min(BLOCK_BYTES, length - done)) for done in range(0, length, BLOCK_BYTES)
         )

@@ -1,6 +1,6 @@
-"""Runs of pages: which follow each other, where equal ones are in the store, and which are worth a mapping.
+"""Runs of consecutive pages: finds them, their matches in the store, and the runs that are worth a mapping.
 
-Plain functions of arrays: nothing here touches memory, a file or the kernel.
+The functions work on arrays only, without memory access, files or the kernel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FIRST_COMPARED = 64
 
 
 class Run(NamedTuple):
-    """Pages of this process that follow each other."""
+    """Consecutive pages of this process."""
 
     address: int
     """Of the first of them."""
@@ -31,13 +31,13 @@ class Run(NamedTuple):
 
 
 def run_starts(addresses: NDArray[np.uint64], page: int) -> NDArray[np.intp]:
-    """Return the indices at which a page does not follow the one before it, the first one included."""
+    """Return the indices of pages that do not follow the one before, including the first."""
     breaks = np.flatnonzero(np.diff(addresses) != page) + 1
     return np.concatenate((np.zeros(min(len(addresses), 1), dtype=breaks.dtype), breaks))
 
 
 def keep_long_runs(marked: NDArray[np.bool_], starts: NDArray[np.intp], min_length: int) -> NDArray[np.bool_]:
-    """Keep of the marked pages those that are at least ``min_length`` in a row, in one run of addresses."""
+    """Keep marks only in groups of at least ``min_length`` marked pages within one run of addresses."""
     if not len(marked):
         return marked
     borders = np.flatnonzero(marked[1:] != marked[:-1]) + 1
@@ -53,10 +53,10 @@ def find_matches(
     """Find the pages whose hash is in the store, in runs that are consecutive on both sides.
 
     Args:
-        addresses: of the pages of this process, ascending.
-        hashes: of the same pages.
-        stored: the hashes of the pages of the store, in the order of the store.
-        page: the size of a page.
+        addresses: the addresses of this process's pages, ascending.
+        hashes: the hashes of these pages.
+        stored: the hashes of the store's pages, in the order of the store.
+        page: the size of a page in bytes.
     """
     order = np.argsort(stored, kind="stable")
     ascending = stored[order]
@@ -78,13 +78,13 @@ def find_matches(
 
 
 def _spread(low: int, high: int) -> NDArray[np.intp]:
-    """Some indices from ``low`` to before ``high``, evenly spread: all of them if they are few."""
+    """Return some indices from ``low`` to below ``high``, evenly spread; all of them if they are few."""
     count = min(high - low, _MAX_TRIED_COPIES)
     return low + np.arange(count) * (high - low) // count
 
 
 def _common_prefix(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> int:
-    """How many elements are equal before the first that differs."""
+    """Return the number of equal elements before the first difference."""
     length = min(len(one), len(other))
     begin, step = 0, _FIRST_COMPARED
     while begin < length:
@@ -97,7 +97,7 @@ def _common_prefix(one: NDArray[np.uint64], other: NDArray[np.uint64]) -> int:
 
 
 def longest_runs(runs: Sequence[Run], count: int) -> List[Run]:
-    """Keep the ``count`` longest runs, in the order in which they come."""
+    """Return the ``count`` longest runs, in their order."""
     if len(runs) <= count:
         return list(runs)
     ranked = sorted(range(len(runs)), key=lambda index: -runs[index].page_count)

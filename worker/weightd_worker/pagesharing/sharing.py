@@ -1,4 +1,4 @@
-"""The verbs of page sharing: hold writes pages of this process to a store, join takes equal ones from it."""
+"""Operations of page sharing: `export_pages` writes this process's pages to a store, `attach_pages` uses equal ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MIN_ZERO_PAGES = 16
 
 @dataclass(frozen=True)
 class PageSharingResult:
-    """What a hold or a join has done."""
+    """Result of `export_pages` or `attach_pages`."""
 
     shared_bytes: int
     """Bytes of this process that are now mapped from the store."""
@@ -41,31 +41,30 @@ class PageSharingResult:
 
 
 class Pages(NamedTuple):
-    """Pages of this process that may be exchanged, by ascending address, and the hashes of their contents."""
+    """Pages of this process that may be replaced, in ascending order of addresses, and their hashes."""
 
     addresses: NDArray[np.uint64]
     hashes: NDArray[np.uint64]
 
 
 def prepare() -> None:
-    """Have the C library allocate large blocks such that they can be shared: call it before loading the engine.
+    """Make malloc put large blocks in separate mappings, so that they can be shared. Call this before an engine loads.
 
-    By itself malloc may put them into its heap, among everything else. The same can be had from outside with
-    the environment variable ``MALLOC_MMAP_THRESHOLD_=1048576``. Where pages cannot be shared it does nothing.
+    By default malloc may put them into its heap, among all other blocks. The environment variable
+    ``MALLOC_MMAP_THRESHOLD_=1048576`` has the same effect. If pages cannot be shared, the function does nothing.
     """
     if not unsupported_reason():
         libc().set_mmap_threshold(chunks.LARGE_BLOCK_BYTES)
 
 
 def start_build() -> Optional[chunks.MappingStarts]:
-    """Have the C library give smaller blocks mappings of their own, too, until `export_pages` or `attach_pages`.
+    """Make malloc put smaller blocks in separate mappings, too, until `export_pages` or `attach_pages`.
 
-    Before each build.
-
-    Always would be too dear: blocks that each predict takes and frees would be mapped each time.
+    To be called before each build. This is not the default because the blocks that each predict allocates and frees
+    would be mapped each time.
 
     Returns:
-        What `export_pages` and `attach_pages` are to be given, so that they look at these blocks.
+        The mappings that exist now, an argument of `export_pages` and `attach_pages`; None if they are not known.
     """
     if unsupported_reason():
         return None
@@ -78,28 +77,28 @@ def start_build() -> Optional[chunks.MappingStarts]:
 
 
 def mmap_threshold_bytes() -> Optional[int]:
-    """Return the size from which blocks get mappings of their own by now; None where the C library decides."""
+    """Return the size from which malloc puts blocks in separate mappings, as set here; None if malloc decides."""
     return None if unsupported_reason() else libc().mmap_threshold_bytes
 
 
 def restore_mmap_threshold(threshold_bytes: Optional[int]) -> None:
-    """Set what `mmap_threshold_bytes` has returned earlier."""
+    """Set a value that `mmap_threshold_bytes` has returned, unless it is None."""
     if threshold_bytes is not None:
         libc().set_mmap_threshold(threshold_bytes)
 
 
 def export_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] = None) -> PageSharingResult:
-    """Write the large private memory of this process to a new store, and use the store's pages from then on.
+    """Write the large private memory of this process to a new store, and replace it by mappings of the store.
 
-    Each piece is mapped from the store as soon as it is written, so there is never a second copy of it all.
-    Nothing is forced to disk here: see ``evict``.
+    Each part is mapped from the store as soon as it is written, so a second copy of all of it never exists. The store
+    is not forced to disk, see ``evict``.
 
     Args:
-        store_path: path of the store; no file may be there.
-        starts_before: what `start_build` returned.
+        store_path: path of the store; no file may exist there.
+        starts_before: the result of `start_build`.
 
     Raises:
-        PageSharingUnavailable: if that cannot be done. The process is as correct as before, and there is no store.
+        PageSharingUnavailable: that is not possible. The process works as before, and no store is left.
     """
     started = time.perf_counter()
     with _quiesce():
@@ -112,21 +111,21 @@ def export_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] 
 
 
 def attach_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] = None) -> PageSharingResult:
-    """Use the store's pages in the place of own pages that are equal to them.
+    """Replace pages of this process by equal pages of the store.
 
     Args:
-        store_path: path of a store that another process of the same user has made by ``export_pages``.
-        starts_before: what `start_build` returned.
+        store_path: path of a store that another process of the same user has written by ``export_pages``.
+        starts_before: the result of `start_build`.
 
     Raises:
-        PageSharingUnavailable: if that cannot be done. The process is as correct as before.
+        PageSharingUnavailable: that is not possible. The process works as before.
     """
     started = time.perf_counter()
     with _quiesce():
         c = libc()
         store = OpenStore(store_path, c)
         try:
-            os.posix_fadvise(store.fd, 0, 0, os.POSIX_FADV_WILLNEED)  # read from disk while we hash
+            os.posix_fadvise(store.fd, 0, 0, os.POSIX_FADV_WILLNEED)  # read from disk during the hashing
             pages, zero_bytes = _hash_eligible_pages(c, starts_before)
             examined = len(pages.addresses) * PAGE + zero_bytes
             shared = _map_equal(c, store, pages)
@@ -138,13 +137,13 @@ def attach_pages(store_path: str, starts_before: Optional[chunks.MappingStarts] 
 
 @contextlib.contextmanager
 def _quiesce() -> Generator[None, None, None]:
-    """Keep this process from moving memory about for a while, and give every failure one name."""
-    # What is allocated from here on is no model.
+    """Collect garbage and disable its collection for a block; raise any failure as PageSharingUnavailable."""
+    # Memory that is allocated from here on does not belong to the model, so small blocks go to the heap again.
     prepare()
     if tracemalloc.is_tracing():
         raise PageSharingUnavailable("tracemalloc is on: it writes to its tables at any time")
     collecting = gc.isenabled()
-    # Nothing old may be freed meanwhile: its address could then be used for something of ours.
+    # Old objects must not be freed meanwhile, because memory of this package could then take their addresses.
     gc.collect()
     gc.disable()
     try:
@@ -157,7 +156,7 @@ def _quiesce() -> Generator[None, None, None]:
 
 
 def _hash_eligible_pages(c: Libc, starts_before: Optional[chunks.MappingStarts]) -> Tuple[Pages, int]:
-    """Hash the pages that may be exchanged; drop those that are zero, and count these bytes."""
+    """Free runs of zero pages; return the other pages that may be replaced, and the number of freed bytes."""
     addresses = _populated_pages(chunks.find_extents(c, starts_before))
     hashes = np.empty(len(addresses), dtype=np.uint64)
     starts = runs.run_starts(addresses, PAGE)
@@ -207,9 +206,9 @@ def _write_store(c: Libc, path: str, pages: Pages) -> int:
 
 
 def _select_runs(addresses: NDArray[np.uint64]) -> List[Run]:
-    """All runs of pages, or the longest of them if there are more than mappings to be had.
+    """Return all runs of pages, or the longest ones if there are more than affordable mappings.
 
-    ``first_page`` is the index among the own pages here: places in the store are given to the runs that stay.
+    ``first_page`` is an index into the pages of this process here. The selected runs get places in the store later.
     """
     all_runs = [
         Run(int(addresses[begin]), begin, end - begin)

@@ -1,4 +1,4 @@
-"""The page store: a file of memory pages and of the hashes by which to find them.
+"""Page store: a file of memory pages, and of hashes by which to find them.
 
 ::
 
@@ -6,9 +6,9 @@
     pages 1..n   the pages, as they were in memory
     then         n hashes of 64 bits, in the order of the pages
 
-All numbers are little-endian. The header is written last: a file without it was never finished. The size of a
-store is given by its header, so that a truncated one is recognised. A store belongs to one user, and nobody
-else may read it (it is a copy of a process's memory) or write it (it becomes the memory of others).
+All numbers are little-endian. The header is written last, so a file without it is unfinished. The header determines the
+size of the store, so a truncated one is detected. A store belongs to one user. No other user may read it, because it is
+a copy of a process's memory, or write it, because it becomes the memory of other processes.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ VERSION = 1
 _HEADER = struct.Struct("<8sIIQ")
 _HASH_BYTES = 8
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
-_FINISHED_MODE = 0o400  # nobody writes it any more, not even by mistake
+_FINISHED_MODE = 0o400  # read-only, which prevents accidental writes
 
 
 def size_of(page_count: int) -> int:
-    """The size of a store of so many pages, in bytes."""
+    """Return the size in bytes of a store of ``page_count`` pages."""
     return offset_of(page_count) + page_count * _HASH_BYTES
 
 
 def offset_of(page: int) -> int:
-    """Where a page is in the file; pages count from 0."""
+    """Return the offset of a page in the file. Pages count from 0."""
     return PAGE + page * PAGE
 
 
 def encode_header(page_count: int) -> bytes:
-    """Write the header of a finished store."""
+    """Return the header of a finished store."""
     return _HEADER.pack(MAGIC, VERSION, PAGE, page_count)
 
 
 def decode_header(header: bytes, file_size: int) -> int:
-    """Read and check a header. Return the number of pages; raise PageSharingUnavailable with what is wrong."""
+    """Check a header and return the number of pages; raise PageSharingUnavailable if the header is invalid."""
     if len(header) < _HEADER.size:
         raise PageSharingUnavailable("the store has no header: it is truncated or no store")
     magic, version, page, page_count = _HEADER.unpack_from(header)
@@ -74,10 +74,10 @@ def decode_header(header: bytes, file_size: int) -> int:
 
 
 class NewStore:
-    """A store that is being written. ``fd`` can be mapped as far as pages were written."""
+    """A store that is being written. ``fd`` can be mapped up to the last page written."""
 
     def __init__(self, path: str, pages: int) -> None:
-        """Create the file, which must not exist, and reserve its space where that is possible."""
+        """Create the file, which must not exist, and reserve its space if possible."""
         self.path = path
         self.page_count = pages
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
@@ -88,8 +88,8 @@ class NewStore:
             raise
 
     def _reserve(self) -> None:
-        # In a file system in memory, space is memory: there it is taken piece by piece, as private pages are
-        # given back.
+        # On a file system in memory, space is memory, so it is not reserved, but taken piece by piece as private pages
+        # are freed.
         if is_on_disk(self.path):
             try:
                 os.posix_fallocate(self.fd, 0, size_of(self.page_count))
@@ -99,7 +99,7 @@ class NewStore:
         os.ftruncate(self.fd, size_of(self.page_count))
 
     def write_pages(self, page: int, address: int, length: int) -> None:
-        """Write consecutive pages straight from memory."""
+        """Write consecutive pages directly from memory."""
         self._write(view(address, length), offset_of(page))
 
     def finish(self, hashes: NDArray[np.uint64]) -> None:
@@ -110,7 +110,7 @@ class NewStore:
         os.close(self.fd)
 
     def discard(self) -> None:
-        """Close and remove the file. What has been mapped from it stays, as long as it is mapped."""
+        """Close and remove the file. Mappings of it stay valid."""
         os.close(self.fd)
         Path(self.path).unlink()
 
@@ -122,10 +122,10 @@ class NewStore:
 
 
 class OpenStore:
-    """A finished store, checked and open, with all of it mapped to be read. Other mappings outlive it."""
+    """A finished store, checked and open, and mapped read-only as a whole. Mappings of other kinds outlive it."""
 
     def __init__(self, path: str, c: Libc) -> None:
-        """Open and check the store; raise PageSharingUnavailable if anything is wrong with it."""
+        """Open and check the store; raise PageSharingUnavailable if it is not valid."""
         self._libc = c
         self.fd = open_store(path)
         try:
@@ -142,15 +142,15 @@ class OpenStore:
         return np.frombuffer(index, dtype=np.uint64).copy() if self.page_count else np.empty(0, dtype=np.uint64)
 
     def close(self) -> None:
-        """Unmap and close it."""
+        """Unmap and close the store."""
         self._libc.unmap(self.address, self._size)
         os.close(self.fd)
 
 
 def open_store(path: str) -> int:
-    """Open a store to be read, if it is a regular file that belongs to this user alone."""
+    """Open a store read-only, if it is a regular file that only this user can access."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _FLAGS)  # a named pipe must not block us
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | _FLAGS)  # the open of a named pipe must not block
     except OSError as error:
         raise PageSharingUnavailable(f"cannot open the store: {error}") from error
     try:
@@ -162,7 +162,7 @@ def open_store(path: str) -> int:
 
 
 def check_owner(status: os.stat_result) -> None:
-    """Raise PageSharingUnavailable unless it is a regular file of this user that nobody else may use."""
+    """Raise PageSharingUnavailable unless the status is of a regular file that only this user can access."""
     if not stat.S_ISREG(status.st_mode):
         raise PageSharingUnavailable("the store is not a regular file")
     if status.st_uid != os.geteuid():
@@ -172,19 +172,19 @@ def check_owner(status: os.stat_result) -> None:
 
 
 def is_on_disk(path: str) -> bool:
-    """Whether pages of a store at ``path`` can leave memory: not so on tmpfs. There need not be a file yet."""
+    """Return whether pages of a store at ``path`` can leave memory, unlike on tmpfs. The file need not exist yet."""
     existing = Path(path) if Path(path).exists() else Path(path).parent
     return not libc().is_memory_file_system(str(existing))
 
 
 def evict(path: str) -> None:
-    """Write the store out, and let the pages of it that nobody uses leave memory. May take seconds.
+    """Write the store to disk, and let the pages that no process uses leave memory. This may take seconds.
 
-    They come back from disk when they are used. On tmpfs nothing happens.
+    The pages are read from disk when they are used again. On tmpfs nothing happens.
     """
     fd = open_store(path)
     try:
-        os.fsync(fd)  # pages that are not on disk yet cannot leave
+        os.fsync(fd)  # only pages that are on disk can leave memory
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     except OSError as error:
         raise PageSharingUnavailable(f"cannot write the store out: {error}") from error
@@ -193,9 +193,9 @@ def evict(path: str) -> None:
 
 
 def prefetch(path: str) -> None:
-    """Have the pages of the store that have left memory come back, while this process does something else.
+    """Start to read the pages of the store that have left memory, and return at once.
 
-    That saves the time of reading them one after another; nothing depends on it.
+    This saves the time to read them one after another. If it fails, nothing else is affected.
     """
     try:
         fd = open_store(path)
@@ -207,7 +207,7 @@ def prefetch(path: str) -> None:
 
 
 def resident_bytes(path: str) -> int:
-    """How many bytes of the store are in memory, used or not."""
+    """Return how many bytes of the store are in memory, used or not."""
     c = libc()
     fd = open_store(path)
     try:
