@@ -111,7 +111,7 @@ class Authorizer:
         return viewer
 
     def resolve_tenant(self, connection: ClientConnection, name: str | None) -> Tenant:
-        """Return the tenant of a message that names a tenant, or None for the client's own.
+        """Return the tenant `name`, for which a client sends a message; the client's own tenant if `name` is None.
 
         Raises:
             RequestError: the client may not act for that tenant.
@@ -151,7 +151,7 @@ class Authorizer:
             raise PermissionDenied(f'tenant {tenant.name} may not see {subject}: "{STATUS}" is not in its `may`')
 
     def check_operator(self, connection: ClientConnection, action: str) -> None:
-        """Check that a client may make a change.
+        """Check that a client may act as an operator: by its user or its tenant's rights, and only on the Unix socket.
 
         Raises:
             PermissionDenied: the client may not.
@@ -196,7 +196,7 @@ class Authorizer:
         find_connection: Callable[[bytes], ClientConnection | None],
         previous_tenants: Mapping[bytes, Tenant | None],
     ) -> Callable[[Request], bool]:
-        """Return a function that tells whether a queued request is not allowed any more.
+        """Return a function that takes a queued request and returns whether its client may not send it any more.
 
         Args:
             find_connection: called with a client; returns its connection with the current tenant.

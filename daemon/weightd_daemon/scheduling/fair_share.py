@@ -338,14 +338,12 @@ class Users:
         user.mean_s += (_WEIGHT if user.mean_s else 1.0) * (seconds - user.mean_s)
 
     def long_threshold_s(self, tenant: Tenant, min_s: float, now: float) -> float:
-        """Return the time in seconds beyond which a batch of a tenant is long.
-
-        Infinity while no other tenant is active.
+        """Return the time in seconds beyond which a tenant's batch is long; infinity while no other tenant is active.
 
         Args:
-            tenant: of the batch.
-            min_s: no batch that takes less is long.
-            now: monotonic seconds.
+            tenant: the tenant of the batch.
+            min_s: the minimum of the result.
+            now: the time in monotonic seconds.
         """
         means = [self._users[each].mean_s for each in self._other_active_tenants(tenant, now)]
         return max(min_s, _LONG_FACTOR * min(means)) if means else float("inf")
@@ -356,9 +354,10 @@ class Users:
         user.long_s, user.long_ended_at = seconds, now
 
     def long_allowed_at(self, tenant: Tenant, now: float) -> float:
-        """Return until when no long batch of a tenant may take the only worker again.
+        """Return when a long batch of a tenant may take the only worker again.
 
-        The other tenants have it for as long as their weights give them, compared with the last long batch.
+        Until then the other tenants have the worker, for a time in proportion to their weights and to the last long
+        batch.
         """
         user, weights = (
             self._user_of(tenant),
@@ -367,7 +366,7 @@ class Users:
         return user.long_ended_at + user.long_s * weights / tenant.config.weight
 
     def active_until(self, tenant: Tenant, now: float) -> float:
-        """Return until when another tenant than this one is active, if none sends another request."""
+        """Return how long the other tenants stay active, if none of them sends another request."""
         return max(
             (self._users[each].last_request_at + ACTIVE_S for each in self._other_active_tenants(tenant, now)),
             default=now,

@@ -301,7 +301,7 @@ class Turns:
 
 
 class QueueLimits:
-    """The limits of a queue. With several tenants, these also select the requests that give way when the queue is full.
+    """Checks the limits of a queue, and selects the requests that give way when the queue is full.
 
     Args:
         queue: the queue of the model.

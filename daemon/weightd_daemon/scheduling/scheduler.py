@@ -1,8 +1,9 @@
 """Decides which batch runs on which slot, and when, for one model.
 
 A batch is formed when a slot is free, of the requests that are queued at that time: of several requests where the
-model's batching policy allows it, or of a part of one. No slot is idle while a request that it could run is queued. The
-scheduler decides only; callers pass the time and send the batches.
+model's batching policy allows it, or of a part of one. No slot is idle while a request that it could run is queued,
+except that a long request leaves the last slot to other tenants (`tenancy`). The scheduler decides only; callers pass
+the time and send the batches.
 """
 
 from __future__ import annotations
@@ -366,7 +367,7 @@ class Scheduler:
         return None
 
     def _next_fair_candidate(self, now: float) -> tuple[AnyQueue, Request, Slot] | None:
-        """Do the same for several tenants.
+        """Return the next request to run as `_next_candidate` does, while several tenants have requests.
 
         No batch is queued behind another, so that a new request only waits for running ones.
         """

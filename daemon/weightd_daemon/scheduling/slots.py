@@ -130,7 +130,7 @@ class Slot:
         return duration_s
 
     def on_lost(self) -> None:
-        """Handle the loss of the slot's processes."""
+        """Handle the loss of the slot's processes. The base class does nothing."""
 
     def _start_queued(self, now: float) -> None:
         """Mark queued batches as started, up to the concurrency."""

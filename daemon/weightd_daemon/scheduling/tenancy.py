@@ -1,4 +1,4 @@
-"""Scheduling rules for several tenants at one model: when they apply, which requests are long, and batch charges."""
+"""Scheduling for several tenants at one model: their detection, long requests, and the charges of batches."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _RECENT_REQUEST_S = 1.0
 
 
 class Tenancy:
-    """Applies the rules that hold for one model while several tenants send requests.
+    """Tracks whether several tenants use one model, holds back long requests, and charges batches to tenants.
 
-    Nothing is measured or charged while only one tenant does.
+    While only one tenant sends requests, nothing is measured or charged.
 
     Args:
         queue: the queue of the model.
@@ -35,11 +35,11 @@ class Tenancy:
         clocks: the fair-share clocks of the devices, for all models.
         users: the tenants that use the slots; one object for all models of a shared process.
         concurrency: the number of batches that the slots can run at once when all of them are available.
-        schedule_by: called with the time when a long request that must wait now may start.
+        schedule_by: called with the time when a long request that is held back may start.
 
     Attributes:
         last_tenant: the tenant that sent the last request to this model.
-        next_long_at: when a long request that was held back may start without any other event.
+        next_long_at: when a long request that is held back may start without any other event.
         clocks: as above.
     """
 
@@ -94,7 +94,7 @@ class Tenancy:
         return True
 
     def update(self, now: float) -> None:
-        """Start or stop the rules for several tenants, as needed."""
+        """Detect whether there are several tenants now, and switch the queue and the clocks if this has changed."""
         request_queue, clocks = self._queue, self.clocks
         if len(self._slots.seen_devices) != self._device_count:
             self._update_devices()
@@ -136,7 +136,7 @@ class Tenancy:
         return batch_key is None or not policy.should_split(batch_key, request.origin.principal)
 
     def is_head_long(self, queue: AnyQueue, request: Request, now: float) -> bool:
-        """Do the same for the first request of a queue. `normal` never has a long one at its head, see `move_long`."""
+        """Return whether the first request of a queue is long. In `normal` it never is, see `Turns.move_long`."""
         request_queue = self._queue
         return request_queue.is_multi_tenant and queue is not request_queue.normal and self.is_long(request, now)
 
@@ -195,7 +195,7 @@ class Tenancy:
         self._schedule_by(deadline)
 
     def update_unreplaced(self, now: float) -> None:
-        """Forget lost slots that have been replaced or have not been replaced in time."""
+        """Stop counting lost slots that have been replaced, or that have not been replaced in time."""
         if not self._unreplaced_by_tenant:
             return
         slot_count = len(self._slots.active)
@@ -208,7 +208,7 @@ class Tenancy:
     # --- private ------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        """Start the rules for several tenants, and charge the batches that run already."""
+        """Prepare the queue and the clocks for several tenants, and charge the batches that run already."""
         self._queue.start_multi_tenant()
         self._update_devices()
         for slot in self._slots:
