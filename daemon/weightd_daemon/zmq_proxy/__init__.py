@@ -1,8 +1,6 @@
-"""The proxy: a process that speaks ZeroMQ with the clients of one listener.
+"""The ZeroMQ proxy: a process that speaks ZeroMQ with the clients of one listener and relays messages to the daemon.
 
-And weightd's own transport with the daemon.
-
-What ends this process ends the connections of its listener, and nothing else. It passes messages on as they are, each
-client's over a pair of sockets of its own, and reads nothing but their lengths. May import `host`, and what all share;
-the daemon's side is `weightd_daemon.transport.zmq_proxies`.
+A crash of the proxy closes the connections of its listener and nothing else. The proxy relays messages unchanged, over
+one pair of Unix sockets for each client, and decodes none of them. Within the daemon's packages, it imports only
+`platform`. The daemon's side is `weightd_daemon.transport.zmq_proxies`.
 """

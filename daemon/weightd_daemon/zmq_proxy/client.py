@@ -1,4 +1,4 @@
-"""One client of a proxy: its connection, the stream on which the daemon serves it, and what is between the two."""
+"""One client of a proxy: its connection, its stream to the daemon, and the bytes that are buffered in between."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from weightd_daemon.platform.fd_closer import DescriptorCloser
     from weightd_daemon.platform.tenant_lookup import TenantLookup
 
-# What is read at once, unless a large frame is under way.
+# The size of a read, except within a large frame.
 _CHUNK_BYTES = 64 * 1024
 
-# Below this it costs less to copy a message into one piece than to have the kernel gather its frames.
+# Below this size, copying a message into one buffer costs less than having the kernel gather its frames.
 _MAX_JOINED_BYTES = 16 * 1024
 
-# The kernel finds out within a minute that the host of a client is gone. On a Unix socket it knows at once.
+# The kernel detects within a minute that the host of a client has gone. On a Unix socket it knows at once.
 _TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -35,38 +35,39 @@ _TCP_OPTIONS = (
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 60_000),
 )
 
-# The kernel's buffers of one connection, and of all connections of a user, about. The kernel counts twice as much.
+# The size of a kernel buffer of a connection, and of the buffers of all connections of a user, approximately: the
+# kernel counts twice as much.
 _MAX_BUFFER_BYTES = 256 * 1024
 _MIN_BUFFER_BYTES = 8 * 1024
 _MAX_USER_BUFFER_BYTES = 32 * 1024 * 1024
 
 
-# Room for as many descriptors as one message can have. The kernel closes those for which a read has none before the
-# read returns, and such a close may take as long as the client likes (SO_LINGER).
+# The maximum of descriptors in one message. If a read had no space for them, the kernel would close them before the
+# read returns, and the client can make such a close take long (SO_LINGER).
 _ANCILLARY_BYTES = socket.CMSG_SPACE(253 * array.array("i").itemsize)
 
 
 class DescriptorsSent(Exception):
-    """A client has sent descriptors, which no message has."""
+    """A client has sent descriptors, which no message may have."""
 
 
 class ClientSocket:
-    """One of the two sockets of a client.
+    """One of the two sockets of a client: its connection, or its stream to the daemon.
 
     Args:
-        client: whose it is.
-        fd: of the socket.
-        read_once: reads once, and passes on what has come; returns whether nothing more is there to be passed on.
+        client: the client.
+        fd: the descriptor of the socket.
+        read_once: reads once and relays the result; returns False if more data could be relayed now.
 
     Attributes:
-        pause_reasons: why nothing is read: some of the reasons below.
-        is_open: whether the socket is.
+        pause_reasons: the reasons not to read from the socket, as bits; 0 to read.
+        is_open: whether the socket is open.
     """
 
     __slots__ = ("client", "fd", "is_open", "pause_reasons", "read_once")
 
-    # It waits for its turn; what was read has not left on the other side; it is encrypted or decrypted; the client is
-    # on its way out.
+    # The socket is in the queue of `ReadTurns`; the other socket cannot take the data that was read; data is being
+    # encrypted or decrypted; the client is being disconnected.
     WAITS_FOR_TURN, WAITS_FOR_OTHER_SOCKET, WAITS_FOR_CRYPTO, DISCONNECTING = 1, 2, 4, 8
 
     def __init__(self, client: ProxyClient, fd: int, read_once: Callable[[ProxyClient], bool]) -> None:
@@ -78,40 +79,40 @@ class ClientSocket:
 
     @property
     def is_backlogged(self) -> bool:
-        """Whether something was read that was not passed on."""
+        """Whether data was read from the socket that has not been parsed yet."""
         client = self.client
         if self is client.client_socket:
             return client.protocol.is_backlogged
         return client.daemon_stream is not None and client.daemon_stream.frame_reader.is_backlogged
 
     def has_peer_closed(self) -> bool:
-        """Return whether the other end is closed."""
+        """Return whether the other end has closed the connection."""
         poll = select.poll()
         poll.register(self.fd, 0)
         return bool(poll.poll(0))
 
 
 class ProxyClient:
-    """A client.
+    """A client of the proxy.
 
     Args:
-        connection: to it; this object owns the socket.
-        user: on whose account it goes: a user, over TCP a host.
-        protocol: finds messages in what it sends.
-        connected_at: when it connected.
-        read_once: see `ClientSocket`, for its connection.
-        fd_closer: closes descriptors that it may send; None where it can send none.
+        connection: the connection to the client, which this object owns.
+        user: the user, or over TCP the host, to whose limits the client counts.
+        protocol: parses the bytes of the client.
+        connected_at: the time of the connection, in monotonic seconds.
+        read_once: `ClientSocket.read_once` for the connection.
+        fd_closer: closes descriptors that the client sends; None if the kernel refuses them.
 
     Attributes:
-        client_socket: its connection, as a side.
-        daemon_socket: the stream to the daemon, as a side; None while there is none.
-        daemon_stream: this stream.
-        outgoing: what was not sent yet.
-        encrypting_bytes: bytes of the answers that are being encrypted.
-        buffered_bytes: that are kept here for it, as they were counted last.
-        has_sent_message: whether a message of it has come.
-        pending_requests: messages that were passed on to the daemon, less those that came back.
-        is_closed: whether it has gone.
+        client_socket: the connection.
+        daemon_socket: the stream to the daemon, as a socket; None before the first message and after it was closed.
+        daemon_stream: the stream to the daemon; None likewise.
+        outgoing: the bytes for the client that were not sent yet.
+        encrypting_bytes: the bytes that are reserved for replies that are being encrypted.
+        buffered_bytes: the last result of `count_buffered_bytes`.
+        has_sent_message: whether the client has sent a whole message.
+        pending_requests: the number of messages to the daemon, minus the number of its replies.
+        is_closed: whether the client was disconnected.
     """
 
     __slots__ = (
@@ -153,10 +154,10 @@ class ProxyClient:
         self.has_sent_message = self.is_closed = False
 
     def identity(self) -> PeerIdentity:
-        """Return who it is, as the kernel and the handshake tell.
+        """Return the identity of the client, by the kernel and the handshake.
 
         Raises:
-            OSError: it has gone.
+            OSError: the client has disconnected.
         """
         key = self.protocol.mechanism.peer_key
         if self.connection.family == socket.AF_UNIX:
@@ -166,16 +167,16 @@ class ProxyClient:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the daemon has yet to answer some of what the client has sent, as far as a proxy can tell."""
+        """Whether the daemon owes replies to the client, as far as the proxy can know."""
         return self.pending_requests > 0
 
     def receive(self) -> list[zmtp.MessageFrames]:
-        """Read once; return the messages that have come whole with that.
+        """Read once; return the messages that are now complete.
 
         Raises:
-            DescriptorsSent: it has sent descriptors.
-            OSError: it has gone, or there is no memory for what it sends.
-            MemoryError: likewise.
+            DescriptorsSent: the client has sent descriptors.
+            OSError: the client has disconnected, or there is no memory for a frame.
+            MemoryError: there is no memory for a frame.
         """
         protocol, fd_closer = self.protocol, self.fd_closer
         if protocol.is_backlogged:
@@ -216,10 +217,10 @@ class ProxyClient:
             raise DescriptorsSent
 
     def send(self, chunks: Sequence[Any]) -> bool:
-        """Send bytes, or as much of them as goes now; return whether nothing is left.
+        """Send bytes to the client, now or by `flush`; return whether all were sent.
 
         Raises:
-            OSError: it has gone.
+            OSError: the client has disconnected.
         """
         outgoing = self.outgoing
         if outgoing.nbytes or sum(map(len, chunks)) > _MAX_JOINED_BYTES:
@@ -236,10 +237,10 @@ class ProxyClient:
         return sent == len(data)
 
     def flush(self) -> bool:
-        """Send what is left; return whether nothing is left now.
+        """Send the bytes that are left; return whether all were sent.
 
         Raises:
-            OSError: it has gone.
+            OSError: the client has disconnected.
         """
         outgoing = self.outgoing
         while outgoing.nbytes:
@@ -251,14 +252,14 @@ class ProxyClient:
         return True
 
     def count_buffered_bytes(self) -> int:
-        """Return how many bytes are kept for it now."""
+        """Return the number of bytes that the proxy keeps for the client now."""
         count = self.protocol.held_bytes + self.outgoing.nbytes + self.encrypting_bytes
         if self.daemon_stream is not None:
             count += self.daemon_stream.unsent + self.daemon_stream.frame_reader.admitted_bytes
         return count
 
     def close(self) -> None:
-        """Close both sides."""
+        """Close both sockets."""
         self.is_closed = True
         self.client_socket.is_open = False
         if self.fd_closer is None:
@@ -268,7 +269,7 @@ class ProxyClient:
         self.close_stream()
 
     def close_stream(self) -> None:
-        """Close the stream to the daemon, if there is one."""
+        """Close the stream to the daemon, if it is open."""
         if self.daemon_socket is not None:
             self.daemon_socket.is_open = False
         if self.daemon_stream is not None:
@@ -277,14 +278,14 @@ class ProxyClient:
 
 
 def identify_user(connection: socket.socket, peers: Peers | None) -> tuple[str, bool]:
-    """Return on whose account a new connection goes, and whether that is an operator.
+    """Return the user or host of a new connection, and whether it is an operator.
 
     Args:
-        connection: to the client.
-        peers: identifies the clients of a listener of TCP; None where it listens on a Unix socket.
+        connection: the connection to the client.
+        peers: identifies the clients of a TCP listener; None for a Unix socket.
 
     Raises:
-        OSError: it has gone.
+        OSError: the client has disconnected.
     """
     if peers is None:
         uid = peer_credentials(connection).uid
@@ -296,15 +297,15 @@ def identify_user(connection: socket.socket, peers: Peers | None) -> tuple[str, 
 
 
 def tenant_of(connection: socket.socket, key: str, tenant_lookup: TenantLookup) -> str | None:
-    """Return the name of the tenant of a connection, None if it belongs to none.
+    """Return the name of the tenant of a client, or None.
 
     Args:
-        connection: to the client.
-        key: the public key that the client has shown; "" before that, or for none.
-        tenant_lookup: who belongs to which tenant.
+        connection: the connection to the client.
+        key: the public key of the client; "" before the handshake or without a key.
+        tenant_lookup: finds tenants by their credentials.
 
     Raises:
-        OSError: it has gone.
+        OSError: the client has disconnected.
     """
     if connection.family != socket.AF_UNIX:
         return tenant_lookup.tenant_of(None, (), key)
@@ -313,15 +314,15 @@ def tenant_of(connection: socket.socket, key: str, tenant_lookup: TenantLookup) 
 
 
 def kernel_buffer_bytes(connection_count: int) -> int:
-    """Return how large a kernel buffer of one more connection of a user is to be who has so many."""
+    """Return the size of a kernel buffer for a connection of a user with this number of connections, in bytes."""
     return min(max(_MAX_USER_BUFFER_BYTES // max(connection_count, 1), _MIN_BUFFER_BYTES), _MAX_BUFFER_BYTES)
 
 
 def configure_socket(connection: socket.socket, connection_count: int) -> None:
-    """Set the options of a new connection of a user who has so many.
+    """Set the options of a new connection of a user with this number of connections.
 
     Raises:
-        OSError: it has gone.
+        OSError: the client has disconnected.
     """
     connection.setblocking(False)
     set_buffer_sizes(connection, connection_count)
@@ -331,7 +332,7 @@ def configure_socket(connection: socket.socket, connection_count: int) -> None:
 
 
 def set_buffer_sizes(connection: socket.socket, connection_count: int) -> None:
-    """Set how much the kernel keeps of what one end has sent and the other has not read."""
+    """Set the sizes of the kernel's buffers for data that one end has sent and the other has not read."""
     nbytes = kernel_buffer_bytes(connection_count)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, nbytes)
     if connection.family != socket.AF_UNIX:

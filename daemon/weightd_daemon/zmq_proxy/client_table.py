@@ -1,4 +1,4 @@
-"""All clients of a proxy: whose they are, how many each user may have, and what is kept for them."""
+"""The clients of a proxy by user: their connection limits, handshakes and buffered bytes."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from weightd_daemon.zmq_proxy.control import ProxyConfig
 if TYPE_CHECKING:
     from weightd_common.peers import Peers
 
-# A client has to complete its handshake in this time, and a user may have so many that have not.
+# The time in which a client has to complete its handshake, and the number of a user's incomplete handshakes.
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_USER_HANDSHAKES = 256
 
-# After more than this was kept, and nothing for some time, memory is given back to the kernel.
+# After more than this was buffered, and nothing has changed for a while, memory is returned to the kernel.
 _TRIM_THRESHOLD_BYTES = 1024 * 1024
 _TRIM_DELAY_S = 1.0
 
-# Of a connection: its own, and this end of its pair.
+# The connection to the client, and this end of the pair of sockets to the daemon.
 _DESCRIPTORS_PER_CLIENT = 2
 
 
 def max_connections(configured_limit: int = 0) -> int:
-    """Return how many clients may be connected under the process's present limit, and this bound if it is none of 0."""
+    """Return the maximum of clients under the current limit of descriptors and `configured_limit`, where 0 is none."""
     descriptor_limit = max(1, max_client_descriptors() // _DESCRIPTORS_PER_CLIENT)
     return min(descriptor_limit, configured_limit) if configured_limit else descriptor_limit
 
 
 class ProxyUser:
-    """What one user has here.
+    """The connections of one user.
 
     Attributes:
-        clients: its connections.
-        handshakes: those of them whose handshake is not complete, the oldest first.
-        buffered_bytes: that are kept for them.
+        clients: all clients.
+        handshakes: the clients whose handshake is not complete, the oldest first.
+        buffered_bytes: the bytes that are kept for all clients.
     """
 
     def __init__(self) -> None:
@@ -60,18 +60,18 @@ class ProxyUser:
 
 
 class ClientTable:
-    """The clients of a proxy, by their users.
+    """All clients of a proxy.
 
     Args:
-        config: the limits, and who belongs to which tenant.
-        loop: calls the timers.
-        peers: identifies the clients of a listener of TCP; None where it listens on a Unix socket.
-        disconnect: called with a client that has to go, and why.
+        config: the limits and the credentials of the tenants.
+        loop: runs the timers.
+        peers: identifies the clients of a TCP listener; None for a Unix socket.
+        disconnect: called with a client to disconnect and the reason.
 
     Attributes:
-        users: by their names; of whoever has a connection.
+        users: the users with connections, by name.
         handshakes: the clients whose handshake is not complete, the oldest first.
-        buffered_bytes: that are kept for all clients.
+        buffered_bytes: the bytes that are kept for all clients.
     """
 
     def __init__(
@@ -110,10 +110,11 @@ class ClientTable:
     def identify_user(self, connection: socket.socket) -> tuple[str, bool]:
         """Return the user of a new connection, and whether it is an operator.
 
-        All users of a Unix socket that belong to no tenant are one user. Over TCP a key may still show the tenant.
+        All users of a Unix socket without a tenant count as one user. Over TCP, users count separately, because the key
+        in the handshake may still show a tenant.
 
         Raises:
-            OSError: it has gone.
+            OSError: the client has disconnected.
         """
         user, is_operator = clients.identify_user(connection, self._peers)
         if self._tenant_lookup is None or self._peers is not None or is_operator:
@@ -122,11 +123,11 @@ class ClientTable:
         return user if has_tenant else NO_TENANT, False
 
     def refusal_reason(self, user: str, now: float) -> str | None:
-        """Return why a new connection of a user is refused, None if the user may have one more."""
+        """Return why a new connection of a user is refused; None if it is accepted."""
         return self._admission.refusal_reason(user, now)
 
     def connection_count(self, user: str) -> int:
-        """Return how many connections a user has."""
+        """Return the number of connections of a user."""
         return len(self.users[user].clients) if user in self.users else 0
 
     def add(self, client: ProxyClient) -> None:
@@ -144,7 +145,7 @@ class ClientTable:
         self._evict_excess()
 
     def remove(self, client: ProxyClient) -> None:
-        """Forget a client that is closed."""
+        """Remove a closed client."""
         self._forget_handshake(client)
         self._limiter.remove(client)
         self._admission.remove_connection(client.user)
@@ -156,7 +157,7 @@ class ClientTable:
             del self.users[client.user]
 
     def on_handshake_complete(self, client: ProxyClient) -> None:
-        """Record that a client has completed its handshake; if it has shown a key, it counts as its tenant's now."""
+        """Record that a client has completed its handshake. A client with a key now counts to the tenant of the key."""
         self._forget_handshake(client)
         if client.protocol.mechanism.peer_key and self._tenant_lookup is not None:
             self._limiter.remove(client)
@@ -164,7 +165,7 @@ class ClientTable:
             self._evict_excess()
 
     def update_tenants(self, members: Sequence[TenantCredentials] | None) -> None:
-        """Use other tables of tenants: all clients get the accounts that they have by them."""
+        """Use new credentials of tenants, and assign all clients to their new accounts."""
         self._tenant_lookup = _make_tenant_lookup(members)
         self._limiter = ConnectionLimiter()
         for each in sorted(self, key=lambda client: client.connected_at):
@@ -172,7 +173,10 @@ class ClientTable:
         self._evict_excess()
 
     def update_buffered_bytes(self, client: ProxyClient) -> None:
-        """See how much is kept for a client; where that is too much in all, hang up who has most."""
+        """Count the buffered bytes of a client; while the total exceeds the limit, disconnect the largest client.
+
+        The largest client is the one with the most bytes of the user with the most bytes.
+        """
         if client.is_closed:
             return
         growth = client.count_buffered_bytes() - client.buffered_bytes
@@ -204,7 +208,7 @@ class ClientTable:
         return NO_TENANT
 
     def _evict_excess(self) -> None:
-        """Hang up the connections that are too many."""
+        """Disconnect the clients beyond the limit of connections."""
         limit = max_connections(self._config.max_connections)
         limit_name = "max_connections" if limit == self._config.max_connections else "LimitNOFILE"
         for each in self._limiter.evict_excess(limit, limit_name):

@@ -1,10 +1,11 @@
-"""What daemon, zygote and proxies say to each other: messages of JSON, over `Stream`.
+"""Control messages between daemon, zygote and proxies: JSON over `Stream`.
 
-daemon to zygote   ProxyConfig.to_frames, with the proxy's end of its link and its listening socket: make a proxy
-zygote to daemon   ProxyEvent: a proxy's pid, and once it has ended how
-daemon to proxy     the keys of CURVE that are let in from now on, and who belongs to which tenant
-proxy to daemon     PeerConnected, with the end of a pair of sockets: somebody new, who speaks over that;
-how many are left, once somebody has gone; Said, for the log
+- Daemon to zygote: `ProxyConfig.to_frames`, with the proxy's end of its link and the listener, requests a proxy.
+- Zygote to daemon: `ProxyEvent` reports the pid of a proxy, and later its exit status.
+- Daemon to proxy: the public keys that may connect from now on, and the credentials of the tenants.
+- Proxy to daemon: `PeerConnected` reports a client that has sent its first message, with one end of a pair of sockets
+  over which the client's messages follow. A number reports how many peers are left after one has disconnected.
+  `ProxyLogLine` is for the daemon's log.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from weightd_daemon.platform.tenant_lookup import TenantCredentials
 from weightd_protocol.framing import FrameReader
 from weightd_protocol.limits import MAX_FRAME_BYTES
 
-# As in `logging`, which a proxy does not import.
+# The levels of `logging`, which a proxy does not import.
 DEBUG, WARNING, ERROR = 10, 30, 40
 
 LogFunction = Callable[[int, str], object]
@@ -27,20 +28,20 @@ LogFunction = Callable[[int, str], object]
 
 
 class ProxyConfig(NamedTuple):
-    """What a proxy has to know.
+    """The configuration of a proxy.
 
     Attributes:
-        name: of its listener.
-        address: of the listening socket that it is given, as ZeroMQ writes it.
-        max_frame_bytes: who announces a larger frame is hung up.
-        max_memory_bytes: that it may take for what its peers send and do not read.
-        max_connections: clients that may be there; 0 for as many as there are descriptors for.
-        max_user_connections: connections that one user or host may have; 0 for no limit.
-        max_user_connection_rate: new ones a second, likewise.
-        secret_key: its key of CURVE in Z85; "" where clients speak without.
-        allowed_keys: those of clients that are let in, with CURVE; None for any.
-        tenant_members: who belongs to which tenant, see `TenantCredentials`; None where there are no tables.
-        error_prefix: the beginning of the message to a client that breaks the protocol, see `error_frame`.
+        name: the name of the listener.
+        address: the address of the listening socket, in the notation of ZeroMQ.
+        max_frame_bytes: the largest frame. A client that announces a larger one is disconnected.
+        max_memory_bytes: the limit of the bytes that are buffered for all clients.
+        max_connections: the limit of clients; 0 for the limit that follows from the descriptors.
+        max_user_connections: the limit of connections of one user or host; 0 for none.
+        max_user_connection_rate: the limit of new connections of one user or host in a second; 0 for none.
+        secret_key: the secret key of the listener for CURVE, in Z85; "" without CURVE.
+        allowed_keys: the public keys that may connect with CURVE; None for all keys.
+        tenant_members: the credentials of the tenants; None if no tenants are configured.
+        error_prefix: the beginning of the message to a client that violates the protocol, see `error_frame`.
     """
 
     name: str
@@ -56,23 +57,23 @@ class ProxyConfig(NamedTuple):
     error_prefix: bytes
 
     def to_frames(self, number: int) -> list[bytes]:
-        """Return the message by which the zygote is asked for the proxy of this number."""
+        """Return the request to the zygote to fork a proxy with this number."""
         return [json.dumps([number, *self[:-1]]).encode(), self.error_prefix]
 
     def __repr__(self) -> str:
-        """Return what may be shown: no secret."""
+        """Return a text without the secret key."""
         return f"Terms({self.name!r}, {self.address!r})"
 
 
 class PeerIdentity(NamedTuple):
-    """Who a peer is, as the kernel knows it: over a unix socket user, groups and process, over TCP the user or host.
+    """The identity of a peer. The kernel knows it of a Unix socket, and the user or host over TCP.
 
     Attributes:
-        uid: None over TCP.
-        pid: None there, too; 0 in another pid namespace.
-        user: the key of the user or host by which limits hold, see `Peer`.
-        gids: its groups, its own first; none over TCP.
-        public_key: the public key that it has proven to have, in Z85; "" where it was not asked.
+        uid: the user id; None over TCP.
+        pid: the process id; None over TCP, 0 in another pid namespace.
+        user: the user or host by which limits are counted, see `Peer.key`.
+        gids: the group ids, the primary one first; empty over TCP.
+        public_key: the public key that the peer has proven to have, in Z85; "" without CURVE.
     """
 
     uid: int | None
@@ -83,26 +84,26 @@ class PeerIdentity(NamedTuple):
 
 
 class PeerConnected(NamedTuple):
-    """Somebody has spoken for the first time; so many peers are there now."""
+    """A peer has sent its first message. `peer_count` peers have done so and are connected."""
 
     peer_count: int
     identity: PeerIdentity
 
 
 class ProxyLogLine(NamedTuple):
-    """A line for the log."""
+    """A line for the daemon's log."""
 
     level: int
     text: str
 
 
 class ProxyEvent(NamedTuple):
-    """What the zygote says of a proxy.
+    """A report of the zygote about a proxy.
 
     Attributes:
-        number: as it was asked for.
-        pid: of the process; 0 where there is none, since it could not be made.
-        status: None while it lives, then its exit status, negative for a signal; without a process the error number.
+        number: the number in the request to fork the proxy.
+        pid: the pid of the proxy; 0 if it could not be forked.
+        status: None while the proxy runs; else its exit status, negative for a signal, or the errno of the fork.
     """
 
     number: int
@@ -110,17 +111,17 @@ class ProxyEvent(NamedTuple):
     status: int | None
 
     def to_frame(self) -> bytes:
-        """Return it as it is sent."""
+        """Return the encoded event."""
         return json.dumps(self).encode()
 
 
 def new_control_stream(connection: socket.socket, *, accepts_descriptors: bool = False) -> Stream:
-    """Return the end of a link that the daemon's messages come to: each has all keys and tenants, however many."""
+    """Return a stream for control messages, which may be as long as the lists of keys and tenants require."""
     return Stream(connection, FrameReader(max_header_bytes=MAX_FRAME_BYTES), accepts_descriptors=accepts_descriptors)
 
 
 def parse_fork_request(frames: Sequence[Any]) -> tuple[int, ProxyConfig]:
-    """Return what `ProxyConfig.to_frames` has written."""
+    """Return the number and the configuration from a request by `ProxyConfig.to_frames`."""
     number, *fields, tenants = json.loads(frames[0])
     values: list[Any] = [*fields, _parse_members(tenants), bytes(frames[1])]
     return number, ProxyConfig(*values)
@@ -131,52 +132,49 @@ def _parse_members(rows: Sequence[Any] | None) -> list[TenantCredentials] | None
 
 
 def error_prefix(message: bytes) -> bytes:
-    """Return what is to be in `ProxyConfig.error_prefix`, from an encoded error without a text.
-
-    Which has the text at its end.
-    """
+    """Return the value of `ProxyConfig.error_prefix` for an encoded error whose text is empty and last."""
     return message[:-1]
 
 
 def error_frame(prefix: bytes, text: str) -> bytes:
-    """Return the error with a text: as msgpack writes a text of up to 65,535 bytes."""
+    """Return an encoded error with this text of at most 65,535 bytes, which is appended as msgpack encodes it."""
     encoded = text.encode()
     return prefix + b"\xda" + len(encoded).to_bytes(2, "big") + encoded
 
 
 def encode_allowed_peers(keys: Sequence[str] | None, tenants: Sequence[TenantCredentials] | None) -> bytes:
-    """Return the message to a proxy with new keys and tenants, see `ProxyConfig`; `parse_allowed_peers` reads it."""
+    """Return the encoded keys and tenants for a proxy; see `ProxyConfig`."""
     return json.dumps([keys, tenants]).encode()
 
 
 def parse_allowed_peers(frame: Any) -> tuple[Sequence[str] | None, Sequence[TenantCredentials] | None]:
-    """Return what `encode_allowed_peers` has written."""
+    """Return the keys and tenants from a message by `encode_allowed_peers`."""
     keys, tenants = json.loads(bytes(frame))
     return None if keys is None else [*keys], _parse_members(tenants)
 
 
 def parse_proxy_event(frame: Any) -> ProxyEvent:
-    """Return what `ProxyEvent.to_frame` has written."""
+    """Return the event from a message by `ProxyEvent.to_frame`."""
     return ProxyEvent(*json.loads(bytes(frame)))
 
 
 def encode_peer_connected(peer_count: int, identity: PeerIdentity) -> bytes:
-    """Return a `PeerConnected`, to be read by `parse_proxy_message`."""
+    """Return an encoded `PeerConnected`."""
     return json.dumps([peer_count, *identity]).encode()
 
 
 def encode_peer_count(peer_count: int) -> bytes:
-    """Return how many peers are left, to be read by `parse_proxy_message`."""
+    """Return an encoded number of peers."""
     return json.dumps([peer_count]).encode()
 
 
 def encode_log_line(level: int, text: str) -> bytes:
-    """Return a `ProxyLogLine`, to be read by `parse_proxy_message`."""
+    """Return an encoded `ProxyLogLine`."""
     return json.dumps([level, text]).encode()
 
 
 def parse_proxy_message(frame: Any) -> PeerConnected | ProxyLogLine | int:
-    """Return what a proxy has said: somebody new, a line for the log, or how many are left."""
+    """Return the content of a proxy's message; an int is the number of peers."""
     first, *rest = json.loads(bytes(frame))
     if not rest:
         return int(first)

@@ -1,7 +1,7 @@
-"""CURVE as a server speaks it, for one connection: https://rfc.zeromq.org/spec/26.
+"""The server's side of the security mechanism CURVE, for one connection: https://rfc.zeromq.org/spec/26.
 
-What a client sends is authenticated and encrypted from its first command on, by keys of this connection alone. The last
-command of the handshake proves that it has the secret key of the public key that it shows.
+The client's commands are authenticated and encrypted from the first one on, by keys of this connection alone. The last
+command of the handshake proves that the client has the secret key to the public key that it presents.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from nacl.exceptions import CryptoError
 from weightd_daemon.zmq_proxy.zmtp import COMMAND, MORE, SOCKET_METADATA, MechanismError, check_metadata
 from weightd_protocol.framing import allocate
 
-# The alphabets of base64.b85encode and of Z85, which differ in nothing else.
+# base64.b85encode and Z85 differ only in their alphabets.
 _B85 = b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz!#$%&()*+-;<=>?@^_`{|}~"
 _Z85 = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
 
@@ -29,29 +29,29 @@ _HELLO, _WELCOME, _INITIATE, _READY, _MESSAGE = b"\5HELLO\1\0", b"\7WELCOME", b"
 
 _HELLO_BYTES = 200
 _COOKIE_BYTES = 96
-# Of an INITIATE: where its nonce and its box begin, and where the metadata begin in the box.
+# Offsets in an INITIATE command: its nonce, its box, and the metadata within the box.
 _INITIATE_NONCE = len(_INITIATE) + _COOKIE_BYTES
 _INITIATE_BOX = _INITIATE_NONCE + _NONCE_BYTES
 _INITIATE_METADATA = 128
 
 _MESSAGE_BOX = len(_MESSAGE) + _NONCE_BYTES
 _FLAGS_BYTES = 1
-# What is COMMAND in the flags of a frame is another bit in those of an encrypted one.
+# The COMMAND flag of a frame is another bit in the flags of an encrypted frame.
 _ENCRYPTED_COMMAND_FLAG = 2
 
-# What is public in PyNaCl copies a frame three times, and holds up other threads meanwhile.
+# The public functions of PyNaCl copy a frame three times and block other threads meanwhile.
 _sodium: Any = importlib.import_module("nacl._sodium")
 _from_buffer: Callable[[Any], Any] = _sodium.ffi.from_buffer
 
-# A frame is copied in parts of this size, and other threads run between them.
+# Frames are copied in chunks of this size, between which other threads can run.
 _COPY_CHUNK_BYTES = 256 * 1024
 
 
 class CurveMechanism:
-    """The mechanism CURVE, see `Mechanism`.
+    """The mechanism CURVE; see `Mechanism`.
 
     Args:
-        secret: the server's secret key.
+        secret: the secret key of the server.
         is_key_allowed: called with the public key of a client in Z85; returns whether the client may connect.
     """
 
@@ -63,7 +63,7 @@ class CurveMechanism:
         self.is_complete = False
         self._server_secret_key = secret
         self._is_key_allowed = is_key_allowed
-        # The short-term keys of both sides, which the cookie stands for, and what they make together.
+        # The short-term keys of both sides, the cookie that identifies them, and the key that is derived from them.
         self._client_ephemeral_key = self._ephemeral_secret_key = self._cookie = self._shared_key = b""
         self._last_received_nonce = -1
         self._sent_count = 0
@@ -71,7 +71,7 @@ class CurveMechanism:
     # --- the handshake ------------------------------------------------------------------------------------------
 
     def handle_handshake_command(self, command: bytes) -> bytes:
-        """See `Mechanism`."""
+        """See `Mechanism.handle_handshake_command`."""
         try:
             return self._on_hello(command) if not self._cookie else self._on_initiate(command)
         except CryptoError:
@@ -102,7 +102,7 @@ class CurveMechanism:
         if len(opened) < _INITIATE_METADATA:
             raise MechanismError("expected an INITIATE command with a vouch")
         server = bindings.crypto_scalarmult_base(self._server_secret_key)
-        # Who has the client's key says so of this connection and this server.
+        # Only the owner of the client's secret key can make this box with the keys of this connection and this server.
         if (
             bindings.crypto_box_open(vouch, b"VOUCH---" + salt, key, self._ephemeral_secret_key)
             != self._client_ephemeral_key + server
@@ -122,7 +122,7 @@ class CurveMechanism:
     # --- frames -------------------------------------------------------------------------------------------------
 
     def open(self, content: Any) -> tuple[int, Any]:
-        """See `Mechanism`. A frame that is `bytes` is copied, another one is decrypted where it is."""
+        """See `Mechanism.open`. A frame of type `bytes` is copied; any other frame is decrypted in place."""
         if len(content) < self.overhead_bytes or content[: len(_MESSAGE)] != _MESSAGE:
             raise MechanismError("expected a MESSAGE command")
         nonce = bytes(content[len(_MESSAGE) : _MESSAGE_BOX])
@@ -139,7 +139,7 @@ class CurveMechanism:
         return flags, bytes(opened) if is_small else opened
 
     def seal(self, flags: int, content: Any) -> Any:
-        """See `Mechanism`."""
+        """See `Mechanism.seal`."""
         nonce = self._next_nonce()
         sealed = allocate(self.overhead_bytes + len(content))
         view = memoryview(sealed)
@@ -154,7 +154,7 @@ class CurveMechanism:
         return sealed
 
     def _check_nonce(self, nonce: bytes) -> None:
-        """Check that what comes was never sent before over this connection."""
+        """Check that a nonce is larger than all earlier ones, so that no command is accepted twice."""
         number = int.from_bytes(nonce, "big")
         if number <= self._last_received_nonce:
             raise MechanismError("a command was sent twice")
@@ -166,7 +166,7 @@ class CurveMechanism:
 
 
 def decode_secret_key(text: str) -> bytes:
-    """Return the key from its Z85."""
+    """Return the secret key from its text in Z85."""
     return base64.b85decode(text.encode().translate(bytes.maketrans(_Z85, _B85)))
 
 

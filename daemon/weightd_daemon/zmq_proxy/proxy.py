@@ -1,7 +1,6 @@
 """The proxy process of one listener: it accepts clients, identifies them, and relays their messages to the daemon.
 
-Nothing that one user does is to be felt by another: each has its own limits of connections and of memory, and takes
-turns with the others.
+No user may slow down another one: each user has its own limits of connections and memory, and users take turns.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ if TYPE_CHECKING:
     from weightd_common.peers import Peers
     from weightd_daemon.platform.fd_closer import DescriptorCloser
 
-# Beside what it may take for clients: what the allocator sets aside for each thread, and what only looks like memory.
+# Added to the limit of the address space: the allocator reserves address space for each thread without using it.
 _ADDRESS_SPACE_MARGIN_BYTES = 256 * 1024 * 1024
 
 _NEVER = float("inf")
 
 
 def run(control_socket: socket.socket, listener: socket.socket, config: ProxyConfig) -> None:
-    """Serve until the daemon's end of the link is closed."""
+    """Serve clients until the daemon closes its end of the link."""
     sandbox.set_process_name(f"zmq-proxy {config.name}")
     raise_descriptor_limit()
     raise_oom_score()
@@ -53,7 +52,7 @@ def run(control_socket: socket.socket, listener: socket.socket, config: ProxyCon
     sandbox.drop_privileges()
     if crypto_thread is not None:
         crypto_thread.start()
-    # What a client announces is mapped, and then found to be too much.
+    # A frame is mapped when its length is announced, before the total is checked against the limit of memory.
     sandbox.limit_growth(
         initial_bytes + 2 * config.max_memory_bytes + _ADDRESS_SPACE_MARGIN_BYTES,
         may_start_threads=fd_closer is not None,
@@ -63,14 +62,14 @@ def run(control_socket: socket.socket, listener: socket.socket, config: ProxyCon
 
 
 class ZmqProxy:
-    """Passes messages on.
+    """Accepts clients on a listener, and relays their messages.
 
     Args:
-        listener: the listening socket; it does not block.
-        control_stream: to the daemon.
-        config: as the daemon has said.
-        crypto_thread: makes calls that take long; None where clients have no keys, and nothing takes long.
-        fd_closer: closes descriptors that clients send; None where they can send none.
+        listener: the listening socket.
+        control_stream: the control link to the daemon.
+        config: the configuration from the daemon.
+        crypto_thread: encrypts and decrypts large frames; None without CURVE.
+        fd_closer: closes descriptors that clients send; None if the kernel refuses them.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class ZmqProxy:
             self._loop.add(crypto_thread.descriptor, crypto_thread.collect)
 
     def run(self) -> None:
-        """Pass messages on until the daemon's end of the link is closed, and then what it has said last."""
+        """Relay messages until the daemon closes its end of the link; then relay the last replies for a while."""
         while self._stops_at == _NEVER:
             self._loop.run_once()
         while not self._relay.is_idle and event_loop.now() < self._stops_at:
@@ -110,13 +109,13 @@ class ZmqProxy:
         self._loop.close()
 
     def _on_connection(self, connection: socket.socket) -> bool:
-        """Begin with a new connection, or refuse it before anything else is done for it."""
+        """Begin the handshake with a new client, or refuse it before any other work; return False if it was refused."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(connection)
             try:
                 name, is_operator = self._clients.identify_user(connection)
             except OSError:
-                return True  # it has gone
+                return True  # the client has disconnected
             now = event_loop.now()
             refusal = None if is_operator else self._clients.refusal_reason(name, now)
             if refusal is not None:
@@ -128,7 +127,7 @@ class ZmqProxy:
                 clients.configure_socket(connection, self._clients.connection_count(name) + 1)
                 client.send(client.protocol.replies)
             except OSError:
-                return True  # likewise
+                return True  # the client has disconnected
             client.protocol.replies = []
             stack.pop_all()
         self._relay.add(client)
@@ -153,7 +152,7 @@ class ZmqProxy:
                 self._allowed_keys = _key_set(keys)
                 self._clients.update_tenants(tenants)
         except ConnectionError:
-            # What it has said last is still passed on; nothing new is taken.
+            # The last replies of the daemon are still relayed, but no more requests.
             self._link.close()
             self._acceptor.stop()
             self._relay.stop_reading()
@@ -167,7 +166,7 @@ def _new_peers() -> Peers:
 
 
 class _AllKeys:
-    """All keys."""
+    """The set of all keys."""
 
     def __contains__(self, key: object) -> bool:
         return True
@@ -178,7 +177,7 @@ def _key_set(keys: Sequence[str] | None) -> frozenset[str] | _AllKeys:
 
 
 def _new_fd_closer() -> DescriptorCloser:
-    """Return what closes descriptors that clients send, before Linux 6.16. It starts threads when some come."""
+    """Return a closer for descriptors, which clients can send before Linux 6.16. It starts threads on demand."""
     from weightd_daemon.platform.fd_closer import INTERRUPT, DescriptorCloser  # noqa: PLC0415 - not every proxy needs it
 
     signal.signal(INTERRUPT, _ignore_signal)
@@ -186,4 +185,4 @@ def _new_fd_closer() -> DescriptorCloser:
 
 
 def _ignore_signal(number: int, frame: object) -> None:
-    """Only end the system call that waits."""
+    """Do nothing. The signal interrupts a system call that blocks."""

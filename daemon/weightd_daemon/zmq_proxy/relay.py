@@ -1,7 +1,6 @@
-"""Relays messages between the clients of a proxy and the daemon, each client's over a stream of its own.
+"""Relays messages between the clients of a proxy and the daemon, over a separate stream for each client.
 
-A client whose messages the daemon does not read, or which does not read its answers, waits alone: nothing more is read
-of what is for the other side.
+Back-pressure is applied for each client: while one of its two sockets cannot take data, nothing is read from the other.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ if TYPE_CHECKING:
     from weightd_daemon.zmq_proxy.daemon_link import DaemonLink
     from weightd_daemon.zmq_proxy.turns import CryptoThread
 
-# When the daemon ends, and when it closes a stream: the last answers get so long to be read.
+# When the daemon exits or closes a stream, clients have this time to read their last replies.
 LINGER_S = 1.0
 
-# A connection to which everything was sent is closed after this time: over TCP what the client has not read by then may
-# be lost, if the client goes on sending.
+# The delay between the last byte to a client and the close of its connection. Over TCP, bytes that the client has not
+# read by then may be lost if the client goes on sending.
 _CLOSE_DELAY_S = 0.1
 
 _NEVER = float("inf")
 
 
 class Relay:
-    """Relays messages of all clients, from the moment when they are let in until their connections are closed.
+    """Relays the messages of all clients, from the end of their admission until their connections are closed.
 
     Args:
-        loop: calls when something can be read, or written.
-        config: as the daemon has said.
-        link: to the daemon.
+        loop: reports readable and writable sockets.
+        config: the configuration of the proxy.
+        link: the control link to the daemon.
         peers: see `ClientTable`.
-        crypto_thread: makes calls that take long; None where clients have no keys, and nothing takes long.
+        crypto_thread: encrypts and decrypts large frames; None without CURVE.
 
     Attributes:
         clients: all clients.
@@ -67,7 +66,7 @@ class Relay:
         self._link = link
         self._error_prefix = config.error_prefix
         self._crypto_thread = crypto_thread
-        # Clients whom the daemon knows, and those that are leaving, with the time at which they have to be gone.
+        # The number of clients with a stream to the daemon.
         self._peer_count = 0
         self._close_deadlines: dict[ProxyClient, float] = {}
         self._close_timer = Timer(self._on_close_timer)
@@ -75,21 +74,21 @@ class Relay:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the daemon knows no client, and none is leaving."""
+        """Whether no client has a stream to the daemon, and none is being disconnected."""
         return not self._peer_count and not self._close_deadlines
 
     def add(self, client: ProxyClient) -> None:
-        """Read from a new client."""
+        """Start to read from a new client."""
         self._loop.add(client.client_socket.fd, functools.partial(self._turns.on_readable, client.client_socket))
         self.clients.add(client)
 
     def stop_reading(self) -> None:
-        """Take nothing more from clients; what the daemon has sent is still passed on."""
+        """Read nothing more from clients. The daemon's replies are still relayed."""
         for each in self.clients:
             self._turns.pause(each.client_socket, ClientSocket.DISCONNECTING)
 
     def read_client(self, client: ProxyClient) -> bool:
-        """Read from a client; see `ClientSocket`."""
+        """Read from a client; see `ClientSocket.read_once`."""
         try:
             messages = client.receive()
         except MemoryError:
@@ -106,7 +105,7 @@ class Relay:
     # --- clients to daemon --------------------------------------------------------------------------------------
 
     def _handle_messages(self, client: ProxyClient, messages: list[zmtp.MessageFrames]) -> bool:
-        """Pass messages on, and do what else has come of a read."""
+        """Relay messages, and handle everything else that a read has produced; see `ClientSocket.read_once`."""
         protocol = client.protocol
         if client in self.clients.handshakes:
             replies, protocol.replies = protocol.replies, []
@@ -127,7 +126,7 @@ class Relay:
             self._turns.pause(client.client_socket, ClientSocket.WAITS_FOR_CRYPTO)
             self._run_in_crypto_thread(client, protocol.pending_work, functools.partial(self._on_decrypted, client))
         self.clients.update_buffered_bytes(client)
-        # What is behind, but may not be read now, is read by `_resume`.
+        # A paused socket with a backlog is read again by `ReadTurns.resume_with_backlog`.
         return bool(client.client_socket.pause_reasons & ~ClientSocket.WAITS_FOR_TURN) or not protocol.is_backlogged
 
     def _forward(self, client: ProxyClient, messages: list[zmtp.MessageFrames]) -> None:
@@ -143,25 +142,25 @@ class Relay:
                     stream.send(frames)
                 stream.uncork()
         except ConnectionError:
-            return  # what the daemon has said before is read first
+            return  # the replies that the daemon has sent before are read first
         if stream.unsent:
             self._turns.pause(client.client_socket, ClientSocket.WAITS_FOR_OTHER_SOCKET)
             self._loop.watch_writes(stream.fileno(), functools.partial(self._flush_to_daemon, client, stream))
 
     def _flush_to_daemon(self, client: ProxyClient, stream: Stream) -> None:
-        """The daemon has read some of what a client has sent."""
+        """Send more of a client's messages, because the daemon has read some."""
         try:
             if not stream.flush():
                 self.clients.update_buffered_bytes(client)
                 return
         except ConnectionError:
-            pass  # as above
+            pass  # as in `_forward`
         self._loop.unwatch_writes(stream.fileno())
         self._turns.resume_with_backlog(client.client_socket, ClientSocket.WAITS_FOR_OTHER_SOCKET)
         self.clients.update_buffered_bytes(client)
 
     def _on_decrypted(self, client: ProxyClient, result: Any) -> None:
-        """A large frame was decrypted."""
+        """Relay the result of a decryption in the crypto thread; None if there was no memory for it."""
         if client.is_closed:
             return
         if result is None:
@@ -174,7 +173,7 @@ class Relay:
                 self._turns.resume_with_backlog(client.client_socket, ClientSocket.WAITS_FOR_CRYPTO)
 
     def _open_daemon_stream(self, client: ProxyClient) -> Stream | None:
-        """A client speaks for the first time: the daemon gets one end of a pair of sockets for it."""
+        """Open the stream of a client that has sent its first message, and send the daemon's end to the daemon."""
         try:
             identity = client.identity()
             proxy_end, daemon_end = socket.socketpair()
@@ -194,7 +193,7 @@ class Relay:
             with daemon_end:
                 self._link.send(control.encode_peer_connected(self._peer_count, identity), daemon_end.fileno())
         except OSError as error:
-            # No descriptor is left for what the daemon has yet to read.
+            # No descriptor is left for a copy that has to be queued.
             self._disconnect(client, f"no stream to the daemon: {error.strerror}")
             return None
         return client.daemon_stream
@@ -202,7 +201,7 @@ class Relay:
     # --- daemon to clients --------------------------------------------------------------------------------------
 
     def _read_daemon(self, client: ProxyClient) -> bool:
-        """Read from the daemon; see `ClientSocket`."""
+        """Read from the daemon; see `ClientSocket.read_once`."""
         stream = client.daemon_stream
         if stream is None:
             return True
@@ -236,7 +235,7 @@ class Relay:
         )
 
     def _on_encrypted(self, client: ProxyClient, chunks: list[Any] | None) -> None:
-        """Large answers were encrypted."""
+        """Send the result of an encryption in the crypto thread; None if there was no memory for it."""
         if client.is_closed:
             return
         client.encrypting_bytes = 0
@@ -249,7 +248,7 @@ class Relay:
         self._shut_down_when_sent(client)
 
     def _send_to_client(self, client: ProxyClient, chunks: Sequence[Any]) -> None:
-        """Send bytes to a client; while some are left, nothing more is fetched for it."""
+        """Send bytes to a client. While some are left, nothing more is read from the daemon for this client."""
         try:
             is_sent = client.send(chunks)
         except OSError:
@@ -261,7 +260,7 @@ class Relay:
             self._loop.watch_writes(client.client_socket.fd, functools.partial(self._flush_to_client, client))
 
     def _flush_to_client(self, client: ProxyClient) -> None:
-        """A client has read some of what it was sent."""
+        """Send more bytes to a client, because it has read some."""
         try:
             is_sent = client.flush()
         except OSError:
@@ -275,7 +274,7 @@ class Relay:
         self._shut_down_when_sent(client)
 
     def _send_pong(self, client: ProxyClient, content: bytes) -> None:
-        """Answer a PING, unless the client has yet to read what tells it as well that somebody is here."""
+        """Send a PONG, unless other bytes for the client are queued, which also show that the proxy is alive."""
         client.protocol.pending_pong = None
         if not client.outgoing.nbytes and not client.encrypting_bytes:
             self._send_to_client(client, [zmtp.encode_pong(client.protocol.mechanism, content)])
@@ -286,20 +285,20 @@ class Relay:
         if self._crypto_thread is not None:
             self._crypto_thread.submit(client.user, function, on_done)
 
-    # --- who leaves ---------------------------------------------------------------------------------------------
+    # --- disconnecting ------------------------------------------------------------------------------------------
 
     def _on_peer_closed(self, side: ClientSocket) -> None:
         client = side.client
         if side is client.client_socket:
             self._remove_client(client)
         elif client not in self._close_deadlines:
-            # What the daemon has sent before is read if the client reads in time.
+            # The client still gets what the daemon has sent before, if it reads in time.
             self._close_gracefully(client)
 
     def _reject(self, client: ProxyClient, reason: str) -> None:
-        """End a connection whose client does not follow the protocol, and tell it why."""
+        """Disconnect a client that violated the protocol, after sending it the reason."""
         self._link.log_disconnect(client.user, reason)
-        # Nothing may be encrypted while a large answer is.
+        # Messages must be encrypted in the order in which they are sent, so none may pass a large reply.
         if client.protocol.is_ready and not client.encrypting_bytes:
             frame = control.error_frame(self._error_prefix, f"{reason}: this connection ends")
             self._send_to_client(client, zmtp.encode_message(client.protocol.mechanism, [frame]))
@@ -308,14 +307,14 @@ class Relay:
             self._close_gracefully(client)
 
     def _close_gracefully(self, client: ProxyClient) -> None:
-        """Take nothing more from a client, and close its connection once it has what was sent, or after a time."""
+        """Read nothing more from a client, and close its connection when all bytes were sent or after `LINGER_S`."""
         self._turns.pause(client.client_socket, ClientSocket.DISCONNECTING)
         deadline = self._close_deadlines.setdefault(client, event_loop.now() + LINGER_S)
         self._close_timer.set_no_later_than(deadline)
         self._shut_down_when_sent(client)
 
     def _shut_down_when_sent(self, client: ProxyClient) -> None:
-        """Where all was sent to a client that leaves, tell it that this is the end."""
+        """Shut down the connection of a client that is being disconnected, if everything was sent."""
         if (
             client in self._close_deadlines
             and client.daemon_stream is None
@@ -334,7 +333,7 @@ class Relay:
         self._close_timer.set(min(self._close_deadlines.values(), default=_NEVER))
 
     def _close_daemon_stream(self, client: ProxyClient) -> None:
-        """Close a client's stream: what it has asked ends in the daemon."""
+        """Close a client's stream to the daemon, which then cancels the client's requests."""
         if client.daemon_stream is not None and client.daemon_socket is not None:
             self._turns.remove(client.daemon_socket)
             client.close_stream()
@@ -342,7 +341,7 @@ class Relay:
             self._link.send(control.encode_peer_count(self._peer_count))
 
     def _disconnect(self, client: ProxyClient, reason: str) -> None:
-        """End a connection at once."""
+        """Disconnect a client at once."""
         self._link.log_disconnect(client.user, reason)
         self._remove_client(client)
 

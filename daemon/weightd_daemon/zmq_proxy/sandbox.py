@@ -1,4 +1,4 @@
-"""What a proxy cannot do, whatever runs in it: it is left its sockets, its memory and its processor."""
+"""The sandbox of a proxy, which leaves it only its sockets, a limited amount of memory, and processor time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import stat
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Of <linux/prctl.h> and <linux/capability.h>.
+# From <linux/prctl.h> and <linux/capability.h>.
 _PR_CAPBSET_DROP = 24
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
@@ -18,8 +18,8 @@ _PR_SET_NAME = 15
 _CAPABILITY_VERSION_3 = 0x20080522
 _CAPABILITY_COUNT = 64
 
-# Of <linux/landlock.h>, the numbers of system calls are the same on all machines. By the version of its ABI: bits of
-# what a rule set handles, that is, forbids where it has no rule.
+# From <linux/landlock.h>; the numbers of the system calls are the same on all machines. The tables map versions of the
+# ABI to the number of known rights. A rule set forbids the rights that it handles, unless a rule allows them.
 _LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446
 _LANDLOCK_VERSION = 1
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 5: 16}
@@ -30,12 +30,15 @@ _STDERR = 2
 
 
 def set_process_name(name: str) -> None:
-    """Give this process a name, of which ps shows 15 bytes."""
+    """Set the name of this process, of which ps shows the first 15 bytes."""
     _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def drop_privileges() -> None:
-    """Keep no capability, get none back, and reach no file: before threads are started, which inherit it."""
+    """Drop all capabilities for good, and deny access to files.
+
+    Threads that are started later inherit the restrictions; earlier ones would not have them.
+    """
     for number in range(_CAPABILITY_COUNT):
         _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0)
     _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
@@ -45,25 +48,28 @@ def drop_privileges() -> None:
     _restrict_access()
     _set_limit(resource.RLIMIT_CORE, 0)
     if not stat.S_ISREG(os.fstat(_STDERR).st_mode):
-        # Else it could not say what goes wrong; to open another file is forbidden above where the kernel can.
+        # A log file on stderr must be able to grow. Landlock forbids to open other files, if the kernel has it.
         _set_limit(resource.RLIMIT_FSIZE, 0)
 
 
 def limit_growth(max_bytes: int, *, may_start_threads: bool = False) -> None:
-    """Start no process or thread any more, and map no more than so much memory in all."""
+    """Forbid new processes and threads, unless `may_start_threads`, and limit the address space to `max_bytes`.
+
+    The kernel does not apply the limit of processes to root.
+    """
     if not may_start_threads:
         _set_limit(resource.RLIMIT_NPROC, 0)
     _set_limit(resource.RLIMIT_AS, max_bytes)
 
 
 def _restrict_access() -> None:
-    """No file, no port and no process outside (landlock(7)), as far as the kernel can forbid it."""
+    """Deny access to files, TCP ports and other processes, as far as the kernel's version of landlock(7) can."""
     version = landlock_version()
     if version < 1:
         return
     handled_rights = [sum(_supported_bits(bits, version)) for bits in (_FILE_RIGHTS, _NETWORK_RIGHTS, _SCOPES)]
     rules = (ctypes.c_uint64 * 3)(*handled_rights)
-    # Older kernels take no more than they know.
+    # The kernel rejects a structure with fields that it does not know.
     size = 8 * (1 + (version >= min(_NETWORK_RIGHTS)) + (version >= min(_SCOPES)))
     descriptor = _libc.syscall(_LANDLOCK_CREATE, rules, ctypes.c_size_t(size), 0)
     if descriptor >= 0:
@@ -72,7 +78,7 @@ def _restrict_access() -> None:
 
 
 def landlock_version() -> int:
-    """Return the version of landlock that the kernel has; less than 1 for none."""
+    """Return the version of the kernel's landlock ABI; less than 1 without landlock."""
     version: int = _libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), _LANDLOCK_VERSION)
     return version
 
@@ -89,16 +95,17 @@ def _set_limit(resource_id: int, limit: int) -> None:
     resource.setrlimit(resource_id, (limit, limit))
 
 
-# Only glibc has it.
+# Only glibc has this function.
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
-# Less than a holder's (`weightd_common.process_attributes`, not imported, to stay small): it is there again at once.
+# Less than the increment of a holder in `weightd_common.process_attributes`, which is not imported to save memory: the
+# loss of a holder costs more, but a proxy is restarted at once.
 _OOM_SCORE_INCREMENT = 100
 _OOM_SCORE_PATH = "/proc/self/oom_score_adj"
 
 
 def raise_oom_score() -> None:
-    """When memory runs out, have the kernel choose this process rather than the daemon."""
+    """Make the kernel kill this process before the daemon when memory runs out."""
     with contextlib.suppress(OSError, ValueError), open(_OOM_SCORE_PATH, "rb+", 0) as file:
         score = min(int(file.read()) + _OOM_SCORE_INCREMENT, 1000)
         file.seek(0)
@@ -106,12 +113,12 @@ def raise_oom_score() -> None:
 
 
 def mapped_bytes() -> int:
-    """Return how much is mapped, whether it is used or not."""
+    """Return the size of the mapped address space, whether its pages are used or not."""
     with open("/proc/self/statm", "rb") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def trim_heap() -> None:
-    """Give memory that was freed back to the kernel; this takes a few milliseconds for each 50 MiB."""
+    """Return freed memory to the kernel, which takes a few milliseconds for each 50 MiB."""
     if _malloc_trim is not None:
         _malloc_trim(0)

@@ -1,6 +1,6 @@
-"""Turns: whose connection a proxy reads next, and whose large frame it encrypts or decrypts next.
+"""Fair order of a proxy's work: reads from its sockets, and encryption and decryption of large frames.
 
-Users take turns, and so do the connections of each.
+Users take turns, and so do the sockets of one user.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.event_loop import EventLoop
 from weightd_daemon.zmq_proxy.client import ClientSocket
 
-# In one turn of the loop so many reads are done at once; what is ready beyond that waits for its turn.
+# The number of reads in a turn of the loop that need not wait in the queue.
 _MAX_READS_PER_TURN = 2
 
-# Reads of waiting clients go on for so long before the loop looks at everything else.
+# The time for reads from the queue before the loop checks all other descriptors again.
 _TIME_SLICE_S = 2e-4
 
 
 class ReadTurns:
-    """Reads from the sockets of clients: at once while few are ready, else from those of each user in turn.
+    """Reads from the sockets of clients: at once while few are readable, else from one user after another.
 
     Args:
-        loop: calls when something can be read.
-        on_peer_closed: called with a socket that is paused and whose other end is closed.
+        loop: reports readable sockets.
+        on_peer_closed: called with a paused socket whose other end was closed.
     """
 
     def __init__(self, loop: EventLoop, on_peer_closed: Callable[[ClientSocket], object]) -> None:
@@ -38,7 +38,7 @@ class ReadTurns:
         self._reads_this_turn = 0
 
     def on_readable(self, side: ClientSocket) -> None:
-        """Something can be read, or the other end is closed."""
+        """Read from a socket or queue it; if it is paused, check whether its other end was closed."""
         if side.pause_reasons:
             if side.has_peer_closed():
                 self._on_peer_closed(side)
@@ -53,20 +53,20 @@ class ReadTurns:
             self._enqueue(side)
 
     def pause(self, side: ClientSocket, reason: int) -> None:
-        """Read nothing, for one more reason."""
+        """Stop reading from a socket, for one more reason."""
         if side.is_open and not side.pause_reasons:
             self._loop.pause_reading(side.fd)
         side.pause_reasons |= reason
 
     def resume(self, side: ClientSocket, reason: int) -> None:
-        """Read again if there is no other reason not to."""
+        """Remove a reason to pause a socket, and read from it again if there is no other."""
         if side.pause_reasons & reason and side.is_open:
             side.pause_reasons &= ~reason
             if not side.pause_reasons:
                 self._loop.resume_reading(side.fd)
 
     def resume_with_backlog(self, side: ClientSocket, reason: int) -> None:
-        """Read again if there is no other reason not to, and first of all what is here already."""
+        """Like `resume`, but first parse the data that was already read."""
         if side.pause_reasons == reason and side.is_backlogged and side.is_open:
             side.pause_reasons = 0
             self._loop.resume_reading(side.fd)
@@ -75,7 +75,7 @@ class ReadTurns:
             self.resume(side, reason)
 
     def remove(self, side: ClientSocket) -> None:
-        """Read a socket no more."""
+        """Stop reading from a socket for good."""
         self._queue.remove(side.client.user, side)
         self._loop.remove(side.fd)
 
@@ -83,13 +83,13 @@ class ReadTurns:
         self._reads_this_turn = 0
 
     def _enqueue(self, side: ClientSocket) -> None:
-        """Let a side have its turn."""
+        """Pause a socket until its turn."""
         self.pause(side, ClientSocket.WAITS_FOR_TURN)
         self._queue.put(side.client.user, side)
         self._loop.call_soon(self._serve_queue)
 
     def _serve_queue(self) -> None:
-        """Read what waits, for a moment."""
+        """Read from the sockets in the queue for one time slice."""
         deadline = event_loop.now() + _TIME_SLICE_S
         while self._queue:
             side = self._queue.take()
@@ -107,10 +107,10 @@ _Task = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 class CryptoThread:
-    """Makes calls one after another in a thread, those of different users in turn.
+    """A thread that encrypts and decrypts large frames, one call at a time; users take turns.
 
     Attributes:
-        descriptor: readable when `collect` has something to do.
+        descriptor: readable when `collect` has results to deliver.
     """
 
     def __init__(self) -> None:
@@ -120,20 +120,20 @@ class CryptoThread:
         self._tasks_changed = threading.Condition()
 
     def start(self) -> None:
-        """Start the thread, which ends with the process."""
+        """Start the thread, which runs as long as the process."""
         threading.Thread(target=self._run_thread, daemon=True).start()
 
     def submit(self, user: str, function: Callable[[], Any], on_done: Callable[[Any], object]) -> None:
-        """Call `function` in the thread for a user, and `on_done` with its result in `collect`.
+        """Call `function` in the thread for a user.
 
-        With None for no memory.
+        `collect` then calls `on_done` with the result, or with None if there was no memory.
         """
         with self._tasks_changed:
             self._tasks.put(user, (function, on_done))
             self._tasks_changed.notify()
 
     def collect(self) -> None:
-        """Hand over the results that are there."""
+        """Deliver the results that are ready."""
         os.eventfd_read(self.descriptor)
         while self._results:
             done, result = self._results.popleft()
@@ -150,6 +150,6 @@ class CryptoThread:
             except MemoryError:
                 result = None
             self._results.append((done, result))
-            # What was given to the call is not to be kept until the next one comes.
+            # Without this, the thread would keep the large frames until the next call.
             del call, done, result
             os.eventfd_write(self.descriptor, 1)

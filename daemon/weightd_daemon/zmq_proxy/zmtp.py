@@ -1,10 +1,10 @@
-"""ZMTP 3.0 and 3.1 as the side that accepts speaks it, without I/O: https://rfc.zeromq.org/spec/23 and /37.
+"""The accepting side of ZMTP 3.0 and 3.1, without I/O: https://rfc.zeromq.org/spec/23 and /37.
 
-A peer sends a greeting of 64 bytes, then frames. A frame is a byte of flags, its length in one byte or in eight, and
-its content; it is a command or a part of a message. The first commands are the handshake of a security mechanism:
-`NullMechanism` here, `weightd_daemon.zmq_proxy.curve.CurveMechanism` where clients have keys.
+A peer sends a greeting of 64 bytes, then frames. A frame consists of a byte of flags, its length in one byte or in
+eight, and its content; it is a command or a part of a message. The first commands are the handshake of a security
+mechanism: `NullMechanism`, or `weightd_daemon.zmq_proxy.curve.CurveMechanism` if the listener has a key.
 
-Each bound is checked as soon as the length of a frame is known, before any of its content is kept.
+Each limit is checked when the length of a frame is known, before any of its content is kept.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from weightd_protocol.framing import LARGE_BYTES, MAX_FRAMES, allocate
 
 MORE, LONG, COMMAND = 1, 2, 4
 
-# A READY of libzmq has some 40 bytes, an INITIATE of CURVE some 300.
+# A READY command of libzmq has about 40 bytes, and an INITIATE command of CURVE about 300.
 MAX_COMMAND_BYTES = 4096
 
-# What `ZmtpConnection.receive` takes apart at once; the rest waits as the bytes that it is.
+# The work of one call of `ZmtpConnection.receive`. The remaining bytes stay unparsed until the next call.
 MAX_MESSAGES_PER_PARSE = 16
 MAX_FRAMES_PER_PARSE = 128
 
-# With CURVE a longer frame is encrypted and decrypted by `ZmtpConnection.pending_work` and `Sealing`, since that takes
-# about a millisecond for each MiB.
+# With CURVE, longer frames are encrypted and decrypted in the crypto thread, which takes about a millisecond for each
+# MiB: see `ZmtpConnection.pending_work`.
 CRYPTO_THREAD_BYTES = 512 * 1024
 
-# A frame of which less than this is announced waits for its end among the bytes that came with it.
+# An incomplete frame that is shorter stays among the unparsed bytes; a longer one gets its own buffer.
 _LARGE_FRAME_BYTES = 8 * 1024
 
 _SIGNATURE_BYTES, _GREETING_BYTES = 10, 64
@@ -38,7 +38,7 @@ _PING, _PONG = b"\4PING", b"\4PONG"
 _TTL_BYTES = 2
 _CONTEXT_BYTES = 16
 
-# What libzmq connects to a ROUTER socket, without REQ: weightd's messages have no delimiter.
+# The socket types of libzmq that connect to a ROUTER socket, without REQ: weightd's messages have no delimiter.
 _SOCKET_TYPES = (b"DEALER", b"ROUTER")
 
 MessageFrames = list[Any]
@@ -52,11 +52,11 @@ class ZmtpLimits(NamedTuple):
 
 
 class MechanismError(Exception):
-    """A peer does not follow the mechanism, or may not connect.
+    """A peer violates the security mechanism, or may not connect.
 
     Args:
-        text: why.
-        status: what the peer is told in an ERROR command, "" for nothing.
+        text: the reason.
+        status: the reason to send to the peer in an ERROR command; "" for no command.
     """
 
     def __init__(self, text: str, status: str = "") -> None:
@@ -68,11 +68,11 @@ class Mechanism(Protocol):
     """The security mechanism of one connection.
 
     Attributes:
-        name: as it is in a greeting.
-        as_server: likewise.
-        peer_key: the public key that the peer has proven to have, in Z85; "" before, or for none.
-        is_complete: whether the handshake is.
-        overhead_bytes: bytes by which the content of a frame grows; 0 if the mechanism leaves frames as they are.
+        name: the name of the mechanism in the greeting.
+        as_server: the value of `as-server` in the greeting.
+        peer_key: the public key that the peer has proven to have, in Z85; "" before that or without a key.
+        is_complete: whether the handshake is complete.
+        overhead_bytes: the bytes that are added to the content of each frame; 0 if frames stay as they are.
     """
 
     name: bytes
@@ -82,23 +82,23 @@ class Mechanism(Protocol):
     overhead_bytes: int
 
     def handle_handshake_command(self, command: bytes) -> bytes:
-        """Take the next command of the handshake; return the command to answer with.
+        """Handle the next command of the handshake; return the command to reply with.
 
         Raises:
-            MechanismError: the connection has to end.
+            MechanismError: the connection has to be closed.
         """
         ...
 
     def open(self, content: Any) -> tuple[int, Any]:
-        """Return the flags and the content of a frame from the content of the one that has come.
+        """Return the flags and the content of a frame from its encoded content.
 
         Raises:
-            MechanismError: it was not made by the peer, or was sent before.
+            MechanismError: the frame is not from the peer, or is a repetition.
         """
         ...
 
     def seal(self, flags: int, content: Any) -> Any:
-        """Return the content of the frame to send for one with these flags and this content."""
+        """Return the encoded content of a frame with these flags and this content."""
         ...
 
 
@@ -111,7 +111,7 @@ class NullMechanism:
         self.is_complete = False
 
     def handle_handshake_command(self, command: bytes) -> bytes:
-        """See `Mechanism`."""
+        """See `Mechanism.handle_handshake_command`."""
         if not command.startswith(b"\5READY"):
             raise MechanismError("expected a READY command")
         check_metadata(command[6:])
@@ -119,31 +119,31 @@ class NullMechanism:
         return b"\5READY" + SOCKET_METADATA
 
     def open(self, content: Any) -> tuple[int, Any]:
-        """See `Mechanism`."""
+        """See `Mechanism.open`."""
         return 0, content
 
     def seal(self, flags: int, content: Any) -> Any:
-        """See `Mechanism`."""
+        """See `Mechanism.seal`."""
         return content
 
 
 class ZmtpConnection:
-    """What one peer sends.
+    """Parser of the bytes that one peer sends.
 
     Args:
-        mechanism: that the peer has to speak.
-        limits: of what it may send.
+        mechanism: the mechanism that the peer has to use.
+        limits: the largest sizes that the peer may send.
 
     Attributes:
-        mechanism: as given.
-        replies: bytes to be sent to the peer, in order; whoever sends them clears this.
-        pending_pong: what answers the last PING, None for none; whoever sends it sets it to None.
-        error: why the connection has to end; "" if it need not. Nothing is read after that.
-        is_backlogged: whether `receive` of no bytes goes on with bytes that are here already.
-        missing_bytes: bytes of the large frame under way that have not come; 0 if there is none.
-        held_bytes: bytes that are kept of a message that is not complete, or were not taken apart yet.
-        pending_work: what has to be called, in any thread, before `receive` goes on: its result goes to `on_work_done`;
-            None mostly.
+        mechanism: the given mechanism.
+        replies: bytes to send to the peer, in order. The caller sends and removes them.
+        pending_pong: the PONG to the last PING, or None. The caller sends it and sets this to None.
+        error: the reason to close the connection, or "". After an error nothing is parsed.
+        is_backlogged: whether `receive` with no bytes continues with unparsed bytes.
+        missing_bytes: the missing bytes of a large frame; 0 if no large frame is incomplete.
+        held_bytes: the bytes of the incomplete message and the unparsed bytes.
+        pending_work: a call to make in any thread before `receive` continues, or None. The caller passes its result to
+            `on_work_done`.
     """
 
     __slots__ = (
@@ -175,7 +175,7 @@ class ZmtpConnection:
         self._limits = limits
         self._has_greeting = False
         self._unparsed = b""
-        # The frames of the message under way, and how many bytes these are; then the frame under way.
+        # The frames of the incomplete message and their size; then the flags and the buffer of its incomplete frame.
         self._message_frames: MessageFrames = []
         self._message_bytes = 0
         self._large_frame_flags = 0
@@ -187,18 +187,21 @@ class ZmtpConnection:
         return self.mechanism.is_complete
 
     def read_buffer(self) -> memoryview:
-        """Return where the next bytes are best read to, if LARGE_BYTES or more are `missing_bytes`: see `on_filled`."""
+        """Return the buffer for the next bytes of the large frame; call `on_filled` after reading into it.
+
+        Use it if `missing_bytes` is at least `LARGE_BYTES`, to avoid a copy.
+        """
         return memoryview(self._large_frame)[-self.missing_bytes :]
 
     def on_filled(self, count: int) -> list[MessageFrames]:
-        """Take in bytes that were read to `read_buffer`; return the message that they complete, if they do."""
+        """Handle bytes that were read into `read_buffer`; return the message that they complete, if any."""
         messages: list[MessageFrames] = []
         self._fill_large_frame(count, messages)
         self._update_held_bytes()
         return messages
 
     def receive(self, data: bytes) -> list[MessageFrames]:
-        """Take in the bytes that come next; return the messages that they complete."""
+        """Handle the next bytes; return the messages that they complete."""
         messages: list[MessageFrames] = []
         if self.error:
             return messages
@@ -215,7 +218,7 @@ class ZmtpConnection:
         return messages
 
     def on_work_done(self, result: tuple[int, Any] | str) -> list[MessageFrames]:
-        """Take in what `pending_work` has returned; return the message that this completes, if it does."""
+        """Handle the result of `pending_work`; return the message that it completes, if any."""
         self.pending_work = None
         self.is_backlogged = True
         messages: list[MessageFrames] = []
@@ -227,7 +230,7 @@ class ZmtpConnection:
         return messages
 
     def _is_waiting(self) -> bool:
-        """Return whether what comes next waits for the end of a large frame."""
+        """Return whether further bytes stay unparsed because a large frame is incomplete or being decrypted."""
         return self.missing_bytes > 0 or self.pending_work is not None
 
     def _update_held_bytes(self) -> None:
@@ -238,7 +241,7 @@ class ZmtpConnection:
         )
 
     def _parse(self, data: bytes, messages: list[MessageFrames]) -> int:
-        """Take apart what is whole, in some bounds; return the position after that."""
+        """Parse the complete frames, up to a limit; return the position after them."""
         self.is_backlogged = False
         position, size = 0, len(data)
         if not self._has_greeting:
@@ -273,7 +276,7 @@ class ZmtpConnection:
         return position
 
     def _check_greeting(self, data: bytes) -> bool:
-        """Check as much of a greeting as has come; return whether all of it has."""
+        """Check as much of a greeting as was received; return whether it is complete."""
         has_signature = data[:1] == b"\xff" and data[9:10] in (b"", b"\x7f")
         if data and not has_signature:
             self._fail("expected a greeting of ZMTP")
@@ -290,7 +293,7 @@ class ZmtpConnection:
         return False
 
     def _check_frame_header(self, flags: int, length: int) -> bool:
-        """Return whether a frame may follow that was announced so."""
+        """Return whether a frame with these flags and this length is allowed here."""
         mechanism, limits = self.mechanism, self._limits
         if flags & ~(MORE | LONG | COMMAND):
             self._fail(f"expected a frame of ZMTP 3, got one with the flags {flags:#x}")
@@ -307,7 +310,7 @@ class ZmtpConnection:
         return not self.error
 
     def _on_frame(self, flags: int, content: Any, messages: list[MessageFrames]) -> None:
-        """Take a frame that has come."""
+        """Handle a complete frame."""
         mechanism = self.mechanism
         if not mechanism.is_complete:
             self._on_handshake_frame(flags, content)
@@ -323,14 +326,14 @@ class ZmtpConnection:
                 self._add_frame(*opened, messages)
 
     def _begin_large_frame(self, flags: int, length: int, begin: memoryview) -> None:
-        """Keep what has come of a large frame."""
+        """Allocate a buffer for a large frame, and copy its received part."""
         self._large_frame_flags = flags
         self._large_frame = allocate(length)
         self.missing_bytes = length - len(begin)
         memoryview(self._large_frame)[: len(begin)] = begin
 
     def _fill_large_frame(self, count: int, messages: list[MessageFrames]) -> None:
-        """Take the large frame under way once it is complete."""
+        """Count bytes of the large frame, and handle the frame once it is complete."""
         self.missing_bytes -= count
         if self.missing_bytes:
             return
@@ -352,12 +355,12 @@ class ZmtpConnection:
             self.replies.append(encode_command(reply))
 
     def _add_frame(self, flags: int, content: Any, messages: list[MessageFrames]) -> None:
-        """Add a frame to the message under way, or take a command."""
+        """Add a frame to the incomplete message, or handle a command."""
         if flags & COMMAND:
             if content[:5] == _PING:
                 context = bytes(content[5 + _TTL_BYTES :][:_CONTEXT_BYTES])
                 self.pending_pong = _PONG + context
-            # Others are of no concern to a ROUTER socket.
+            # Other commands do not concern a ROUTER socket.
             return
         self._message_frames.append(content)
         if flags & MORE:
@@ -378,11 +381,11 @@ def _try_open(mechanism: Mechanism, content: Any) -> tuple[int, Any] | str:
         return str(error)
 
 
-# --- what is sent -----------------------------------------------------------------------------------------------------
+# --- encoding ---------------------------------------------------------------------------------------------------------
 
 
 def encode_message(mechanism: Mechanism, frames: Sequence[Any]) -> list[Any]:
-    """Return the pieces of a message as it is sent: the content of frames is not copied unless it is encrypted."""
+    """Return the chunks of an encoded message. The content of frames is not copied unless it is encrypted."""
     chunks: list[Any] = []
     last = len(frames) - 1
     if mechanism.overhead_bytes:
@@ -394,7 +397,7 @@ def encode_message(mechanism: Mechanism, frames: Sequence[Any]) -> list[Any]:
 
 
 def encode_pong(mechanism: Mechanism, content: bytes) -> bytes:
-    """Return a PONG as it is sent."""
+    """Return an encoded PONG."""
     if mechanism.overhead_bytes:
         sealed = bytes(mechanism.seal(COMMAND, content))
         return _frame_header(0, len(sealed)) + sealed
@@ -402,7 +405,7 @@ def encode_pong(mechanism: Mechanism, content: bytes) -> bytes:
 
 
 def encode_command(content: bytes) -> bytes:
-    """Return a command as it is sent."""
+    """Return an encoded command."""
     return _frame_header(COMMAND, len(content)) + content
 
 
@@ -430,7 +433,7 @@ def check_metadata(data: bytes) -> None:
     """Check the metadata of a peer.
 
     Raises:
-        MechanismError: they are malformed, or its socket cannot speak with a proxy.
+        MechanismError: the metadata are malformed, or the type of the socket is not supported.
     """
     properties: dict[bytes, bytes] = {}
     position = 0

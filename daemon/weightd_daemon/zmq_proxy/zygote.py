@@ -1,8 +1,8 @@
-"""The zygote: a process that forks proxies, and does nothing else.
+"""The zygote: a process from which the ZeroMQ proxies are forked.
 
-A proxy is made of a process that has all modules loaded and one thread: it is there within milliseconds, and shares
-most of its memory with the next one. The daemon is such a process for a moment only, at its very start: that is when it
-forks the zygote. Proxies die with the zygote, and it with the daemon.
+The zygote has one thread and has imported all modules that a proxy needs, so a proxy starts within milliseconds and
+shares most of its memory with the others. The daemon forks the zygote at its very start, before it starts threads and
+imports further modules. Proxies die with the zygote, and the zygote dies with the daemon.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from weightd_daemon.zmq_proxy import control, proxy
 from weightd_daemon.zmq_proxy.relay import LINGER_S
 from weightd_daemon.zmq_proxy.sandbox import set_process_name
 
-# What a proxy is given longer than it takes to end in order.
+# The time in which proxies have to exit after their links were closed, with a margin.
 _EXIT_TIMEOUT_S = 2 * LINGER_S + 1.0
 
-# A terminal, and who ends the processes of a service one by one, mean the daemon, which ends this one.
+# A terminal or a service manager may send these to all processes of the daemon. The daemon then stops the zygote.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 _STDIN, _STDOUT, _STDERR = range(3)
 
 _NEVER = float("inf")
 
-# Bytes of the wakeup descriptor that are read at once.
+# The size of a read from the wakeup descriptor.
 _WAKEUP_READ_BYTES = 4096
 
-# Another process gets it at this number, the next one.
+# The number of the link's descriptor in a zygote that `launch` has started: the first after stderr.
 _CONTROL_FD = 3
 
 _PROGRAM = (
@@ -49,14 +49,14 @@ _PROGRAM = (
 
 
 class Zygote:
-    """The daemon's end of it.
+    """The daemon's handle of a zygote.
 
     Args:
-        pid: of the process, a child of this one.
-        connection: its link.
+        pid: the pid of the zygote, a child of this process.
+        connection: the control link to the zygote.
 
     Attributes:
-        stream: readable when it has news, see `link`.
+        stream: the control link; see `control` for its messages.
     """
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
@@ -64,27 +64,34 @@ class Zygote:
         self.stream = Stream(connection)
 
     def request_fork(self, frames: Sequence[bytes], descriptors: Sequence[int]) -> bool:
-        """Have a proxy made: see `ProxyConfig.to_frames`; it gets descriptors of its link and its listening socket.
+        """Request a proxy, by the frames of `ProxyConfig.to_frames`.
 
-        Return whether all was sent; what is left goes with the stream's `flush`.
+        Return whether everything was sent; the rest needs a `flush` of the stream.
+
+        Args:
+            frames: the request.
+            descriptors: the proxy's end of its link, and its listening socket.
 
         Raises:
-            OSError: not now, or never.
+            OSError: the request cannot be sent.
         """
         return self.stream.send(frames, descriptors)
 
     def kill(self) -> None:
-        """Have the kernel end it, and with it its proxies, whatever state it is in: its stream tells."""
-        # Its pid is its own until `end` has waited for it.
+        """Kill the zygote, and thereby its proxies, in whatever state they are. Its stream then reports the exit."""
+        # The pid cannot name another process until `stop` has reaped the zygote.
         os.kill(self.pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        """Let it end, once its proxies have: those whose links are closed do; after some seconds, kill it."""
-        # It notices this, while the socket still shows when it has exited.
+        """Stop the zygote, and wait until it and its proxies have exited; after some seconds, kill it.
+
+        The links of the proxies have to be closed before, so that they exit.
+        """
+        # The zygote reads the end of the stream. This end stays open to show when the zygote exits.
         with contextlib.suppress(OSError):  # it has gone
             self.stream.connection.shutdown(socket.SHUT_WR)
         hangup_poll = select.poll()
-        # Not what it still has to say, only the hangup.
+        # The poll ignores unread messages; it reports only that the other end was closed.
         hangup_poll.register(self.stream, 0)
         if not event_loop.poll(hangup_poll, _EXIT_TIMEOUT_S + 1.0):
             self.kill()
@@ -94,10 +101,10 @@ class Zygote:
 
 
 def fork() -> Zygote:
-    """Make a zygote of this process, which has one thread and as little else as possible."""
+    """Fork a zygote from this process, which must have one thread and should have few modules and descriptors."""
     daemon_end, zygote_end = socket.socketpair()
     parent = os.getpid()
-    # What is there now is not looked at by the collector any more, which would have it copied.
+    # The garbage collector would write to the existing objects, which would end the sharing of their pages.
     gc.collect()
     gc.freeze()
     with sigint_blocked():
@@ -109,10 +116,10 @@ def fork() -> Zygote:
 
 
 def launch(spawn: Callable[[Sequence[str], Mapping[str, str], Sequence[int]], int]) -> Zygote:
-    """Make a zygote of an interpreter of its own, which takes longer, and some memory more.
+    """Start a zygote with a new interpreter, which takes longer than a fork and some more memory.
 
     Args:
-        spawn: starts it, with these descriptors as 0, 1 and so on; returns its pid.
+        spawn: starts a command with an environment and with these descriptors as 0, 1 and so on; returns the pid.
     """
     daemon_end, zygote_end = socket.socketpair()
     argv = [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path), str(os.getpid())]
@@ -122,18 +129,21 @@ def launch(spawn: Callable[[Sequence[str], Mapping[str, str], Sequence[int]], in
 
 
 def main() -> None:
-    """Be the zygote: with the path of modules and the pid of the daemon as arguments, and the link at its number."""
+    """Run the zygote. The arguments are the module path as JSON and the pid of the daemon; the link is descriptor 3."""
     gc.collect()
     gc.freeze()
     _become_process(lambda: _run_zygote(int(sys.argv[2]), socket.socket(fileno=_CONTROL_FD)), _CONTROL_FD)
 
 
 def _become_process(body: Callable[[], None], *kept_fds: int) -> NoReturn:
-    """Be another process from here on, which has nothing of this one but its log and these descriptors."""
+    """Run `body` in this process instead of the code that it was forked from, then exit.
+
+    Of the open descriptors only stderr, which also replaces stdout, and `kept_fds` remain.
+    """
     status = 1
     environment.remove_unlisted(os.environ)
     try:
-        # Its descriptor is closed here, and its number may go to another file.
+        # The wakeup descriptor is closed below, and its number may be given to another file.
         signal.set_wakeup_fd(-1)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor not in (_STDIN, _STDOUT, _STDERR, *kept_fds):
@@ -142,12 +152,12 @@ def _become_process(body: Callable[[], None], *kept_fds: int) -> NoReturn:
         dev_null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(dev_null, _STDIN)
         os.close(dev_null)
-        # Whoever reads the daemon's output waits for its end.
+        # A reader of the daemon's stdout would otherwise wait until this process exits.
         os.dup2(_STDERR, _STDOUT)
         body()
         status = 0
     except BaseException as error:  # noqa: BLE001 - nothing may go on as the process that this was
-        # As Python would: `traceback` would cost memory.
+        # This reports the error as Python itself would. The module `traceback` would take memory.
         sys.excepthook(type(error), error, error.__traceback__)
     finally:
         os._exit(status)
@@ -156,7 +166,7 @@ def _become_process(body: Callable[[], None], *kept_fds: int) -> NoReturn:
 def _run_zygote(parent: int, connection: socket.socket) -> None:
     die_with_parent(parent)
     set_process_name("weightd-zygote")
-    # A terminal's keys reach the daemon alone, and no directory is in use.
+    # A new session does not get the signals of the daemon's terminal; the root directory keeps no file system busy.
     os.setsid()
     os.chdir("/")
     process_start.reset_signals(*_IGNORED_SIGNALS)
@@ -164,21 +174,21 @@ def _run_zygote(parent: int, connection: socket.socket) -> None:
 
 
 class _Proxies:
-    """The proxies.
+    """The running proxies of the zygote.
 
     Args:
-        stream: to the daemon.
+        stream: the control link to the daemon.
     """
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        # The number of each, by its pid.
+        # The number of each proxy, by its pid.
         self._number_by_pid: dict[int, int] = {}
         self._poll = select.poll()
         self._stops_at = _NEVER
 
     def run(self) -> None:
-        """Make proxies until the daemon's end is closed; then wait until they have ended."""
+        """Fork proxies until the daemon closes its end of the link; then wait for their exits, up to a time-out."""
         exits, wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _ignore_signal)
@@ -226,7 +236,7 @@ class _Proxies:
         self._report(control.ProxyEvent(number, pid, None))
 
     def _reap(self) -> None:
-        """Wait for every proxy that has exited: one signal may stand for several."""
+        """Reap and report every proxy that has exited. One signal may stand for several exits."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -235,13 +245,13 @@ class _Proxies:
                 self._report(control.ProxyEvent(self._number_by_pid.pop(pid), pid, os.waitstatus_to_exitcode(status)))
 
     def _report(self, event: control.ProxyEvent) -> None:
-        # Where nobody is left to hear it, the link tells.
+        # If the daemon has exited, the loop reads the end of the link.
         with contextlib.suppress(ConnectionError):
             self._stream.send([event.to_frame()])
 
 
 def _ignore_signal(number: int, frame: object) -> None:
-    """The interpreter has written to the wakeup descriptor."""
+    """Do nothing. Python has written to the wakeup descriptor, which ends the poll."""
 
 
 def _run_proxy(
