@@ -1,4 +1,4 @@
-"""An accepted request."""
+"""Accepted inference requests, the identities of their clients, and the isolation levels of requests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Request:
 
     Attributes:
         description: the header of the request: the model, the inputs, the requested outputs.
-        frames: the bytes of the tensors. Only `fault_isolation.contents` reads them.
+        frames: the bytes of the tensors. In the daemon, only `fault_isolation.contents` reads them.
         locations: where the tensors are that have no frame.
         origin: the identity of the client.
         tenant: the tenant whose quota and usage the request counts in.

@@ -1,7 +1,7 @@
 """Handles the results of batches and ends requests.
 
-`BatchResults` handles what the processes of the slots report about their batches. `Replies` ends each accepted request
-with one reply, its result or an error.
+`BatchResults` handles the reports of the slots' processes on their batches. `Replies` ends each accepted request with
+one reply, its result or an error.
 """
 
 from __future__ import annotations
