@@ -1,4 +1,5 @@
-"""One daemon after another, and the service manager above: what is claimed, handed over, kept and told.
+"""Handover from one daemon to the next: the instance lock, the state file, stored counters, shim and service manager.
 
-Asks the shim of `processes` and writes down what `models` say of themselves; may import those and what is below them.
+`ShimLauncher` keeps holders and workers alive between two daemons, `state` describes them in a file, and `CounterStore`
+keeps the counters. `ManagedService` reports to the service manager.
 """

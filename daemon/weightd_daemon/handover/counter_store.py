@@ -1,8 +1,8 @@
-"""What was counted, in a file from which the next daemon goes on, whoever it is that has its processes.
+"""Persists usage counters in a file, from which the next daemon continues, whether or not it takes over processes.
 
-A line of JSON for each account of a tenant, each model, the daemon, and each model that has loaded, with how long that
-took; the last one says how many there are. It is written anew now and then, and at the end: what was counted after
-that is lost with a daemon that is killed. What is no such file is as good as none.
+The file has one JSON object a line: for each tenant's account, each model, the daemon, and the load time of each model.
+The last line has the number of the other lines. The file is replaced periodically and at the end: if the daemon is
+killed, the counts since the last time are lost. An invalid file is ignored.
 """
 
 from __future__ import annotations
@@ -24,56 +24,56 @@ _log = logging.getLogger("weightd.counters")
 
 INTERVAL_S = 10.0
 
-# At once, before the loop has its turn: a millisecond or two.
+# The number of records that are encoded in one turn of the loop, which takes a millisecond or two.
 _MAX_RECORDS_PER_STEP = 128
 
-# Accounts: one more than there are tenants operates, and one more than there are models is what is no model's. Beside
-# them each model, the daemon, and how long models took to load, some of which are gone.
+# Accounts: for each tenant and for the operator, one for each model and one without a model. The other lines are for
+# models, their load times and the daemon; some of these models may have been removed since.
 _MAX_LINES = (limits.MAX_TENANTS + 1) * (limits.MAX_MODELS + 1) + 4 * limits.MAX_MODELS + 1
 _MAX_BYTES = 2048 * _MAX_LINES
 
 
 class CounterStoreError(Exception):
-    """What is in the file is not what one writes there."""
+    """The content of the file is invalid."""
 
 
 class CounterRecord(Protocol):
-    """What is written down of one thing: a record."""
+    """A record of one counted object, such as a model."""
 
     @property
     def key(self) -> str:
-        """What tells it from all others of its kind."""
+        """A key that is unique among the records of its type."""
         ...
 
 
 class CounterSource(Protocol):
-    """Things of one kind of which something is counted."""
+    """The counted objects of one type."""
 
     def records(self) -> Iterator[Any]:
-        """Yield what is to be written down, a record of each thing. What is counted meanwhile may be in it, or not."""
+        """Yield a record of each object. Events during the iteration may be missing from the records."""
         ...
 
     def restore(self, records: Sequence[Any]) -> object:
-        """Go on from the records that were written down."""
+        """Continue from these stored records."""
 
 
 class CounterEntry(NamedTuple):
-    """A book, and of which type its records are."""
+    """A source of records and the type of its records."""
 
     source: CounterSource
     record_type: type[Any]
 
 
 class CounterStore:
-    """The file at `path`.
+    """The file with the stored counters.
 
     Args:
-        path: in a directory that is the daemon's own.
-        entries: that are written, and go on from what is there; by the word that begins their lines.
-        call_soon: has something called when all others have had their turn.
+        path: the path of the file, in a directory that belongs to the daemon.
+        entries: the sources to store and restore, by the word that begins their lines.
+        call_soon: calls a function in the next turn of the loop.
 
     Attributes:
-        timer: call it when it is due.
+        timer: starts the periodic writes.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class CounterStore:
         self._remaining: Iterator[tuple[str, Any]] = iter(())
 
     def open(self, now: float) -> None:
-        """Go on with what is there, and write from now on."""
+        """Restore the sources from the file, if there is a valid one, and begin to write periodically."""
         self._is_open = True
         self.timer.set(now + INTERVAL_S)
         try:
@@ -104,7 +104,7 @@ class CounterStore:
             each.source.restore(records[word])
 
     def close(self) -> None:
-        """Write for the last time."""
+        """Write the file for the last time."""
         if self._is_open:
             self._begin_write()
             while not self._write_step():
@@ -124,14 +124,14 @@ class CounterStore:
             self._call_soon(self._continue_write)
 
     def _write_step(self) -> bool:
-        """Return whether all is written."""
+        """Encode the next records, and replace the file after the last one; return whether this was done."""
         for number, (word, record) in enumerate(self._remaining, 1):
             self._lines.append(json.dumps({word: plain(record)}))
             if number == _MAX_RECORDS_PER_STEP:
                 return False
         lines, self._lines = self._lines, []
         content = "".join(f"{line}\n" for line in [*lines, json.dumps({"lines": len(lines)})])
-        # A disk that sleeps may sleep on.
+        # Without a change there is no write, so that an idle disk can sleep.
         if content != self._last_content:
             self._replace_file(content)
         return True
@@ -139,9 +139,9 @@ class CounterStore:
     def _replace_file(self, content: str) -> None:
         new_path = self.path.with_name(f"{self.path.name}.new")
         try:
-            # Somebody may have removed all of the cache.
+            # The operator may have removed the whole cache.
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # What an earlier daemon has left there may be anything.
+            # An earlier daemon may have left anything at this path.
             with contextlib.suppress(FileNotFoundError):
                 new_path.unlink()
             with os.fdopen(os.open(new_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
@@ -157,11 +157,11 @@ class CounterStore:
 
 
 def read(path: Path, record_types: Mapping[str, type[Any]]) -> dict[str, list[Any]]:
-    """Return the records that were written at `path`, by the word that begins their lines.
+    """Return the records in the file at `path`, by the word that begins their lines.
 
     Raises:
-        OSError: it cannot be read.
-        CounterStoreError: it is something else, or not whole.
+        OSError: the file cannot be read.
+        CounterStoreError: the file is invalid or incomplete.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(descriptor, encoding="utf-8", errors="replace") as file:
@@ -175,7 +175,7 @@ def read(path: Path, record_types: Mapping[str, type[Any]]) -> dict[str, list[An
     records: dict[str, dict[str, Any]] = {word: {} for word in record_types}
     for value in values:
         word, record = _parse_record(value, record_types)
-        # Twice the same would be counted twice.
+        # A second record of the same object would be counted twice.
         if record.key in records[word]:
             raise CounterStoreError(f"expected each {word} once, got {record.key!r} twice")
         records[word][record.key] = record

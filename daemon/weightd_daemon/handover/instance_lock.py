@@ -1,7 +1,7 @@
-"""What one daemon has to itself: its lock, its children's socket, its private directory.
+"""The instance lock of a daemon, the sockets of its children and its private directory.
 
-Everything is named after the daemon's socket, so two daemons never touch each other's files, and what a killed
-daemon has left behind is removed by the next one on the same socket, and by no other.
+All paths follow from the path of the daemon's socket. So two daemons never touch each other's files, and only the next
+daemon on the same socket removes the files of a daemon that was killed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from weightd_daemon.platform.directories import PathInUse, check_not_replaceable
 from weightd_daemon.platform.listen import reserve_socket_path
 from weightd_daemon.processes.shim.client import wait_until_exited
 
-# What a shim takes to end every process; the kernel has their memory to give back.
+# The time in which a shim can end all its processes, whose memory the kernel has to free.
 _EXIT_TIMEOUT_S = 30.0
 
 
 @contextlib.contextmanager
 def lock_instance(config: DaemonConfig, *, keep_private_dir: bool = False) -> Generator[None, None, None]:
-    """Have the daemon's paths to itself within the block, and leave none of them behind.
+    """Hold the lock of this instance and reserve its paths within the block; remove them afterwards.
 
     Args:
-        config: names them.
-        keep_private_dir: the private directory is a shim's, who removes it.
+        config: the configuration of the paths.
+        keep_private_dir: leave the private directory to a shim, which removes it.
 
     Raises:
-        PathInUse: another daemon is on the same socket, or a path cannot be used.
+        PathInUse: another daemon uses the same socket, or a path cannot be used.
     """
     make_directory(Path(config.runtime_dir), mode=0o755)
     lock = _lock_path(config)
@@ -46,10 +46,10 @@ def lock_instance(config: DaemonConfig, *, keep_private_dir: bool = False) -> Ge
 
 
 def check_directories(config: DaemonConfig) -> None:
-    """Find out, before anything is claimed, whether its directories could be had.
+    """Check whether the directories of the daemon can be created, before the instance lock is taken.
 
     Raises:
-        PathInUse: one could not.
+        PathInUse: a directory cannot be created.
     """
     make_directory(Path(config.runtime_dir), mode=0o755)
     _make_cache_dir(Path(config.cache_dir))
@@ -64,7 +64,7 @@ def check_directories(config: DaemonConfig) -> None:
 def _make_cache_dir(path: Path) -> None:
     try:
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
-        # It may be a link, to where there is room.
+        # The directory may be a link to another disk.
         check_not_replaceable(path, path.stat())
     except OSError as error:
         raise PathInUse(f"cannot make the directory {path}: {error.strerror}") from None
@@ -78,7 +78,7 @@ def _lock_path(config: DaemonConfig) -> Path:
 
 @contextlib.contextmanager
 def _hold_lock_file(path: Path) -> Generator[None, None, None]:
-    """Hold the lock file; its content is the pid of who holds it."""
+    """Hold the lock file within the block. It contains the pid of the process that holds it."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -93,7 +93,7 @@ def _hold_lock_file(path: Path) -> Generator[None, None, None]:
         except OSError as error:
             os.close(descriptor)
             raise PathInUse(f"cannot lock {path}: {error.strerror}") from None
-        # The holder before may have removed the file between our open and our lock: then it is nobody's lock.
+        # The previous owner may have removed the file between the open and the lock: then try again with a new file.
         with contextlib.suppress(FileNotFoundError):
             if os.fstat(descriptor).st_ino == path.stat().st_ino:
                 break
@@ -103,14 +103,14 @@ def _hold_lock_file(path: Path) -> Generator[None, None, None]:
         os.write(descriptor, f"{os.getpid()}\n".encode())
         yield
     finally:
-        # Removed while it is still held: nobody else's lock can be hit.
+        # The file is removed before it is unlocked, so this cannot remove the lock file of another process.
         path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
 @contextlib.contextmanager
 def _private_directory(path: Path) -> Generator[None, None, None]:
-    """Have an empty directory that nobody else can read."""
+    """Create an empty private directory, and remove it after the block."""
     make_private_directory(path)
     try:
         yield
@@ -119,10 +119,11 @@ def _private_directory(path: Path) -> Generator[None, None, None]:
 
 
 def make_private_directory(path: Path) -> None:
-    """Make an empty directory that nobody else can read, in the place of one that a killed daemon has left.
+    """Create an empty private directory, after removing the directory of a daemon that was killed.
 
     Raises:
-        PathInUse: it cannot be made, or everybody may exchange it, or processes of an earlier daemon do not end.
+        PathInUse: the directory cannot be created, other users could replace it, or processes of an earlier daemon do
+            not exit.
     """
     _make_cache_dir(path.parent)
     try:

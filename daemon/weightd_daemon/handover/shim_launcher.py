@@ -1,4 +1,4 @@
-"""The shim as a service has it: started once, found again by the next daemon, replaced where it is lost."""
+"""Starts processes through a shim, which the next daemon of the service takes over with all its processes."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _log = logging.getLogger("weightd")
 SHIM = "shim"
 """Name of the descriptor that is kept for the next daemon (FDSTORE=1): a link to the shim."""
 
-# What the kernel takes to end the children of a shim that is killed.
+# The time in which the kernel can end the children of a shim that was killed.
 _EXIT_TIMEOUT_S = 30.0
 
 
 class ShimLauncher:
-    """A `Launcher` that has holders and workers started by a shim, which outlives this process.
+    """A `Launcher` that starts holders and workers as children of a shim, so that they outlive this process.
 
     Args:
-        manager: holds on to the shim.
-        config: says what the shim removes at its end.
+        manager: stores the descriptor of the shim for the next daemon.
+        config: the configuration of the paths that the shim removes when it exits.
 
     Attributes:
-        inherited_state: what the daemon before this one has left; None where every model has to be loaded.
+        inherited_state: the state of the previous daemon; None if every model has to be loaded.
 
     Raises:
-        PathInUse: the private directory cannot be had.
+        PathInUse: the private directory cannot be created, or the shim cannot be started.
     """
 
     def __init__(self, manager: ServiceManager, config: DaemonConfig) -> None:
@@ -60,17 +60,17 @@ class ShimLauncher:
 
     @property
     def pid(self) -> int:
-        """The shim's."""
+        """The pid of the shim."""
         return self._shim.pid
 
     @property
     def handover_path(self) -> Path:
-        """Where the next daemon looks for what this one leaves."""
+        """The path of the state file for the next daemon."""
         return self._directory / "handover"
 
     @property
     def own_entries(self) -> Collection[str]:
-        """What of the private directory is its own."""
+        """The names of the entries in the private directory that belong to this object."""
         return {self.handover_path.name, client.LOG_NAME}
 
     def start(self, process_spec: ProcessSpec) -> ChildProcess:  # noqa: D102
@@ -79,7 +79,7 @@ class ShimLauncher:
         try:
             return self._shim.start(self._with_parent(process_spec))
         except ShimLost as error:
-            # Its children have died with it, which their pidfds tell: only the next ones need another parent.
+            # The children of the shim have died with it, which their pidfds report. Later children need a new shim.
             _log.error("%s: starting another one", error)
             self._is_lost = True
             self._shim.kill()
@@ -102,7 +102,7 @@ class ShimLauncher:
         return self._shim.watch(survivor)
 
     def close(self) -> None:
-        """Leave it alone: it ends everything now if the service manager does not hold on to it."""
+        """Close the link to the shim, which then kills its children unless the service manager keeps the descriptor."""
         if not self._is_lost:
             self._shim.close()
 
@@ -114,7 +114,7 @@ class ShimLauncher:
             shim = ShimClient(descriptor)
         except ShimLost as error:
             _log.warning("every model is loaded anew: %s", error)
-            # If it was only slow, that ends it.
+            # A shim that was only slow exits when the last duplicate of its descriptor is closed.
             self._manager.remove_descriptor(SHIM)
             return None
         try:
@@ -122,7 +122,8 @@ class ShimLauncher:
         except HandoverError as error:
             _log.warning("every model is loaded anew: %s", error)
             self._manager.remove_descriptor(SHIM)
-            # At its end it removes what is its own, the socket too; in another directory than ours no lock tells when.
+            # The shim removes its files, including the children's sockets, when it exits. If its directory is not this
+            # daemon's, `wait_until_exited` would not wait for it.
             _log.info("waiting for the processes of the previous daemon to end")
             shim.stop(_EXIT_TIMEOUT_S)
             return None

@@ -1,7 +1,7 @@
-"""What a daemon leaves to the next one of the same service, while a shim holds its children.
+"""The state that a daemon leaves to the next daemon of the same service, whose children a shim keeps alive.
 
-A file in the private directory, written anew after each change in the life of a generation. The next daemon believes it
-only as far as the shim and the kernel confirm it: a process that is not the shim's is gone.
+The state file is in the private directory, and is replaced after each change of a generation. The next daemon trusts it
+only as far as the shim and the kernel confirm it: a process that is not a child of the shim has exited.
 """
 
 from __future__ import annotations
@@ -28,12 +28,19 @@ _COUNT = integer(0, limits.MAX_COUNT)
 
 
 class HandoverError(WeightdError):
-    """There is nothing that can be gone on with; the text says why."""
+    """The state cannot be used; the text says why."""
 
 
 @dataclass(frozen=True)
 class Handover:
-    """Everything. `protocol` is what the children speak; `devices` what the cards have said."""
+    """The content of the state file.
+
+    Attributes:
+        version: the version of the daemon that wrote it.
+        protocol: the version of the protocol between the daemon and its children.
+        models: the models with their generations and children.
+        devices: the devices with the memory that their cards reported.
+    """
 
     version: str = field(metadata=text(limits.MAX_NAME_BYTES))
     protocol: int = field(metadata=_COUNT)
@@ -42,7 +49,7 @@ class Handover:
 
 
 def write(path: Path, models: Sequence[ModelRecord], devices: Sequence[DeviceRecord]) -> None:
-    """Replace what is at `path`. If that cannot be, nothing is left there: the next daemon will load anew."""
+    """Replace the state file. If that fails, remove it: the next daemon then loads every model anew."""
     new = path.with_suffix(".new")
     try:
         new.write_text(
@@ -57,10 +64,10 @@ def write(path: Path, models: Sequence[ModelRecord], devices: Sequence[DeviceRec
 
 
 def read(path: Path) -> Handover:
-    """Return what the daemon before this one has left.
+    """Return the state that the previous daemon has left.
 
     Raises:
-        HandoverError: there is nothing, or its children speak another protocol.
+        HandoverError: there is no valid state, or the children speak another version of the protocol.
     """
     try:
         values: Any = json.loads(path.read_text("utf-8"))
@@ -79,7 +86,7 @@ def read(path: Path) -> Handover:
 
 
 def _check_protocol(values: Any) -> None:
-    """Another version may have other fields: what they are is of no interest where the protocol is another one, too."""
+    """Check the version of the protocol first: the state file of another version of weightd may have other fields."""
     fields = cast("dict[str, Any]", values) if isinstance(values, dict) else {}
     if fields.get("protocol") != CHILD_PROTOCOL_VERSION:
         theirs, ours = (

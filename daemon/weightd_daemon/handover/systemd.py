@@ -1,6 +1,7 @@
-"""The daemon under a service manager: the sockets that it passes, what it is told, and what the next daemon finds.
+"""The daemon as a service: the sockets that the service manager passes, and the notifications to the service manager.
 
-`SystemdNotifier` decides what to tell; `ManagedService` tells it, and writes the handover file first.
+`SystemdNotifier` decides what to notify. `ManagedService` sends the notifications, after writing the state file for the
+next daemon.
 """
 
 from __future__ import annotations
@@ -33,33 +34,34 @@ from weightd_protocol.codec import clip
 
 _log = logging.getLogger("weightd")
 
-# How often it is looked at what weightd is doing: for people, who read it now and then.
+# The interval of updates of the status text, which people read.
 _STATUS_INTERVAL_S = 1.0
 
-# A start is given this much more time at each look at it that finds it going on.
+# At each update, a start that makes progress is extended by this time.
 _EXTENSION_S = 15.0
 
-# Beside copying and building, which load_timeout bounds: waiting for room is not bounded but by this.
+# The time without progress that a model may take beyond its `load_timeout`, for example while it waits for memory.
 _PROGRESS_TIMEOUT_S = 120.0
 
-# Three signs of life in the time in which one is expected.
+# The number of watchdog notifications in the time in which the service manager expects one.
 _WATCHDOG_DIVISOR = 3
 
-# systemd ignores a datagram of more than 4096 bytes, whatever else is in it.
+# systemd ignores a datagram of more than 4096 bytes as a whole.
 _MAX_STATUS_BYTES = 1024
 
 _CONFIG_NOTE = "the configuration file is not in force, see weightctl status"
 
 
 class SystemdNotifier:
-    """Times are monotonic seconds.
+    """Decides what to notify. Times are monotonic seconds.
 
     Args:
-        watchdog_s: seconds within which a sign of life is expected; None if none is.
+        watchdog_s: seconds within which a watchdog notification is expected; None without a watchdog.
 
     Attributes:
-        is_ready: whether every required model has served, but for new ones that failed where others went on.
-        next_event_at: nothing is due before this, unless a model changes.
+        is_ready: whether READY=1 was notified: every required model has served, except for a new one that failed while
+            other models were taken over from the previous daemon.
+        next_event_at: the time of the next `poll`, unless a model changes before.
     """
 
     def __init__(self, watchdog_s: float | None) -> None:
@@ -68,19 +70,19 @@ class SystemdNotifier:
         self._watchdog_interval_s = watchdog_s / _WATCHDOG_DIVISOR if watchdog_s is not None else float("inf")
         self._next_watchdog_at = 0.0 if watchdog_s is not None else float("inf")
         self._status = ""
-        # The required models that have served: only what has been there can be missing.
+        # The required models that have served. The watchdog stops only for these.
         self._served_models: set[str] = set()
-        # What a daemon before this one has served, and this one goes on with.
+        # The models that the previous daemon has served and this one continues to serve.
         self._resumed_models: frozenset[str] = frozenset()
-        # Of each model: what it is doing, and since when.
+        # The progress of each model, and the time since which it is unchanged.
         self._progress: dict[str, tuple[str, float]] = {}
 
     def on_resumed(self, models: Iterable[str]) -> None:
-        """These serve already: what is new beside them and cannot be loaded is no reason to end them."""
+        """Record the models that serve already. A new model that cannot be loaded then does not fail the service."""
         self._resumed_models = frozenset(models)
 
     def on_suspended(self, seconds: float) -> None:
-        """The process did not run for so long: the manager's time went on."""
+        """Make the next watchdog notification due earlier by the time for which this process was stopped."""
         self._next_watchdog_at -= seconds
 
     def poll(
@@ -90,9 +92,15 @@ class SystemdNotifier:
         note: str = "",
         load_progress: Callable[[GenerationBase], str] = lambda _: "",
     ) -> list[str]:
-        """Return what is to be told now: for people whether there is a `note`, and how far models are that load.
+        """Return the assignments to notify now.
 
-        Every user of the host may read the status text of systemd: it names no model, path or cause.
+        Every user of the host can read the status text of systemd, so it contains no model name, path or cause.
+
+        Args:
+            models: all models.
+            now: the time.
+            note: why the configuration file is not in force, or ""; the status text only says that it is not.
+            load_progress: returns the progress of a loading generation as a text.
         """
         models = list(models)
         assignments: list[str] = []
@@ -123,7 +131,7 @@ class SystemdNotifier:
         return assignments
 
     def has_failed(self, models: Iterable[ServedModel]) -> bool:
-        """Return whether weightd will never be ready."""
+        """Return whether the service can never become ready."""
         return not self.is_ready and any(
             model.config.required and model.readiness.has_failed and not self._is_optional(model) for model in models
         )
@@ -132,18 +140,17 @@ class SystemdNotifier:
         return model.readiness.has_failed and bool(self._resumed_models) and model.name not in self._resumed_models
 
     def _is_alive(self, model: ServedModel, stuck: Collection[str], now: float) -> bool:
-        """Whether a worker answers. A daemon whose loop runs while those that are there do not is of no use to anybody.
+        """Return whether a model is no reason to stop the watchdog: a worker answers, or the model is being loaded.
 
-        One that loads a model, the first time or again, or replaces its workers, is: as long as that goes on, and the
-        pauses between two tries are part of it. What a reload has added and what cannot be loaded says nothing of the
-        daemon.
+        Loading counts while it makes progress, including the pauses between two attempts. A model that has never served
+        counts as alive: a model that a reload has added may be one that cannot be loaded.
         """
         if model.name not in self._served_models or not model.readiness.unready_reason(now):
             return True
         return not _has_workers(model) and not model.readiness.has_failed and model.name not in stuck
 
     def _is_progressing(self, model: ServedModel, now: float) -> bool:
-        """Whether a model serves or makes progress, as far as its load_timeout allows to tell."""
+        """Return whether a model serves, or its progress has changed within its `load_timeout` and a margin."""
         previous = self._progress.get(model.name)
         progress = model.readiness.main_generation.progress
         if previous is None or previous[0] != progress:
@@ -176,21 +183,21 @@ def _describe_activity(models: Iterable[ServedModel], load_progress: Callable[[G
 
 
 class ManagedService:
-    """Keeps a service manager informed, and the handover file up to date for the next daemon of the service.
+    """Sends notifications to a service manager, and keeps the state file for the next daemon up to date.
 
     Args:
-        manager: is informed.
-        shim: holds the children, and has the directory of the handover file.
+        manager: receives the notifications.
+        shim: the launcher, which has the path of the state file.
         registry: the models.
-        supervisor: knows when a child or a generation has changed.
-        devices: the devices that models use, by name.
-        load_monitor: knows how far models are that load.
-        shutdown: once it has begun, there are no more signs of life.
-        config_note: returns why what is in force is not what the configuration file says, or "".
+        supervisor: records changes of children and generations.
+        devices: the devices of the models, by name.
+        load_monitor: measures the progress of loading models.
+        shutdown: stops the notifications when it begins.
+        config_note: returns why the configuration file is not in force, or "".
         on_failed: called when a required model can never serve.
 
     Attributes:
-        timer: call it when it is due.
+        timer: starts the next notification.
     """
 
     def __init__(  # noqa: PLR0913
@@ -219,35 +226,35 @@ class ManagedService:
         self.timer = Timer(self._on_timer)
 
     def start(self, resumed_models: Iterable[str]) -> None:
-        """Give the first sign of life; `resumed_models` were served by the daemon before this one."""
+        """Start the notifications. The previous daemon has served `resumed_models`."""
         self._notifier.on_resumed(resumed_models)
         self.timer.set(0.0)
 
     def on_change(self, now: float) -> None:
-        """Something may have changed: write that for the next daemon before anybody is told."""
+        """Write the state file and notify the manager, if anything has changed."""
         if self._supervisor.take_changed():
             self._write_handover()
             self._notify(now)
 
     def on_suspended(self, seconds: float, now: float) -> None:
-        """The process did not run for so long: the manager's time went on."""
+        """Notify at once: the service manager's clock went on while this process was stopped."""
         self._notifier.on_suspended(seconds)
         self.timer.set(now)
 
     def begin_reload(self) -> bool:
-        """Tell the manager that a reload begins; return whether `end_reload` is to be called."""
-        # READY=1 ends a reload, and a start: before that is over nothing is said of a reload.
+        """Notify the manager that a reload begins; return whether `end_reload` has to be called."""
+        # READY=1 ends a start as well as a reload, so a reload during the start is not notified.
         should_notify = self._notifier.is_ready and not self._shutdown.has_begun
         if should_notify:
             self._manager.notify_reloading()
         return should_notify
 
     def end_reload(self) -> None:
-        """Tell the manager that the reload has ended, however it did."""
+        """Notify the manager that the reload has ended, successfully or not."""
         self._manager.notify("READY=1")
 
     def _on_timer(self, now: float) -> None:
-        """It is time for a sign of life; the next daemon comes first."""
+        """Send the notifications that are due, after writing the state file."""
         if self._supervisor.take_changed():
             self._write_handover()
         self._notify(now)
@@ -273,12 +280,12 @@ class ManagedService:
 
 
 class ListenSockets(NamedTuple):
-    """Sockets that listen and do not block.
+    """Non-blocking listening sockets.
 
     Attributes:
-        unix_listeners: for clients of this host; none where that could not be had.
-        zmq_listeners: for clients that speak ZeroMQ, by the names of their listeners.
-        addresses: of all of them.
+        unix_listeners: the Unix sockets for clients of this host; empty if the socket cannot be used.
+        zmq_listeners: the sockets for ZeroMQ clients, by the name of their listener.
+        addresses: the addresses of all sockets.
     """
 
     unix_listeners: Sequence[socket.socket]
@@ -288,15 +295,17 @@ class ListenSockets(NamedTuple):
 
 @contextlib.contextmanager
 def listen(config: Config, passed: Sequence[int], *, with_unix: bool = True) -> Generator[ListenSockets, None, None]:
-    """Listen within the block wherever the configuration says, and leave no path behind but those of others.
+    """Listen on all configured addresses within the block; then close the sockets and remove their paths.
+
+    The paths of passed sockets stay.
 
     Args:
-        config: complete, made for what was passed.
-        passed: descriptors that a service manager has passed; they are closed in the end.
-        with_unix: whether clients of this host may connect without ZeroMQ.
+        config: the complete configuration, which matches the passed sockets.
+        passed: descriptors that a service manager has passed; they are closed after the block.
+        with_unix: whether to listen on a Unix socket for clients of this host.
 
     Raises:
-        PathInUse: a socket cannot be had.
+        PathInUse: a socket cannot be used.
     """
     with contextlib.ExitStack() as stack:
         passed_listeners = _adopt_passed(passed, stack)
@@ -315,13 +324,13 @@ def _adopt_passed(passed: Sequence[int], stack: contextlib.ExitStack) -> dict[st
     found: dict[str, socket.socket] = {}
     for address, descriptor in zip(listen_addresses(passed), passed, strict=True):
         found[address] = stack.enter_context(socket.socket(fileno=descriptor))
-        # Whoever else accepts from it, in this process or another one, may have been faster.
+        # Another process that accepts from the socket may be faster: the accept must not block then.
         found[address].setblocking(False)
     return found
 
 
 def _listen_unix(address: str, stack: contextlib.ExitStack, *, is_required: bool) -> dict[str, socket.socket]:
-    """Listen for clients of this host; where a service manager listens for others they can do without it."""
+    """Listen on a Unix socket. If it is not required, a failure is only logged: clients can then use ZeroMQ."""
     try:
         return {address: stack.enter_context(listen_on(address))}
     except PathInUse as error:
