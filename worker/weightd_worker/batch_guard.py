@@ -2,7 +2,7 @@
 
 The holder tests batching with the dimensions of the self-test and generated rows, but requests may have other
 dimensions. So a worker compares batches with the same requests run alone: the first batch of each shape, further ones
-until as many rows are compared as in the holder's test (a difference may show in few of them), and a sample later.
+until as many rows are compared as in the holder's test, because few rows may differ, and a sample later.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class _BatchSample(NamedTuple):
 
 
 class ShadowChecks:
-    """Compares batched answers with the answers to the same requests run alone, and keeps what has been compared.
+    """Compares batched answers with the answers to the same requests run alone, and remembers the tested shapes.
 
     Args:
         engine: an engine that has built the model.

@@ -65,7 +65,7 @@ class WorkerConnection:
 
         Args:
             timeout_s: seconds to wait for messages or a reconnect, -1 without limit. After a timeout, and when the
-                watched descriptor is readable, the list may be empty. With 0 a reconnect is not reported.
+                watched descriptor is readable, the list may be empty. With 0 a reconnect is not reported yet.
         """
         messages: List[Frames] = []
         is_woken = False
@@ -129,7 +129,7 @@ class WorkerConnection:
             messages.append(list(map(zmq_io.frame_content, zmq_io.receive(self._socket))))
 
     def _has_reconnected(self) -> bool:
-        """Process monitor events; return True after a connection that is not the first. Else the queue is empty."""
+        """Process monitor events, and connect the channel at each; return True after a connection but the first."""
         while int(self._monitor.getsockopt(_EVENTS)) & _POLLIN:
             zmq_io.receive_event(self._monitor)
             self._connection_count += 1

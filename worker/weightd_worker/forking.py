@@ -124,8 +124,8 @@ class Forker:
         def delayed_main() -> int:
             os.close(write_fd)
             if not os.read(read_fd, 1):
-                # SIGKILL tells a daemon that has received the report that the child did not fail by itself, so that
-                # it starts another one.
+                # A daemon that has received the report sees by SIGKILL that the child did not fail by itself, and
+                # starts another one.
                 os.kill(os.getpid(), signal.SIGKILL)
             self._process_state.initialize_child(order.log)
             return child_main()

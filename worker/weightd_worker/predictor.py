@@ -258,7 +258,7 @@ class Predictor(RequestRunner):
         )
 
     def _mapped_inputs(self, order: Predict, regions: MappedRegions, frames: Sequence[bytes]) -> Arrays:
-        """Return the inputs of a request of which some are in regions."""
+        """Return the inputs of a request with some inputs in regions."""
         specs, sizes = order.description.inputs, order.description.sizes
         inputs: Arrays = {}
         for location in regions.inputs:

@@ -109,7 +109,7 @@ def _cases_of_ranked(signature: ModelSignature) -> Iterator[SelfTestCase]:
     seen: List[SelfTestCase] = []
     for size in _IMAGE_SIZES if has_images else _SIZES:
         case = {each.name: _fill_shape(each, 1 if has_images else size, size) for each in signature.inputs}
-        # A model may accept only sizes that are large even with free dimensions of 1. No request exceeds a frame.
+        # The smallest case may be as large as a request can be, because the model accepts no smaller one.
         most = limits.MAX_FRAME_BYTES if size == 1 else _MAX_BYTES
         if case not in seen and _case_bytes(signature, case) <= most:
             seen.append(case)

@@ -189,7 +189,7 @@ def _build_lock(path: str) -> Generator[None, None, None]:
 
 
 def _acquire_lock(descriptor: int) -> None:
-    """Take the lock if possible within some seconds. Without it, a build needs memory earlier, but answers the same."""
+    """Take the lock, or give up after some seconds: a build without the lock costs memory, but changes no answer."""
     # The process that holds the lock may be stopped, and a file system may not support locks.
     deadline = time.monotonic() + _LOCK_TIMEOUT_S
     with contextlib.suppress(OSError):
