@@ -1,6 +1,6 @@
-"""weightd on Ray Serve: a daemon on each node, and Serve for what is between nodes (docs/cluster.md).
+"""weightd on Ray Serve: one daemon on each node, while Serve handles everything between nodes (docs/cluster.md).
 
-Nothing of Ray is imported before it is asked for: the guard of a daemon is of this package, too, and stays small.
+Ray is imported only when it is needed, because the daemon supervisor is part of this package and must stay small.
 """
 
 from __future__ import annotations
@@ -15,40 +15,40 @@ if TYPE_CHECKING:
 __all__ = ["app", "publish", "unpublish"]
 
 
-# Annotated with a class that is no class to be checked against: Serve looks at that.
+# The return type is imported only for type checkers, because Serve inspects the annotations at run time.
 def app(args: Mapping[str, Any]) -> Application:
-    """Return the application of one model: for `serve run weightd_ray:app model=…`, and for a YAML of Serve's.
+    """Return the application of one model, for `serve run weightd_ray:app model=…` or a Serve configuration in YAML.
 
     Args:
-        args: see `weightd_ray.options.Arguments`, and the keys of [models.NAME] of the daemon's configuration.
+        args: the fields of `weightd_ray.options.Arguments`, and keys of [models.NAME] of the daemon's configuration.
 
     Raises:
-        ArgumentError: they are not usable; the text names each and says what was expected.
+        ArgumentError: arguments are invalid; the text names each one and what was expected.
     """
-    from weightd_ray import application  # noqa: PLC0415 - it needs Ray
+    from weightd_ray import application  # noqa: PLC0415 - the module imports Ray
 
     return application.build(args)
 
 
 def publish(path: str | os.PathLike[str]) -> str:
-    """Put the files of a model into Ray's object store, from which replicas take them; return their "sha256:…".
+    """Publish the files of a model in Ray's object store, from which replicas fetch them; return their "sha256:…".
 
-    They stay there, whoever ends, until they are unpublished, or Ray is stopped.
+    The files stay there after this process has exited, until they are unpublished or Ray is stopped.
 
     Raises:
-        ModelFileError: they cannot be read.
+        ModelFileError: the files cannot be read.
     """
-    from weightd_ray import model_store  # noqa: PLC0415 - it needs Ray
+    from weightd_ray import model_store  # noqa: PLC0415 - the module imports Ray
 
     return model_store.publish(path)
 
 
 def unpublish(model: str) -> None:
-    """Take a model out of it again: what replicas have by then, they keep.
+    """Remove a published model from the object store; copies that replicas have fetched remain.
 
     Raises:
-        NotFound: nothing of this name is published.
+        NotFound: no model of this name is published.
     """
-    from weightd_ray import model_store  # noqa: PLC0415 - it needs Ray
+    from weightd_ray import model_store  # noqa: PLC0415 - the module imports Ray
 
     model_store.unpublish(model)

@@ -1,4 +1,4 @@
-"""The command `python -m weightd_ray`: models into the object store of a Ray cluster, and out of it."""
+"""The command `python -m weightd_ray`: publishes models in the object store of a Ray cluster, and removes them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAILED = 1
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return its exit status."""
+    """Run the command and return its exit status."""
     options = parser().parse_args(arguments)
     try:
         if options.command == "publish":
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return what reads the command line."""
+    """Return the command-line parser."""
     parser = Parser(prog="python -m weightd_ray", description=(__doc__ or "").partition(": ")[2])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     publish = commands.add_parser("publish", help="put a model's files there; prints its name, sha256:…")

@@ -1,4 +1,4 @@
-"""The application of a model, as Ray Serve wants it."""
+"""The Ray Serve application of a model."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ from weightd_ray.replica import Replica
 
 _log = logging.getLogger("weightd.ray")
 
-# Requests that may wait at each router of Serve; further ones are answered 503. As many as at a model of the daemon.
+# Requests that may wait at each router of Serve, the same number as in a model's queue of the daemon; Serve rejects
+# further requests with status 503.
 _MAX_QUEUED = 1024
 
-# It costs the daemon two answers; after three that fail Serve takes another replica.
+# A health check sends the daemon two requests. After three failures Serve replaces the replica.
 _HEALTH_PERIOD_S = 5.0
 _HEALTH_TIMEOUT_S = 20.0
 
-# As long as a request may take by default, and what the daemon takes to end.
+# The default timeout of a request, plus the time that the daemon needs to stop.
 _SHUTDOWN_TIMEOUT_S = 45.0
 
 
 class _Serving(Replica):
-    """A replica as Serve makes, asks and ends it."""
+    """A replica with the methods that Serve calls to create, use and stop it."""
 
-    # That of Serve's wrapper is a coroutine, too.
+    # Serve's wrapper class declares __init__ as a coroutine, too.
     async def __init__(self, arguments: Arguments) -> None:  # type: ignore[misc]
         super().__init__(arguments)
         await self.start()
 
     def __serve_build_asgi_app__(self) -> AsgiApp:
-        # A function, and no method: uvicorn takes anything else for one of an earlier ASGI.
+        # A plain function instead of a method, because uvicorn takes any other callable for an ASGI 2 application.
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await self.asgi(scope, receive, send)
 
         return app
 
     async def __del__(self) -> None:
-        """Serve awaits it when all requests have been answered."""
+        """Stop the replica; Serve awaits this after all requests have ended."""
         await self.stop()
 
 
 _DEPLOYMENT = serve.deployment(
     name="weightd",
-    # A second one on a node would have a second copy of the weights: a daemon has as many workers as cores are worth.
+    # A second replica on a node would load a second copy of the weights. One daemon can use all cores of the node.
     max_replicas_per_node=1,
     max_queued_requests=_MAX_QUEUED,
     health_check_period_s=_HEALTH_PERIOD_S,
@@ -61,10 +62,10 @@ _DEPLOYMENT = serve.deployment(
 
 
 def build(args: Mapping[str, Any]) -> serve.Application:
-    """Return the application that the arguments describe.
+    """Return the application for the arguments.
 
     Raises:
-        ArgumentError: they are not usable.
+        ArgumentError: arguments are invalid.
     """
     parsed = arguments.parse_arguments(args)
     if not (parsed.sha256 or parsed.address):
@@ -75,7 +76,7 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 
 
 def _digest_of(path: Path) -> str:
-    """Return the digest that all replicas must have; "", where the file is not on this host."""
+    """Return the digest that all replicas must have; "" if the file is not on this host."""
     try:
         return digest(path)
     except ModelFileError as error:

@@ -1,4 +1,4 @@
-"""The daemon that a replica asks: one of its own, with a guard between, or the host's service."""
+"""The daemon of a replica: an embedded one that the replica starts through a supervisor, or the host's service."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from weightd_protocol.errors import FailedPrecondition
 from weightd_ray import daemon_supervisor
 from weightd_ray.daemon_supervisor import Table
 
-# An interpreter starts, and what killed replicas have left is removed.
+# The supervisor's interpreter must start, and the supervisor removes directories of replicas that were killed.
 _START_TIMEOUT_S = 60.0
 
-# The guard's own patience with a daemon, and the files.
+# More than the supervisor needs to stop the daemon and to remove the files.
 _STOP_TIMEOUT_S = 15.0
 
 _MAX_REPORT_BYTES = 64 * 1024
 
 
 class DaemonEndpoint(Protocol):
-    """Where a replica's requests go."""
+    """The interface of a replica's daemon."""
 
     async def start(self) -> str:
-        """Return its address, as soon as it is known.
+        """Return the daemon's address as soon as it is known.
 
         Raises:
-            FailedPrecondition: there will be none.
+            FailedPrecondition: the daemon cannot start.
         """
         ...
 
     async def stop(self) -> None:
-        """Ask nothing of it any more."""
+        """Stop using the daemon."""
         ...
 
     @property
     def failure(self) -> str:
-        """Why there is none any more, and will be none; "" as long as that is not so."""
+        """The reason why the daemon has failed permanently; "" while it has not."""
         ...
 
 
 class HostDaemon:
-    """The host's own, which others start and end.
+    """The host's daemon, which the replica neither starts nor stops.
 
     Args:
-        address: of it.
+        address: the daemon's address.
     """
 
     failure = ""
@@ -59,20 +59,20 @@ class HostDaemon:
         self._address = address
 
     async def start(self) -> str:
-        """As Daemon."""
+        """Return the address."""
         return self._address
 
     async def stop(self) -> None:
-        """As Daemon."""
+        """Do nothing."""
 
 
 class EmbeddedDaemon:
-    """A daemon that lives as long as this process, and leaves nothing behind.
+    """A daemon that lives as long as this process and leaves no files behind.
 
     Args:
         base: the directory for the files of replicas.
-        models: the tables of its configuration.
-        on_start: is called when it starts, and each time that it starts again.
+        models: the model tables of the daemon's configuration.
+        on_start: called at each start and restart of the daemon.
     """
 
     def __init__(self, base: Path, models: Mapping[str, Table], on_start: Callable[[], None]) -> None:
@@ -82,15 +82,16 @@ class EmbeddedDaemon:
         self._has_ended = asyncio.Event()
         self._report_task: asyncio.Task[None] | None = None
         self._supervisor: subprocess.Popen[bytes] | None = None
-        # Of what was left alone; it cannot be another's as long as its end of the reports is open.
+        # Pid of the supervisor after its fork. As long as its report pipe is open, the pid cannot belong to another
+        # process.
         self._supervisor_pid = 0
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.failure = ""
 
     async def start(self) -> str:
-        """As Daemon."""
+        """Start the supervisor and return the address of its daemon."""
         order = daemon_supervisor.encode_order(self._models)
-        # What it writes goes where this process writes: Ray keeps that with the replica's log.
+        # The supervisor inherits stderr, so Ray stores its log with the replica's log.
         self._supervisor = process = subprocess.Popen(
             daemon_supervisor.supervisor_command(self._base), stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
@@ -105,31 +106,32 @@ class EmbeddedDaemon:
             raise FailedPrecondition(f"the guard of the daemon has not begun within {_START_TIMEOUT_S:g} s") from None
 
     async def stop(self) -> None:
-        """End it, and return when nothing of it is left."""
+        """Stop the daemon; return after the supervisor has removed its files."""
         if self._supervisor is None or self._supervisor.stdin is None:
             return
-        # The end of file is what the guard waits for; it comes as well if this process is killed.
+        # The supervisor stops at the end of file on stdin, which also occurs if this process is killed.
         with contextlib.suppress(OSError):
             self._supervisor.stdin.close()
         try:
             await asyncio.wait_for(self._has_ended.wait(), _STOP_TIMEOUT_S)
         except asyncio.TimeoutError:
-            # Somebody has stopped it: the kernel ends the daemon with it, and the next replica removes the files.
+            # The supervisor is stopped by a signal. The kernel kills the daemon with it; the next replica removes the
+            # files.
             if self._supervisor_pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._supervisor_pid, signal.SIGKILL)
 
     @staticmethod
     def _send_order(process: subprocess.Popen[bytes], order: bytes) -> None:
-        """Tell the guard what to do; what was started leaves it alone at once, and is no more."""
-        assert process.stdin is not None  # noqa: S101 - for the checkers
+        """Send the order to the supervisor and wait for the initial process, which exits right after its fork."""
+        assert process.stdin is not None  # noqa: S101 - for the type checkers
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(order)
             process.stdin.flush()
         process.wait()
 
     async def _read_reports(self, reports: asyncio.StreamReader) -> None:
-        """Take in what the guard says, to its end."""
+        """Process the supervisor's reports until it exits."""
         try:
             async for line in reports:
                 self._on_report(json.loads(line))
@@ -137,7 +139,7 @@ class EmbeddedDaemon:
             self.failure = self.failure or "the guard of the daemon has ended"
             if not self._address.done():
                 self._address.set_exception(FailedPrecondition(self.failure))
-                self._address.exception()  # it may be that nobody waits for it
+                self._address.exception()  # mark the exception as retrieved, because no task may wait for the address
             self._has_ended.set()
 
     def _on_report(self, report: Mapping[str, Any]) -> None:

@@ -1,12 +1,13 @@
-"""Stands between a replica and its daemon: starts it, starts it again if it ends, and ends it with the replica.
+"""The process between a replica and its daemon: starts the daemon, restarts it after a crash, stops it at the end.
 
-A replica may be killed at any moment, alone or with the raylet above it, and Ray kills the children of whoever exits.
-So this process is nobody's child, and knows by the end of a pipe that the replica is no more; the daemon is its child,
-and the kernel ends it with this one. What both leave then, the next replica on this host removes (`work_dirs`).
-The daemon has all that it needs in one directory: its configuration, which is written here, its sockets and its cache.
+A replica may be killed at any moment, alone or together with its raylet, and Ray kills the children of a worker that
+exits. Therefore the supervisor detaches from the replica, and detects its end by the end of file on a pipe. The daemon
+is a child of the supervisor, and the kernel kills the daemon if the supervisor dies. In that case the next replica on
+the host removes their files (`work_dirs`). One directory contains everything that the daemon needs: its sockets, its
+cache and its configuration, which the supervisor writes.
 
-On stdin comes one line, the order in JSON, and then nothing until the end of file: that is the replica's. On stdout go
-lines of JSON, the reports. stderr is the log of both.
+The supervisor reads the order, one line of JSON, from stdin; the following end of file means that the replica has
+exited. It writes reports to stdout, each a line of JSON. stderr is the log of the supervisor and the daemon.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ from weightd_ray.work_dirs import WorkDir, work_dir
 
 Table = Mapping[str, Any]
 
-# Of the names that the daemon puts into the directory: "/", the key, ".sock.channel". The longest path of its sockets.
+# The longest name of a socket that the daemon creates in the directory: "/", the key, ".sock.channel".
 _MAX_NAME_BYTES = 27
 
 MAX_DIRECTORY_BYTES = limits.MAX_IPC_PATH_BYTES - _MAX_NAME_BYTES
 
-# Who would read an answer has gone when the daemon is told to end: there is nothing to wait for but workers.
+# When the supervisor stops the daemon, the replica no longer reads responses; the daemon only waits for its workers.
 _DRAIN_TIMEOUT_S = 2.0
 
 
 def client_address(directory: Path) -> str:
-    """Return where clients reach the daemon that has this directory."""
+    """Return the client address of the daemon in a directory."""
     return f"unix://{endpoints.unix_path(_socket_address(directory))}"
 
 
 def config_text(directory: Path, models: Mapping[str, Table]) -> str:
-    """Return the file of a daemon that has all that it needs in one directory.
+    """Return the configuration file of a daemon whose files are all in one directory.
 
     Raises:
-        InvalidArgument: paths of sockets would be too long there.
+        InvalidArgument: the path is too long for sockets.
     """
     size = len(str(directory).encode("utf-8", "surrogateescape"))
     if size > MAX_DIRECTORY_BYTES:
@@ -74,7 +75,7 @@ def _socket_address(directory: Path) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    """Return a value of TOML as TOML has it: text, numbers, booleans and lists are JSON's, tables are inline ones."""
+    """Return a value in TOML syntax. Only tables differ from JSON: they become inline tables."""
     if isinstance(value, Mapping):
         table = cast("Mapping[str, Any]", value)
         return f"{{ {', '.join(f'{_toml_string(key)} = {_toml_value(each)}' for key, each in table.items())} }}"
@@ -84,7 +85,7 @@ def _toml_value(value: Any) -> str:
 
 
 def _toml_string(text: str) -> str:
-    # The one character that JSON leaves as it is and TOML does not.
+    # JSON permits DEL (0x7f) in strings, but TOML does not.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -92,40 +93,40 @@ _ORDER_FD = 0
 _REPORT_FD = 1
 _LOG_FD = 2
 
-# Of the daemon, beyond those that it gives its requests: workers end, files are removed.
+# Seconds for the daemon to stop, beyond its drain timeout: to end workers and remove files.
 _STOP_TIMEOUT_S = 10.0
 
-# Before a daemon that has ended is started again: twice as much each time, and from the beginning after so long a life.
+# Delays before restarts: doubled each time, and reset after the daemon has run for the last of these times.
 _INITIAL_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 30.0
 _BACKOFF_RESET_S = 60.0
 
-# An order is a few hundred bytes: the table of a model.
+# An order has a few hundred bytes: the table of a model.
 _MAX_ORDER_BYTES = 256 * 1024
 
-# Exit statuses after which another start would end the same (weightd_daemon.exit_codes): wrong usage or configuration,
-# and, in a directory that nobody else has, what cannot be created there.
+# Exit statuses that a restart would not change (weightd_daemon.exit_codes): usage errors, invalid configuration, and
+# files that cannot be created, because no other process uses the directory.
 _PERMANENT_FAILURES = frozenset({64, 73, 78})
 
 
 def supervisor_command(base: Path) -> list[str]:
-    """Return what starts a guard for a replica whose directories are in `base`."""
+    """Return the command that starts the supervisor of a replica with its directories in `base`."""
     return [sys.executable, "-m", __name__, str(base)]
 
 
 def encode_order(models: Mapping[str, Table]) -> bytes:
-    """Return what a guard is told: the tables of the models."""
+    """Return the order for a supervisor, which contains the model tables."""
     return json.dumps({"models": models}).encode() + b"\n"
 
 
 class Backoff:
-    """How long is waited before each start."""
+    """The delay before each restart, which grows exponentially."""
 
     def __init__(self) -> None:
         self._next_s = _INITIAL_BACKOFF_S
 
     def next_delay_s(self, uptime_s: float) -> float:
-        """Return the seconds to wait after a daemon that has lived so many."""
+        """Return the seconds to wait before a restart, given the uptime of the daemon that exited."""
         if uptime_s >= _BACKOFF_RESET_S:
             self._next_s = _INITIAL_BACKOFF_S
         delay_s, self._next_s = self._next_s, min(2 * self._next_s, _MAX_BACKOFF_S)
@@ -133,12 +134,12 @@ class Backoff:
 
 
 class DaemonSupervisor:
-    """Sees to one daemon, until it is told to end.
+    """Keeps one daemon running until it should stop.
 
     Args:
-        start: returns a new daemon.
-        stop_fds: a descriptor that becomes readable, or ends, when that is so.
-        report: tells the replica.
+        start: starts a daemon and returns its process.
+        stop_fds: descriptors that become readable, or reach the end of file, when the supervisor should stop.
+        report: sends a report to the replica.
     """
 
     def __init__(
@@ -153,7 +154,7 @@ class DaemonSupervisor:
         self._backoff = Backoff()
 
     def run(self) -> None:
-        """Have a daemon all the time."""
+        """Start the daemon, and restart it whenever it exits, until a stop or a permanent failure."""
         while True:
             started_at = time.monotonic()
             self._report({"starts": True})
@@ -174,7 +175,7 @@ class DaemonSupervisor:
                 return
 
     def _wait(self, daemon: subprocess.Popen[bytes]) -> bool:
-        """Return when the daemon has ended; or, and then True, when this is to end."""
+        """Wait until the daemon exits; return True if the supervisor should stop before that."""
         exit_fd = exit_watch.watch_exit(daemon.pid)
         try:
             return not {exit_fd}.issuperset(select.select([exit_fd, *self._stop_fds], [], [])[0])
@@ -183,14 +184,15 @@ class DaemonSupervisor:
 
 
 def main() -> int:
-    """Do all of it; return the exit status."""
+    """Run the supervisor and return its exit status."""
     try:
         line = _read_order()
     except InvalidArgument as error:
         _send_report({"failed": str(error)})
         return 1
     if os.fork():
-        # Ray kills the children of a worker that exits; this one has things to remove first.
+        # Ray kills the children of a worker that exits, but the supervisor must still remove files. So it is not a
+        # child.
         os._exit(0)
     os.setsid()
     with _stop_signal_fd() as stop_fd:
@@ -205,7 +207,7 @@ def main() -> int:
             _send_report({"failed": str(error)})
             return 1
         except OSError as error:
-            # A write to a full disk says nothing of where that was.
+            # An error such as a full disk may come without a path.
             _send_report({"failed": f"{error.filename or sys.argv[1]}: {error.strerror}"})
             return 1
     return 0
@@ -218,13 +220,13 @@ def _start_daemon(work_dir: WorkDir) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=_LOG_FD,
         pass_fds=[work_dir.lock_fd],
-        # There is one thread here.
+        # `preexec_fn` is safe, because this process has only one thread.
         preexec_fn=lambda: die_with_parent(parent),  # noqa: PLW1509
     )
 
 
 def _stop_daemon(daemon: subprocess.Popen[bytes]) -> None:
-    """End it, if it has not ended: in order, or else at once."""
+    """Terminate the daemon if it still runs, and kill it after a timeout."""
     daemon.terminate()
     try:
         daemon.wait(_STOP_TIMEOUT_S)
@@ -234,7 +236,7 @@ def _stop_daemon(daemon: subprocess.Popen[bytes]) -> None:
 
 
 def _read_order() -> str:
-    """Return the order, which may come in pieces."""
+    """Read the order, which may arrive in several parts."""
     line = b""
     while not line.endswith(b"\n"):
         chunk = os.read(_ORDER_FD, _MAX_ORDER_BYTES)
@@ -246,21 +248,21 @@ def _read_order() -> str:
 
 @contextlib.contextmanager
 def _stop_signal_fd() -> Generator[int, None, None]:
-    """Return what becomes readable at SIGTERM; a terminal's signals are for others."""
+    """Provide a descriptor that becomes readable at SIGTERM; SIGINT and SIGHUP get their default actions."""
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, _ignore_signal)
-    # A thread of the replica may have blocked some, and a new process inherits that.
+    # Signals that a thread of the replica has blocked are inherited as blocked.
     process_start.reset_signals(signal.SIGINT, signal.SIGHUP)
     yield reading
 
 
 def _ignore_signal(number: int, frame: object) -> None:
-    """The wakeup is all that is wanted."""
+    """Do nothing; the handler exists so that the signal writes to the wakeup descriptor."""
 
 
 def _send_report(report: Mapping[str, Any]) -> None:
-    # Who would read it may have gone: then that is known by the other pipe.
+    # If the replica has exited, the end of file on stdin tells the supervisor.
     with contextlib.suppress(BrokenPipeError):
         os.write(_REPORT_FD, json.dumps(report).encode() + b"\n")
 

@@ -1,12 +1,12 @@
-"""Published models on this host: one copy of each, whose digest is checked each time that it is taken.
+"""Cache of published models on a host: one copy of each model, whose digest is checked at each use.
 
 ::
 
-    BASE/models/lock            held while a model is looked at, fetched, or removed
-    BASE/models/SHA256/model    the name of the model's own file
-    BASE/models/SHA256/lock     locked, with others, by whoever uses it
-    BASE/models/SHA256/files/   its files
-    BASE/models/staging         one that is being fetched
+    BASE/models/lock            locked while a model is checked, fetched or removed
+    BASE/models/SHA256/model    contains the name of the model file
+    BASE/models/SHA256/lock     locked in shared mode by each user of the model
+    BASE/models/SHA256/files/   the files of the model
+    BASE/models/staging         a model that is being fetched
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from weightd_protocol import limits
 from weightd_protocol.errors import FailedPrecondition
 from weightd_ray.work_dirs import file_lock
 
-# Models that nobody uses are kept for who comes next, so many of them; a rolling update goes back and forth.
+# Unused models that are kept for later replicas, because a rolling update may go back and forth.
 MAX_UNUSED = 4
 
-# A model of more has been put together by nobody who means it.
+# Maximum number of files of a model; no real model has more.
 MAX_FILES = 65536
 
 _MODE = 0o700
@@ -37,8 +37,8 @@ class PublishedFile(NamedTuple):
     """A file of a published model.
 
     Attributes:
-        name: relative to the model's directory.
-        nbytes: its size.
+        name: the path relative to the model's directory.
+        nbytes: the size in bytes.
     """
 
     name: str
@@ -46,31 +46,31 @@ class PublishedFile(NamedTuple):
 
 
 class PublishedModel(Protocol):
-    """Where a model is published."""
+    """The source of a published model."""
 
     def files(self) -> Sequence[PublishedFile]:
-        """Return its files, the model's own first.
+        """Return the files, the model file first.
 
         Raises:
-            RequestError: they cannot be had.
+            RequestError: the source is not available.
         """
         ...
 
     def chunks(self, index: int) -> Iterator[Any]:
-        """Return what is in one of them, in pieces of bytes.
+        """Yield the content of a file in parts.
 
         Raises:
-            RequestError: they cannot be had.
+            RequestError: the source is not available.
         """
         ...
 
 
 class CachedModel:
-    """A model that is used, and stays until it is released, or until this process ends.
+    """A cached model in use, which stays on disk until it is released or this process exits.
 
     Args:
-        path: of the model's own file.
-        lock_fd: the descriptor of the lock.
+        path: the path of the model file.
+        lock_fd: the descriptor of the shared lock.
 
     Attributes:
         path: as above.
@@ -81,14 +81,14 @@ class CachedModel:
         self._lock_fd = lock_fd
 
     def release(self) -> None:
-        """Use it no more."""
+        """Release the model, so that it may be removed."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
 
 class ModelCache:
-    """The models of a directory.
+    """The cache in a directory.
 
     Args:
         base: the directory for the files of replicas.
@@ -99,19 +99,19 @@ class ModelCache:
         self._staging = self._models / "staging"
 
     def take(self, sha256: str, source: PublishedModel) -> CachedModel:
-        """Return a model of this digest; it is fetched where there is none here, or where that is damaged.
+        """Return the model with a digest; fetch it first if the cached copy is missing or damaged.
 
-        This waits for others on this host that do the same.
+        Blocks while another process on this host does the same.
 
         Raises:
-            FailedPrecondition: what is published is something else, or there is no room for it.
-            RequestError: it cannot be had now.
+            FailedPrecondition: the published model has another digest, or the disk is full.
+            RequestError: the model cannot be fetched at the moment.
         """
         make_directory(self._models.parent, _MODE)
         make_directory(self._models, _MODE)
         directory = self._models / sha256
         with file_lock(self._models / "lock"):
-            # Of who was killed while it fetched.
+            # Remove the files of a process that was killed while it fetched a model.
             shutil.rmtree(self._staging, ignore_errors=True)
             if _digest_of(directory) != sha256:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -148,7 +148,7 @@ class ModelCache:
             self._remove_unused(max_kept)
 
     def _remove_unused(self, max_kept: int) -> None:
-        """Remove what nobody uses, but for so many that were used last."""
+        """Remove unused models, except for the `max_kept` that were used last."""
         entries = sorted(self._models.glob("?" * 64), key=lambda each: each.stat().st_mtime, reverse=True)
         unused = [each for each in entries if not _is_used(each)]
         for each in unused[max_kept:]:
@@ -156,10 +156,10 @@ class ModelCache:
 
 
 def _check_files(files: Sequence[PublishedFile]) -> None:
-    """See to it that names stay in the directory, and that there is a model at all.
+    """Check that there are files, and that their names do not lead out of the directory.
 
     Raises:
-        FailedPrecondition: they do not.
+        FailedPrecondition: the check fails.
     """
     if not 0 < len(files) <= MAX_FILES:
         raise FailedPrecondition(f"expected 1 to {MAX_FILES} files of a published model, got {len(files)}")
@@ -179,7 +179,7 @@ def _write(path: Path, chunks: Iterable[Any], nbytes: int) -> None:
 
 
 def _digest_of(directory: Path) -> str:
-    """Return the digest of what is there, "" if that is no model."""
+    """Return the digest of the model in a directory; "" if there is no valid model."""
     try:
         return digest(_model_file(directory))
     except (OSError, ModelFileError):

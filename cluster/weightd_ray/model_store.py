@@ -1,4 +1,4 @@
-"""Models in Ray's object store: an actor that nobody's end ends has the pieces of each, and replicas fetch them."""
+"""Published models in Ray's object store: a detached actor owns the chunks of each model, and replicas fetch them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from weightd_protocol.errors import NotFound, Unavailable
 from weightd_ray.model_cache import CachedModel, ModelCache, PublishedFile
 from weightd_ray.options import PUBLISHED_PREFIX
 
-# Replicas find them there, whatever application they are of.
+# A common namespace, so that replicas of all applications find the models.
 _NAMESPACE = "weightd"
 
-# What is in memory at once, of publisher, actor and replica each; the store has room for it between other objects.
+# Publisher, actor and replica each hold one chunk in memory; the size must fit into the store beside other objects.
 _CHUNK_BYTES = 8 * 1024 * 1024
 
-# For one piece: from another node, or from the disk where the store has put it.
+# Seconds to fetch one chunk from another node, or from disk if the store has spilled it.
 _CHUNK_TIMEOUT_S = 120.0
 
 Chunk = Any
@@ -32,7 +32,7 @@ Content = tuple[Sequence[PublishedFile], Sequence[Sequence[ray.ObjectRef[Chunk]]
 
 
 class ModelStoreActor:
-    """Has the pieces of one model, and is their owner: they live as long as this."""
+    """Actor that owns the chunks of one model; the object store keeps them as long as the actor lives."""
 
     def __init__(self) -> None:
         self._files: list[PublishedFile] = []
@@ -40,39 +40,40 @@ class ModelStoreActor:
         self._is_complete = False
 
     def begin_file(self, name: str, nbytes: int) -> None:
-        """The pieces of another file follow."""
+        """Begin another file; the following chunks belong to it."""
         self._files.append(PublishedFile(name, nbytes))
         self._chunks.append([])
 
     def add_chunk(self, chunk: Chunk) -> None:
-        """Have a piece more of the file that was begun last."""
+        """Store the next chunk of the current file."""
         self._chunks[-1].append(ray.put(chunk))
 
     def finish(self) -> None:
-        """That is all of it."""
+        """Mark the model as complete."""
         self._is_complete = True
 
     def content(self) -> Content | None:
-        """Return the files, and the pieces of each; None as long as that is not all."""
+        """Return the files and the chunks of each; None until the model is complete."""
         return (self._files, self._chunks) if self._is_complete else None
 
 
 def publish(path: str | os.PathLike[str]) -> str:
-    """Put the files of a model into the object store; return its name there, "sha256:…".
+    """Publish the files of a model in the object store; return their name there, "sha256:…".
 
     Raises:
-        ModelFileError: they cannot be read, or are others by now.
-        Unavailable: somebody else publishes this model, or has begun to; or there is no room for it.
+        ModelFileError: the files cannot be read, or have changed in the meantime.
+        Unavailable: another process is publishing the model or was interrupted, or the store has no space left.
     """
     _connect()
     with OpenModel(Path(path)) as model:
-        # Of what is open: at the end it must still be what is at the path.
+        # The files are open already; `check_unchanged` verifies at the end that the path still refers to the same
+        # files.
         sha256 = digest(Path(path))
         options = {"name": sha256, "namespace": _NAMESPACE, "lifetime": "detached", "num_cpus": 0}
         try:
             store = ray.remote(ModelStoreActor).options(**options).remote()
         except ValueError:
-            # That is what Ray says where there is an actor of this name.
+            # Ray raises this error if an actor of this name exists.
             _get_content(sha256)
             return PUBLISHED_PREFIX + sha256
         try:
@@ -89,26 +90,26 @@ def publish(path: str | os.PathLike[str]) -> str:
 
 
 def unpublish(model: str) -> None:
-    """Take a model out of the object store.
+    """Remove a model from the object store.
 
     Raises:
-        NotFound: it is not there.
+        NotFound: the model is not published.
     """
     _connect()
     ray.kill(_get_store(model.removeprefix(PUBLISHED_PREFIX)))
 
 
 async def fetch(sha256: str, base: Path) -> CachedModel:
-    """Return a published model as files of this host, in a thread of its own.
+    """Return a published model as files on this host; a separate thread fetches them.
 
     Raises:
-        RequestError: it cannot be had.
+        RequestError: the model is not available.
     """
     return await asyncio.to_thread(ModelCache(base).take, sha256, _Store(sha256))
 
 
 class _Store:
-    """A model as it is in the object store; it is asked for nothing that the host has already."""
+    """A published model in the object store; it is accessed only if the cache needs the files."""
 
     def __init__(self, sha256: str) -> None:
         self._sha256 = sha256
@@ -127,11 +128,11 @@ class _Store:
 
 
 def _put_file(store: Any, model: OpenModel, file: ModelFile) -> None:
-    """Put a file there piece by piece: the next is read when one has come."""
+    """Store a file chunk by chunk; the next chunk is read after the previous one has been stored."""
     ray.get(store.begin_file.remote(file.name, file.nbytes))
     with model.open(file) as content:
         while chunk := content.read(_CHUNK_BYTES):
-            # An array, for that is not copied again where it arrives.
+            # Ray does not copy numpy arrays again when it deserializes them.
             ray.get(store.add_chunk.remote(np.frombuffer(chunk, np.uint8)))
 
 
@@ -159,6 +160,6 @@ def _unavailable(sha256: str, error: RayError) -> Unavailable:
 
 
 def _connect() -> None:
-    """Be of the cluster that this host is of, where the program is of none yet."""
+    """Connect to the Ray cluster of this host, unless the process is already connected to a cluster."""
     if not ray.is_initialized():
         ray.init(address=os.environ.get("RAY_ADDRESS") or "auto", log_to_driver=False)

@@ -1,4 +1,4 @@
-"""What an application is told, checked where it is built: who mends a YAML wants to know all that is wrong at once."""
+"""Parses and validates the arguments of an application, and reports all errors at once."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PUBLISHED_PREFIX = "sha256:"
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
-# Of one replica; what is beyond it waits at Serve's routers.
+# Maximum of concurrent requests of a replica; further requests wait at Serve's routers.
 _MAX_ONGOING = 65536
 
-# The daemon's queue is the place to wait: it knows deadlines and priorities, and makes rows of several of what it has.
-# A router of Serve whose replicas have all that they take asks again after pauses that grow to half a second, and what
-# waits there comes through at a tenth of the rate.
+# Requests should wait in the daemon's queue, which knows deadlines and priorities and can batch requests. If all
+# replicas are busy, Serve's router retries after delays that grow to half a second, which reduces the throughput of
+# waiting requests to a tenth.
 _ONGOING_PER_WORKER = 32
 _MIN_ONGOING = 128
 
@@ -43,12 +43,12 @@ _GATEWAY_FIELDS: Mapping[str, Any] = {each.name: each.metadata for each in datac
 
 
 class ArgumentError(WeightdError):
-    """The arguments are not usable; the text has a line for each that is wrong."""
+    """Arguments are invalid; the text has one line for each error."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of an application. Beside these it takes the keys of [models.NAME] but `path`."""
+    """The arguments of an application. In addition, it accepts the keys of [models.NAME] except `path`."""
 
     model: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
     """The model file, at a path that each host has, or "sha256:…" as `weightd_ray.publish` returns it."""
@@ -97,7 +97,7 @@ class Arguments:
 
     @property
     def published_digest(self) -> str:
-        """The digest of the published model that is to be served; "": it is a file."""
+        """The digest of the published model; "" if `model` is a file."""
         return self.model.removeprefix(PUBLISHED_PREFIX) if self.model.startswith(PUBLISHED_PREFIX) else ""
 
     @property
@@ -106,7 +106,7 @@ class Arguments:
         return Path(self.directory or Path(default_cache_dir(), "ray"))
 
 
-# What a replica's own daemon would need, and the host's has.
+# Arguments that apply only to an embedded daemon, and only to the host's service.
 _EMBEDDED_KEYS = ("model", "directory")
 _HOST_KEYS = ("tenant",)
 
@@ -116,12 +116,12 @@ _MODEL_KEYS: Mapping[str, FieldType] = {
 
 
 def parse_arguments(args: Mapping[str, Any]) -> Arguments:
-    """Return what the arguments of an application say.
+    """Return the parsed arguments of an application.
 
-    On a command line each is a text: what should be none is read as TOML has it.
+    On a command line every argument is text; text that is not valid for the argument's type is parsed as a TOML value.
 
     Raises:
-        ArgumentError: they are not usable.
+        ArgumentError: arguments are invalid.
     """
     problems = ErrorCollector()
     argument_kinds = {
@@ -157,7 +157,7 @@ def _parse_text(kind: FieldType, value: Any) -> Any:
             parsed = tomllib.loads(f"value = {value}")
         except (ValueError, RecursionError):
             return value
-        # A text of several lines may have other keys in it.
+        # Text with several lines could define other keys, too.
         return parsed["value"] if len(parsed) == 1 else value
 
 
@@ -221,13 +221,13 @@ def _check_digests(arguments: Arguments) -> Iterator[FieldError]:
 
 
 def _placeholder_file(table: Mapping[str, Any]) -> str:
-    """Return a file name such as that of the published model may be, which is not known here."""
+    """Return a stand-in for the file name of a published model, which is unknown here."""
     engine = next((each for name, each in ENGINES.items() if name == table.get("engine")), None)
     return f"published{engine.suffix if engine else '.onnx'}"
 
 
 def _check_model(arguments: Arguments, path: str, problems: ErrorCollector) -> ModelConfig:
-    """Return the daemon's table of the model, as the daemon itself checks it."""
+    """Return the daemon's configuration of the model, validated by the daemon's own code."""
     models = {arguments.name: {"path": path, **arguments.model_table}}
     try:
         model, relocated = (parse({"models": models}, Path(base)).models[arguments.name] for base in ("/", "/other"))
@@ -247,7 +247,7 @@ def _check_model(arguments: Arguments, path: str, problems: ErrorCollector) -> M
 
 
 def _argument_problem(problem: str, name: str) -> str:
-    """Name the argument that stands for a key of the daemon's file."""
+    """Return an error of the daemon's configuration with the argument's name instead of the configuration key."""
     rest = problem.removeprefix(f"models.{label(name)}")
     for key, argument in ((": ", "name: "), (".path", "model"), (".", "")):
         if rest.startswith(key):

@@ -1,4 +1,4 @@
-"""One replica: a daemon, its model, and what Serve asks of both."""
+"""A replica of a Ray Serve deployment: one daemon with its model, and the methods that Serve calls."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ from weightd_protocol.schema import label
 from weightd_ray.daemon import DaemonEndpoint, EmbeddedDaemon, HostDaemon
 from weightd_ray.options import Arguments
 
-# Between two looks at a daemon that does not listen yet.
+# Seconds between two checks of a daemon that does not listen yet.
 _POLL_INTERVAL_S = 0.05
 
-# After a daemon that has ended is started again, its model is loaded: nobody knows how long that takes.
+# Suggested retry delay while a restarted daemon loads its model; the actual duration is not known.
 _RETRY_S = 1.0
 
-# Left of a request's time when what it refers to comes in the last moment.
+# Timeout of a request whose references were resolved at the last moment.
 _MIN_TIMEOUT_S = 1e-6
 
 _MAX_TIMEOUT_S = limits.MAX_TIMEOUT_US / 1e6
 
 
 class _CheckedDaemonClient(DaemonClient):
-    """A service that answers nothing of a daemon of which nobody knows yet what it has.
+    """A daemon client that rejects requests until the daemon's model has been verified.
 
     Args:
-        check: raises Unavailable as long as that is so.
-        address: as Service.
+        check: raises `Unavailable` until then.
+        address: as in `DaemonClient`.
         timeout: likewise.
         admission: likewise.
     """
@@ -59,7 +59,7 @@ class _CheckedDaemonClient(DaemonClient):
         self._check = check
 
     async def infer(self, caller: Caller, request: InferenceRequest) -> InferenceResult:
-        """As Service. The daemon may have been another one when the request came, or be another one by now."""
+        """Run inference. The check is made before and after, because the daemon may restart in the meantime."""
         self._check()
         result = await super().infer(caller, request)
         self._check()
@@ -67,18 +67,18 @@ class _CheckedDaemonClient(DaemonClient):
 
 
 class Replica:
-    """Serves one model on one node. It is made, asked and ended in one event loop, that of Serve for user code.
+    """Serves one model on one node. All methods run in the same event loop: Serve's loop for user code.
 
     Args:
-        arguments: what the application was told.
+        arguments: the arguments of the application.
     """
 
     def __init__(self, arguments: Arguments) -> None:
         self._arguments = arguments
         self._caller = Caller(arguments.tenant or None, "serve")
-        # Whether what serves is known to have the digest that it must have: not before that was looked at.
+        # Whether the digest of the loaded model has been verified since the last start of the daemon.
         self._is_verified = False
-        # How often its daemon has been started.
+        # How often the daemon has been started.
         self._start_count = 0
         self._verify_task: asyncio.Task[None] | None = None
         self._failure = ""
@@ -86,14 +86,14 @@ class Replica:
         self._daemon: DaemonEndpoint
         self._daemon_client: DaemonClient
         self._api: HttpApi
-        # What has to be ended, and in which order.
+        # Stops everything that was started, in reverse order.
         self._exit_stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
-        """Have a daemon, and return when the model is ready.
+        """Start the daemon and return when the model is ready.
 
         Raises:
-            FailedPrecondition: it never will be; the text is what the daemon says.
+            FailedPrecondition: the model cannot become ready; the text is the daemon's error.
         """
         try:
             await self._open()
@@ -109,7 +109,7 @@ class Replica:
         config = GatewayConfig(
             max_body_bytes=arguments.max_body_bytes,
             max_memory_bytes=max(arguments.max_memory_bytes, 2 * arguments.max_body_bytes),
-            # Serve counts them: these are never fewer.
+            # Serve limits concurrent requests itself, to fewer than this.
             max_in_flight=max(GatewayConfig.max_in_flight, 2 * arguments.max_ongoing_requests),
             timeout=arguments.request_timeout,
             page=False,
@@ -121,7 +121,7 @@ class Replica:
         self._exit_stack.push_async_callback(parsers.close)
         nobody, no_regions = Authenticator({}, {}, {}), RegisteredRegions(enabled=False)
         gateway = Gateway(config, nobody, self._daemon_client, no_regions, parsers)
-        # Whoever reaches Serve's proxy may ask, whatever authorization is meant for it.
+        # Access control is up to Serve's proxy, so any `authorization` header is ignored.
         self._api = HttpApi(gateway, frozenset({ANY_HOST}), self._caller, arguments.request_timeout)
         await self._wait_verified()
 
@@ -131,10 +131,10 @@ class Replica:
             return HostDaemon(arguments.address)
         path = arguments.model
         if arguments.published_digest:
-            from weightd_ray import model_store  # noqa: PLC0415 - it needs Ray
+            from weightd_ray import model_store  # noqa: PLC0415 - the module imports Ray
 
             cached = await model_store.fetch(arguments.published_digest, arguments.base_dir)
-            # It stays as long as its daemon may be started again.
+            # The files must stay as long as the daemon may be restarted.
             self._exit_stack.callback(cached.release)
             path = str(cached.path)
         return EmbeddedDaemon(
@@ -142,7 +142,7 @@ class Replica:
         )
 
     def on_daemon_start(self) -> None:
-        """It starts, or starts again: what it loads has to be looked at, also if it is not the first."""
+        """Handle a start or restart of the daemon: the model that it loads must be verified again."""
         self._start_count += 1
         if self._is_verified:
             self._is_verified = False
@@ -155,17 +155,17 @@ class Replica:
             self._failure = str(error)
 
     async def _wait_verified(self) -> None:
-        """Return when the model is ready, and has the digest that it must have.
+        """Wait until the model is ready and has the expected digest.
 
         Raises:
-            FailedPrecondition: it never will be ready, or has another one.
+            FailedPrecondition: the model cannot become ready, or has another digest.
         """
         while not self._is_verified:
             starts = self._start_count
             try:
                 self._is_verified = await self._check_ready() and starts == self._start_count
             except FailedPrecondition:
-                # Or else a daemon has said so that was there before.
+                # Otherwise the error came from a previous daemon.
                 if starts == self._start_count:
                     raise
             if self._daemon.failure:
@@ -174,10 +174,10 @@ class Replica:
                 await asyncio.sleep(_POLL_INTERVAL_S)
 
     async def _check_ready(self) -> bool:
-        """Say whether the model is ready, and known to be the one; wait as long as the daemon does for its signature.
+        """Return whether the model is ready and has the expected digest. The daemon replies once the model is loaded.
 
         Raises:
-            FailedPrecondition: it never will be.
+            FailedPrecondition: the model cannot become ready, or has another digest.
         """
         try:
             await self._daemon_client.metadata(self._caller, self._arguments.name)
@@ -185,14 +185,14 @@ class Replica:
                 return False
             await self._check_digest()
         except (Unavailable, DeadlineExceeded):
-            return False  # it does not listen yet, or has ended
+            return False  # the daemon does not listen yet, or has exited
         return True
 
     async def _check_digest(self) -> None:
         expected = self._arguments.sha256
         if not expected:
             return
-        # Not from the gateway's service, which may still know what an earlier daemon has said.
+        # A separate client is used, because `DaemonClient` may have cached a response of a previous daemon.
         async with AsyncClient(self._address, tenant=self._caller.tenant) as client:
             models = (await client.metrics()).models
         found = next((each.sha256 for each in models if each.name == self._arguments.name), "")
@@ -205,7 +205,7 @@ class Replica:
     def _model_source(self) -> str:
         return self._arguments.model or f"the service at {self._arguments.address}"
 
-    # --- what Serve asks ---------------------------------------------------------------------------------------
+    # --- methods for Serve -------------------------------------------------------------------------------------
 
     async def infer(
         self,
@@ -215,17 +215,17 @@ class Replica:
         timeout: float | None = None,
         priority: int | None = None,
     ) -> InferenceResult:
-        """Return what the model answers: outputs by name.
+        """Run inference and return the outputs by name.
 
         Args:
-            inputs: arrays by name; references to arrays in the object store are looked up here. Or what is the only
-                input of the model.
-            outputs: those that are wanted; None: all.
+            inputs: arrays by name, or the array of the model's only input. References to arrays in the object store are
+                resolved.
+            outputs: the names of the outputs to return; None: all.
             timeout: seconds to wait; None: `request_timeout`.
-            priority: 1 goes first; None: the model's default.
+            priority: 1 is the highest; None: the model's default.
 
         Raises:
-            RequestError: as `weightd.Client.infer`.
+            RequestError: as in `weightd.Client.infer`.
         """
         if isinstance(inputs, Mapping):
             inputs, timeout = await self._resolve_references(cast("Mapping[str, Any]", inputs), timeout)
@@ -233,17 +233,17 @@ class Replica:
         return await self._daemon_client.infer(self._caller, request)
 
     async def _resolve_references(self, inputs: Mapping[str, Any], timeout: float | None) -> tuple[Any, float | None]:
-        """Return inputs with arrays in the place of references to them, and the seconds that are left.
+        """Return the inputs with references replaced by their arrays, and the remaining seconds.
 
         Raises:
-            DeadlineExceeded: what they refer to is not there in time.
-            InvalidArgument: it never will be.
+            DeadlineExceeded: a reference was not resolved in time.
+            InvalidArgument: a reference cannot be resolved.
         """
         references: dict[str, Awaitable[Any]] = {
             name: each for name, each in inputs.items() if isinstance(each, Awaitable)
         }
         timeout_s = self._arguments.request_timeout if timeout is None else timeout
-        # What is no time is for the client to refuse.
+        # The client rejects an invalid timeout.
         if not (references and 0 < timeout_s <= _MAX_TIMEOUT_S):
             return inputs, timeout
         resolved, deadline = dict(inputs), time.monotonic() + timeout_s
@@ -252,22 +252,22 @@ class Replica:
         return resolved, max(deadline - time.monotonic(), _MIN_TIMEOUT_S)
 
     async def metadata(self) -> Mapping[str, Any]:
-        """Return what the model takes and gives, as the Open Inference Protocol has it.
+        """Return the model's metadata in the form of the Open Inference Protocol.
 
         Raises:
-            RequestError: as `infer`.
+            RequestError: as in `infer`.
         """
         return oip_view.model_metadata(await self._daemon_client.metadata(self._caller, self._arguments.name))
 
     async def check_health(self) -> None:
-        """Return if requests are answered.
+        """Check that the replica serves requests.
 
         Raises:
-            WeightdError: they are not, and the text says why: Serve has another replica take the place of this one.
+            WeightdError: it does not, for the reason in the text; after repeated failures Serve replaces the replica.
         """
         if self._failure or self._daemon.failure:
             raise FailedPrecondition(self._failure or self._daemon.failure)
-        # A daemon that is started again is waited for as long as Serve is patient: meanwhile it asks other replicas.
+        # A restarting daemon fails the check, too. Until Serve loses patience, it sends requests to other replicas.
         self._check_verified()
         ready = await self._daemon_client.ready(self._caller, self._arguments.name)
         if not ready.ready:
@@ -281,7 +281,7 @@ class Replica:
             raise
 
     async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer over HTTP, as the gateway does: the Open Inference Protocol."""
+        """Handle an HTTP connection with the gateway's implementation of the Open Inference Protocol."""
         try:
             if scope["type"] == "http":
                 self._check_verified()
@@ -296,7 +296,7 @@ class Replica:
             raise Unavailable(text, retry_after=_RETRY_S)
 
     async def stop(self) -> None:
-        """End the daemon, if it is this replica's, and return when nothing of it is left."""
+        """Stop the daemon if it is embedded; return after its files have been removed."""
         if self._verify_task is not None:
             self._verify_task.cancel()
         await self._exit_stack.aclose()
@@ -309,5 +309,6 @@ async def _await_reference(name: object, reference: Awaitable[Any], timeout_s: f
     except asyncio.TimeoutError:
         raise DeadlineExceeded(f"{input_label}: what it refers to has not come in time") from None
     except Exception as error:
-        # Whatever the task has raised that was to make it, or Ray where it is lost: not the model's errors.
+        # The task that should have created the object failed, or Ray lost the object. This is not an error of the
+        # model.
         raise InvalidArgument(f"{input_label}: what it refers to cannot be had: {type(error).__name__}") from error

@@ -1,10 +1,10 @@
-"""Directories of replicas on this host: each has one to itself, and what killed ones have left is removed.
+"""Working directories of replicas on this host: one for each. The next replica removes directories of killed ones.
 
 ::
 
-    BASE/lock           held while a directory is made, or looked for what is left
-    BASE/work/NAME/     that of a replica: configuration, sockets, and the cache of its daemon
-    BASE/work/NAME/lock held as long as the replica, or its daemon, lives
+    BASE/lock           locked while a directory is created, or abandoned ones are removed
+    BASE/work/NAME/     directory of a replica: configuration and sockets of its daemon, and its cache
+    BASE/work/NAME/lock locked as long as the supervisor or its daemon lives
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _MODE = 0o700
 
 
 class WorkDir(NamedTuple):
-    """A directory that is nobody else's.
+    """A working directory of one replica.
 
     Attributes:
-        path: of it.
-        lock_fd: a descriptor; as long as a process has it, nobody removes the directory.
+        path: the path.
+        lock_fd: descriptor of the lock; while a process holds it, the directory is not removed.
     """
 
     path: Path
@@ -37,11 +37,11 @@ class WorkDir(NamedTuple):
 
 @contextlib.contextmanager
 def work_dir(base: Path) -> Generator[WorkDir, None, None]:
-    """Have a directory within the block, and leave nothing of it behind; remove what others have left first.
+    """Create a directory for the duration of the block; first remove directories that were abandoned.
 
     Raises:
-        ClaimError: `base` cannot be had, or others could exchange it.
-        OSError: nothing can be made there.
+        ClaimError: `base` cannot be used, or other users could replace it.
+        OSError: the directory cannot be created.
     """
     parent = base / "work"
     make_directory(base, _MODE)
@@ -54,17 +54,17 @@ def work_dir(base: Path) -> Generator[WorkDir, None, None]:
     try:
         yield WorkDir(path, lock_fd)
     finally:
-        # Held to the end: nobody else removes it at the same time.
+        # The lock is held until the end, so that no other process removes the directory at the same time.
         shutil.rmtree(path, ignore_errors=True)
         os.close(lock_fd)
 
 
 @contextlib.contextmanager
 def file_lock(path: Path) -> Generator[None, None, None]:
-    """Have a lock file to oneself within the block; who has it is waited for.
+    """Hold a lock file exclusively within the block; block until it is free.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the file cannot be created.
     """
     descriptor = _open_lock(path)
     try:
@@ -79,12 +79,12 @@ def _open_lock(path: Path) -> int:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the directories of which nobody holds the lock: who makes one holds that of all."""
+    """Remove directories whose lock is free. The caller holds BASE/lock, so that no directory is being created."""
     for each in parent.iterdir():
         try:
             lock_fd = _open_lock(each / "lock")
         except OSError:
-            # Not one of these; or one that was removed, but for itself.
+            # The entry is not a working directory, or its owner has just removed it.
             shutil.rmtree(each, ignore_errors=True)
             continue
         try:
