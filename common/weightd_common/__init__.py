@@ -1,4 +1,4 @@
-"""What more than one of daemon, worker, client and weightctl needs, and is not the wire.
+"""Modules that more than one of daemon, worker, client, weightctl and gateway needs, apart from the protocol.
 
-Imports `weightd_protocol` and nothing else of weightd; runs on Python 3.7.
+The package imports only `weightd_protocol` of weightd and supports Python 3.7.
 """

@@ -1,7 +1,6 @@
-"""The argument parser of weightd's programs.
+"""Argument parser of weightd's programs, and the command line of the gateway.
 
-The command line of the gateway is declared here, too: `weightd gateway` reads it, and so does the process that this
-command becomes.
+The gateway's arguments are declared here because both `weightd gateway` and the process that it becomes parse them.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ EXIT_USAGE = 64
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that ends with `EXIT_USAGE`; so do those of its commands."""
+    """Argument parser that exits with `EXIT_USAGE` on errors, as do the parsers of its subcommands."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and end."""
+        """Print the usage and the error, and exit."""
         self.print_usage(sys.stderr)
         self.exit(EXIT_USAGE, f"{self.prog}: {message}\n")
 
@@ -35,7 +34,7 @@ _GATEWAY_DESCRIPTION = (
 
 
 def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the gateway."""
+    """Add the description and the arguments of the gateway to `parser`."""
     parser.description = _GATEWAY_DESCRIPTION
     parser.add_argument(
         "config",
@@ -48,6 +47,6 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def to_gateway_arguments(options: argparse.Namespace) -> List[str]:
-    """Return the command line that `add_gateway_arguments` has read."""
+    """Return the command line from which `add_gateway_arguments` parsed these options."""
     flags = [flag for flag, given in (("--verbose", options.verbose), ("--check", options.check)) if given]
     return [*flags, *(["--", options.config] if options.config else [])]

@@ -1,7 +1,7 @@
-"""Files with one key of CURVE each: NAME.key, the secret one, and NAME.pub, the public one.
+"""CURVE key files: NAME.key with a secret key, NAME.pub with a public key.
 
-A file is text: lines that begin with "# ", and one with the kind of the key and the key in Z85, which is 40 characters
-for 32 bytes. The kind is there so that nobody hands a secret key out for a public one.
+A key file is a text file with comment lines that begin with "# " and one line with the kind of the key and the key. The
+key is in Z85: 40 characters for 32 bytes. The kind prevents users from giving away a secret key as a public one.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from weightd_protocol.errors import WeightdError
 
 PUBLIC = "weightd-public-key"
-SECRET = "weightd-secret-key"  # noqa: S105 - the kind of it
+SECRET = "weightd-secret-key"  # noqa: S105 - the kind of the key
 
 KEY_CHARACTERS = 40
 
 _NAMES = {PUBLIC: "public", SECRET: "secret"}
 
-# More than comments and a key are.
+# More than the comments and the key need.
 _MAX_BYTES = 4096
 
 _Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
@@ -28,11 +28,11 @@ _GROUP_AND_OTHER_MODE = stat.S_IRWXG | stat.S_IRWXO
 
 
 class KeyFileError(WeightdError):
-    """A file has no such key, or must not be used; the text names the file, and never shows what is in it."""
+    """A file has no valid key, or is not safe to use. The text names the file and never contains its content."""
 
 
 def is_key(text: str) -> bool:
-    """Return whether this is Z85 for 32 bytes."""
+    """Return whether `text` is the Z85 encoding of 32 bytes."""
     if len(text) != KEY_CHARACTERS or any(each not in _Z85 for each in text):
         return False
     return all(_decode_group(text[start : start + 5]) < 2**32 for start in range(0, KEY_CHARACTERS, 5))
@@ -46,31 +46,31 @@ def _decode_group(group: str) -> int:
 
 
 def format_key_file(kind: str, key: str, *comments: str) -> str:
-    """Return what is in the file of a key; `kind` is PUBLIC or SECRET."""
+    """Return the content of a key file. `kind` is PUBLIC or SECRET."""
     return "".join([*(f"# {comment}\n" for comment in comments), f"{kind} {key}\n"])
 
 
 def read_public(path: Path) -> str:
-    """Return the key of a file with a public one.
+    """Return the public key in a file.
 
     Raises:
-        KeyFileError: there is none.
+        KeyFileError: the file has no public key.
     """
     return _read_key_file(path, PUBLIC)
 
 
 def read_secret(path: Path) -> str:
-    """Return the key of a file with a secret one, which nobody but its owner may read: who asks, or root.
+    """Return the secret key in a file. Only its owner, which must be the current user or root, may have access.
 
     Raises:
-        KeyFileError: there is none, or others may read it.
+        KeyFileError: the file has no secret key, or other users have access.
     """
     return _read_key_file(path, SECRET)
 
 
 def _read_key_file(path: Path, kind: str) -> str:
     try:
-        # A pipe would be waited for.
+        # O_NONBLOCK, because opening a pipe would wait for its other end.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(descriptor)
@@ -90,14 +90,14 @@ def _check_secrecy(path: Path, status: os.stat_result) -> None:
     if status.st_mode & _GROUP_AND_OTHER_MODE:
         mode = f"expected mode 0600 or 0400, got 0{stat.S_IMODE(status.st_mode):o}: others may have read the key"
         raise KeyFileError(f"{path}: {mode}; make a new one with weightctl keygen, or chmod 0600 it")
-    # Root reads what it is told to, also with `weightd check`, or for a user.
+    # Root may read any file, for example with `weightd check` or on behalf of a user.
     if os.geteuid() != 0 and status.st_uid not in (0, os.geteuid()):
         owner = f"expected a file of root or of user {os.geteuid()}, who reads it, got one of user {status.st_uid}"
         raise KeyFileError(f"{path}: {owner}; chown it")
 
 
 def _parse_key(path: Path, kind: str, content: bytes) -> str:
-    # Not a word of it is in an error: it may be a secret.
+    # Error texts contain nothing of the content, which may be a secret.
     lines = [line.split() for line in content.decode("ascii", "replace").splitlines() if line[:2] != "# "]
     words = [each for each in lines if each]
     form = f"expected a line {kind} KEY, KEY being {KEY_CHARACTERS} characters of Z85, as weightctl keygen writes it"

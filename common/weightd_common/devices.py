@@ -1,6 +1,6 @@
-"""The names of devices, and lists of cores as the kernel writes them: "0-3,8".
+"""Device names, and core lists in the kernel's format, such as "0-3,8".
 
-A device is "cpu", "cpu:N" for a set of its cores, or "ascend:N" for the card of that number.
+A device is "cpu", "cpu:N" for a set of cores, or "ascend:N" for a card.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ _CORES = re.compile(r"cpu:(0|[1-9][0-9]{0,2})")
 
 
 def card_of(device: str) -> Optional[int]:
-    """Return the number of the card, None where the name is no card's."""
+    """Return the number of a card, or None if the device is not a card."""
     match = _CARD.fullmatch(device)
     return int(match.group(1)) if match else None
 
 
 def has_cores(device: str) -> bool:
-    """Whether the name is that of a set of cores."""
+    """Return whether the device is a set of cores."""
     return _CORES.fullmatch(device) is not None
 
 
 def is_cpu(device: str) -> bool:
-    """Whether the name is that of the CPU, or of some of its cores."""
+    """Return whether the device is the CPU or a set of its cores."""
     return device == CPU or has_cores(device)
 
 
@@ -35,7 +35,7 @@ def parse_cpulist(text: str) -> FrozenSet[int]:
     """Return the cores of a list.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `text` is not a core list.
     """
     if not _CPU_LIST.fullmatch(text):
         raise ValueError(text)
@@ -49,7 +49,7 @@ def parse_cpulist(text: str) -> FrozenSet[int]:
 
 
 def format_cpulist(cores: Collection[int]) -> str:
-    """Return the list that `parse_cpulist` reads, in its shortest form."""
+    """Return the shortest core list that `parse_cpulist` parses to these cores."""
     ranges: List[List[int]] = []
     for core in sorted(cores):
         if ranges and core == ranges[-1][-1] + 1:

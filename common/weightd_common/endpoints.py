@@ -1,4 +1,4 @@
-"""The sockets at which the daemon listens and clients connect: default directories, paths, and TCP addresses.
+"""Sockets at which the daemon listens and clients connect: default directories, paths and TCP addresses.
 
 Daemon and client must agree on them, and neither may import the other.
 """
@@ -11,12 +11,12 @@ import re
 from pathlib import Path
 from typing import Tuple
 
-# The service's, which systemd makes for it (RuntimeDirectory=weightd), and root's.
+# The directory of the service, which systemd creates (RuntimeDirectory=weightd), and of root.
 SYSTEM_RUNTIME_DIR = "/run/weightd"
 
 _SOCKET_NAME = "weightd.sock"
 
-# Of the path of a unix socket, and of no other socket for clients.
+# The suffix of the daemon's unix socket for clients. No other socket has it.
 UNIX_SUFFIX = ".unix"
 
 _CHANNEL_SUFFIX = ".channel"
@@ -30,35 +30,35 @@ _TCP_ADDRESS = re.compile(r"tcp://(\[[^\]\s]+\]|[^:\s]+):([0-9]{1,5})")
 
 
 def runtime_dir() -> str:
-    """Return the directory where a daemon that this user starts has its sockets."""
+    """Return the directory for the sockets of a daemon that this user starts."""
     if os.getuid() == 0:
         return SYSTEM_RUNTIME_DIR
     return xdg_dir("XDG_RUNTIME_DIR") or f"/tmp/weightd-{os.getuid()}"  # noqa: S108 - the daemon checks whose it is
 
 
 def xdg_dir(variable: str) -> str:
-    """Return weightd's directory in one of the user's XDG directories, "" where there is none.
+    """Return weightd's directory in one of the user's XDG directories, or "" if that is not set.
 
-    Empty means unset there, and a relative path is to be ignored (XDG Base Directory Specification).
+    The XDG Base Directory Specification treats an empty variable as unset and ignores a relative path.
     """
     base = os.environ.get(variable, "")
     return str(Path(base, "weightd")) if Path(base).is_absolute() else ""
 
 
 def socket_address(directory: str) -> str:
-    """Return the address for clients of the daemon whose runtime directory is `directory`."""
+    """Return the client address of the daemon with this runtime directory."""
     return f"ipc://{directory}/{_SOCKET_NAME}"
 
 
 def daemon_key(address: str) -> str:
-    """Return a short name for the daemon whose socket is `address`: two daemons never share a file."""
+    """Return a short name that is unique for the daemon with this address, for use in file names."""
     return hashlib.sha256(os.fsencode(address)).hexdigest()[:12]
 
 
 def unix_path(address: str, directory: str = "") -> str:
-    """Return the path of the unix socket of the daemon whose socket is `address`.
+    """Return the path of the unix socket of the daemon with this address.
 
-    It lies beside an ipc:// one; that of a daemon on TCP in `directory`, its runtime directory.
+    The unix socket is beside an ipc:// socket. A daemon on TCP has it in `directory`, its runtime directory.
     """
     if address.startswith("ipc://"):
         return f"{address[len('ipc://') :]}{UNIX_SUFFIX}"
@@ -66,9 +66,9 @@ def unix_path(address: str, directory: str = "") -> str:
 
 
 def daemon_socket(address: str) -> str:
-    """Return the socket, as a configuration names it, of the daemon that a client finds at /PATH or unix:///PATH.
+    """Return the socket address in the daemon's configuration for a client address /PATH or unix:///PATH.
 
-    Any other address is returned as it is.
+    Any other address is returned unchanged.
     """
     path = address[len("unix://") :] if address.startswith("unix://") else address
     if not path.startswith("/"):
@@ -77,24 +77,24 @@ def daemon_socket(address: str) -> str:
 
 
 def channel_path(address: str) -> str:
-    """Return where a daemon whose socket for children is `address` takes the channels of their requests."""
+    """Return the path of the socket for channels of a daemon with this address for child processes."""
     return f"{address[len('ipc://') :]}{_CHANNEL_SUFFIX}"
 
 
 def is_tcp_address(address: str) -> bool:
-    """Return whether libzmq takes this text for the host and the port that it names.
+    """Return whether `address` is a TCP address for which libzmq uses exactly the given host and port.
 
-    It takes ports modulo 65,536, and 0 for any that is free: both sides would be somewhere else in silence.
+    libzmq takes ports modulo 65,536, and 0 as any free port, so that both sides would silently use another address.
     """
     match = _TCP_ADDRESS.fullmatch(address)
     return match is not None and 1 <= int(match.group(2)) <= MAX_PORT
 
 
 def split_tcp_address(address: str) -> Tuple[str, int]:
-    """Return host and port of what `is_tcp_address` takes; an IPv6 host is in brackets.
+    """Return host and port of a valid TCP address. An IPv6 host is in brackets.
 
     Raises:
-        ValueError: it is none.
+        ValueError: `address` is not a valid TCP address.
     """
     match = _TCP_ADDRESS.fullmatch(address)
     if match is None:

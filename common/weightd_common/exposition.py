@@ -1,7 +1,7 @@
-"""Metrics as text, in the exposition format of Prometheus (0.0.4): what each is called, of what kind, and what it is.
+"""Metrics in the Prometheus text exposition format (0.0.4): names, types, help texts and samples.
 
-A counter is never less than before while the model or the tenant of its labels is there. Of labels there are as many
-values as the configuration has models and tenants: nothing that a client sends is in one.
+A counter never decreases while the model and tenant of its labels exist. The number of label values is limited by the
+models and tenants of the configuration: no label contains text from a client.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from weightd_protocol.errors import ERRORS, ResourceExhausted
 from weightd_protocol.messages.accounts import AccountStatus, TenantStatus, total_failed
 from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics
 
-# What HTTP calls it.
+# The value of the Content-Type header.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 Number = Union[int, float]
@@ -20,7 +20,7 @@ Labels = Tuple[Tuple[str, str], ...]
 
 
 class Sample(NamedTuple):
-    """One value of a family: `suffix` comes behind its name."""
+    """One value of a family. `suffix` is appended to the name of the family."""
 
     labels: Labels
     value: Number
@@ -28,7 +28,7 @@ class Sample(NamedTuple):
 
 
 class Family(NamedTuple):
-    """A metric, with all its labels."""
+    """A metric with the samples of all its labels."""
 
     name: str
     kind: str
@@ -42,7 +42,7 @@ def exposition(response: MetricsResponse) -> str:
 
 
 def iterate_text(response: MetricsResponse) -> Iterator[str]:
-    """Yield the same in small pieces, for who has something else to do in between."""
+    """Yield the text of `exposition` in small pieces, so that the caller can do other work in between."""
     for family in FAMILIES:
         begun = False
         for sample in family.samples(response):
@@ -65,13 +65,13 @@ def _number(value: Number) -> str:
     return repr(value) if isinstance(value, float) else str(int(value))
 
 
-# --- of the daemon, of models, and of tenants -----------------------------------------------------------------------
+# --- helpers for the daemon, for models and for tenants ----------------------------------------------------------
 
 
 def _daemon_samples(
     value: Callable[[MetricsResponse], Optional[Number]],
 ) -> Callable[[MetricsResponse], Iterator[Sample]]:
-    """Samples of a family without labels; none of what is not told."""
+    """Return the samples of a family without labels. A value of None has no sample."""
 
     def samples(response: MetricsResponse) -> Iterator[Sample]:
         found = value(response) if _is_complete(response) else None
@@ -84,7 +84,7 @@ def _daemon_samples(
 def _model_samples(
     value: Callable[[ModelMetrics], Optional[Number]], *, is_public: bool = False
 ) -> Callable[[MetricsResponse], Iterator[Sample]]:
-    """Samples of a family with the label `model`; `is_public`: those that may not see others are told it, too."""
+    """Return the samples of a family with the label `model`; if `is_public`, also for clients with a limited view."""
 
     def samples(response: MetricsResponse) -> Iterator[Sample]:
         for model in response.models if is_public or _is_complete(response) else ():
@@ -98,7 +98,7 @@ def _model_samples(
 def _histogram_samples(
     histogram_of: Callable[[ModelMetrics], Histogram], bounds: Callable[[MetricsResponse], Sequence[Number]]
 ) -> Callable[[MetricsResponse], Iterator[Sample]]:
-    """Samples of a histogram with the label `model`: each bucket has what is in those before it, too."""
+    """Return the samples of a histogram with the label `model`. Buckets are cumulative."""
 
     def samples(response: MetricsResponse) -> Iterator[Sample]:
         names = [*(format(bound, "g") for bound in bounds(response)), "+Inf"]
@@ -117,7 +117,7 @@ def _histogram_samples(
 
 
 def _tenant_samples(value: Callable[[TenantStatus], Optional[Number]]) -> Callable[[MetricsResponse], Iterator[Sample]]:
-    """Samples of a family with the label `tenant`."""
+    """Return the samples of a family with the label `tenant`."""
 
     def samples(response: MetricsResponse) -> Iterator[Sample]:
         for tenant in response.tenants:
@@ -129,12 +129,12 @@ def _tenant_samples(value: Callable[[TenantStatus], Optional[Number]]) -> Callab
 
 
 def _tenant_sum_samples(value: Callable[[AccountStatus], Number]) -> Callable[[MetricsResponse], Iterator[Sample]]:
-    """Samples of what all accounts of a tenant have together, so that nothing is missing if a model goes."""
+    """Return samples with the sum over all accounts of a tenant, which does not decrease when a model is removed."""
     return _tenant_samples(lambda tenant: sum(value(account) for account in tenant.accounts))
 
 
 def _account_samples(value: Callable[[AccountStatus], Number]) -> Callable[[MetricsResponse], Iterator[Sample]]:
-    """Samples of a family with the labels `model` and `tenant`. What is of no model that there is has none."""
+    """Return the samples of a family with the labels `model` and `tenant`. Accounts without a model have no sample."""
 
     def samples(response: MetricsResponse) -> Iterator[Sample]:
         for tenant, account in _iterate_accounts(response):
@@ -151,11 +151,11 @@ def _iterate_accounts(response: MetricsResponse) -> Iterator[Tuple[TenantStatus,
 
 
 def _is_complete(response: MetricsResponse) -> bool:
-    """Whether this is not for somebody who may not see what concerns others: 0 would be a lie there."""
+    """Return whether the client may see all data. For other clients the values are 0, which would be misleading."""
     return bool(response.seconds_bounds)
 
 
-# --- those that are not simple --------------------------------------------------------------------------------------
+# --- special families --------------------------------------------------------------------------------------------
 
 
 def _build(response: MetricsResponse) -> Iterator[Sample]:
@@ -175,7 +175,7 @@ def _processes(response: MetricsResponse) -> Iterator[Sample]:
 
 
 def _requests(response: MetricsResponse) -> Iterator[Sample]:
-    """By code: the bounds of a tenant are all of one."""
+    """Yield requests by code. All limits of a tenant count as RESOURCE_EXHAUSTED."""
     for tenant, account in _iterate_accounts(response):
         codes = {"OK": account.served}
         for reason, count in account.failed.items():
@@ -205,7 +205,7 @@ def _rows_bounds(response: MetricsResponse) -> Sequence[Number]:
     return response.rows_bounds
 
 
-# --- all of them ----------------------------------------------------------------------------------------------------
+# --- all families ------------------------------------------------------------------------------------------------
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 

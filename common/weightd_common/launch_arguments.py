@@ -1,4 +1,4 @@
-"""Arguments, as JSON, that the daemon passes to worker processes: the models of a group, and how ranks meet."""
+"""JSON arguments that the daemon passes to worker processes: the models of a group, and the rendezvous of ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 
 class GroupMember(NamedTuple):
-    """One of the models of a process.
+    """A model of a model group.
 
     Attributes:
-        model: the path of its snapshot; two that are to share weights have one.
-        snapshot_identity: its identity and digest, by which it is not read again.
-        options: of the engine, as JSON.
-        sample: an .npz of inputs to prove it by, or "".
-        tolerance: how far apart answers to these may be.
+        model: the path of its snapshot. Models that share weights have the same path.
+        snapshot_identity: identity and digest of the snapshot, which save the worker from reading it again.
+        options: the engine options, as JSON.
+        sample: an .npz file of inputs for the self-test, or "".
+        tolerance: the largest accepted difference between answers to the sample.
     """
 
     model: str
@@ -26,27 +26,27 @@ class GroupMember(NamedTuple):
 
 
 class GroupMembers(NamedTuple):
-    """The models of a process, in their order.
+    """The models of a model group, in order.
 
     Attributes:
-        sharing: what they have in common: "workspace", "weights" or "both".
-        models: which they are.
+        sharing: the shared memory: "workspace", "weights" or "both".
+        models: the models.
     """
 
     sharing: str
     models: Tuple[GroupMember, ...]
 
     def json(self) -> str:
-        """Return it as text."""
+        """Return the arguments as JSON text."""
         models: List[Dict[str, Any]] = [each._asdict() for each in self.models]
         return json.dumps({"share": self.sharing, "models": models}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> GroupMembers:
-        """Return what a text says that `json` has made.
+        """Parse the result of `json`.
 
         Raises:
-            ValueError: it says something else.
+            ValueError: the text has another form.
         """
         try:
             parsed = json.loads(text)
@@ -56,25 +56,25 @@ class GroupMembers(NamedTuple):
 
 
 def joint_digest(digests: Sequence[str]) -> str:
-    """Return the digest of all models together, from that of each, in their order."""
+    """Return the digest of a model group from the digests of its models, in their order."""
     return hashlib.sha256("".join(f"{each}\n" for each in digests).encode("ascii")).hexdigest()
 
 
 class RendezvousInfo(NamedTuple):
-    """What a rank, or the broker of a group, is told.
+    """Arguments of a rank, or of the broker of a rank group.
 
     Attributes:
-        rank: which one it is; that of a broker is -1.
-        size: how many ranks there are.
-        connect_timeout_s: seconds within which all have to find each other.
+        rank: the number of the rank; -1 for a broker.
+        size: the number of ranks.
+        connect_timeout_s: seconds within which all ranks must find each other.
         exec_timeout_s: seconds for which a rank waits for another one in a predict.
-        reply_rank: the rank whose outputs are the answer; None: those of all are joined.
-        host: where the broker listens.
-        port: likewise; 0 where there is no broker.
+        reply_rank: the rank whose outputs are the answer; None if the outputs of all ranks are concatenated.
+        host: the host at which the broker listens.
+        port: the port of the broker; 0 without a broker.
         rank_table: the path of the rank table, or "".
-        group_info: the path of the groups of ranks within the model, or "".
-        buffer_mib: of communication on a card, for each of those groups; 0 where there is no card.
-        cores: on which it stays once it serves; "": on those that it has.
+        group_info: the path of the file with the groups of ranks within the model, or "".
+        buffer_mib: communication buffer on the card for each of these groups, in MiB; 0 without a card.
+        cores: the cores to which the process is bound once it serves; "" to keep the current ones.
     """
 
     rank: int
@@ -91,19 +91,19 @@ class RendezvousInfo(NamedTuple):
 
     @property
     def has_outputs(self) -> bool:
-        """Whether this rank has an answer to give, or a part of one."""
+        """Whether this rank returns outputs, complete or in part."""
         return self.reply_rank in (None, self.rank)
 
     def json(self) -> str:
-        """Return it as text."""
+        """Return the arguments as JSON text."""
         return json.dumps(self._asdict(), separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> RendezvousInfo:
-        """Return what a text says that `json` has made.
+        """Parse the result of `json`.
 
         Raises:
-            ValueError: it says something else.
+            ValueError: the text has another form.
         """
         try:
             return cls(**json.loads(text))

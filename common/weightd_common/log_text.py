@@ -1,4 +1,4 @@
-"""Text for logs and status lines: priorities of systemd's journal (sd-daemon(3)), foreign text, progress of a load."""
+"""Text for logs and status lines: journal priorities (sd-daemon(3)), foreign text, and the progress of a load."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import os
 from typing import Mapping, Optional
 
-# Levels, from the most severe, and the priorities of syslog that they are.
+# Log levels, most severe first, with the corresponding syslog priorities.
 _PRIORITIES = ((logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6))
 _DEBUG = 7
 
@@ -14,7 +14,7 @@ _DEBUG = 7
 def is_connected_to_journal(environment: Mapping[str, str], descriptor: int) -> bool:
     """Return whether systemd has connected the descriptor to the journal.
 
-    The variable alone does not tell: it is inherited by processes whose output goes elsewhere.
+    The variable alone is no proof: processes whose output goes elsewhere inherit it.
     """
     try:
         status = os.fstat(descriptor)
@@ -24,27 +24,27 @@ def is_connected_to_journal(environment: Mapping[str, str], descriptor: int) -> 
 
 
 def add_priority(text: str, priority: int) -> str:
-    """Return the text with the priority of syslog in front of each line, by which the journal knows it."""
+    """Return the text with a syslog priority prefix on each line, in the format that the journal parses."""
     return "\n".join(f"<{priority}>{line}" for line in text.split("\n"))
 
 
 def priority_of(level: int) -> int:
-    """Return the priority of an event of this level of logging."""
+    """Return the syslog priority of a log level."""
     return next((priority for least, priority in _PRIORITIES if level >= least), _DEBUG)
 
 
 def to_one_line(text: str) -> str:
-    """Return foreign text on one line, and without what could play tricks on a terminal."""
+    """Return foreign text on one line, with all characters escaped that could affect a terminal."""
     lines = (line.strip() for line in text.replace("\t", " ").splitlines())
     return "".join(each if each.isprintable() else repr(each)[1:-1] for each in " | ".join(filter(None, lines)))
 
 
 def progress_text(fraction: Optional[float], remaining_s: Optional[float]) -> str:
-    """Return "43 %, about 20 s left", or as much of it as is known, "" for nothing.
+    """Return progress as "43 %, about 20 s left", only one part if the other is unknown, or "" if both are.
 
     Args:
-        fraction: from 0 to 1; None if nobody knows. What is not over is never told as 100 %.
-        remaining_s: seconds; None likewise.
+        fraction: the completed part from 0 to 1, None if unknown. An unfinished load is never shown as 100 %.
+        remaining_s: the remaining seconds, None if unknown.
     """
     parts = [] if fraction is None else [f"{percent(fraction)} %"]
     if remaining_s is not None:
@@ -53,12 +53,12 @@ def progress_text(fraction: Optional[float], remaining_s: Optional[float]) -> st
 
 
 def percent(fraction: float) -> int:
-    """Return a share as a number of percent that is less than 100."""
+    """Return a fraction as an integer percentage from 0 to 99."""
     return max(0, min(99, int(100 * fraction)))
 
 
 def _round_duration(seconds: float) -> str:
-    """Seconds, no more exactly than anybody could know."""
+    """Return a duration as text, rounded to the precision of an estimate."""
     if seconds < 10:
         return f"{max(1, round(seconds))} s"
     if seconds < 120:

@@ -1,8 +1,8 @@
-"""Memory as a descriptor: made so that it keeps its size, and looked at before it is trusted to.
+"""Shared memory as memfds: creation with a sealed size, and validation of received ones.
 
-A file that somebody shortens while others have it mapped kills them with SIGBUS when they touch what is gone. A memfd
-that is sealed against that cannot be shortened by anybody, ever. Its content may change at any moment: who has to rely
-on it copies first and looks then.
+If a process truncates a file that others have mapped, those die with SIGBUS when they access the missing pages. A memfd
+with the right seals cannot be truncated by any process. Its content may still change at any time: code that relies on
+it must copy the content first and validate the copy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import fcntl
 import mmap
 import os
 
-# Of linux/fcntl.h and linux/memfd.h: Python has them since 3.8.
+# From linux/fcntl.h and linux/memfd.h. Python has these constants since 3.8.
 _F_ADD_SEALS = 1033
 _F_GET_SEALS = 1034
 _SEALS = {0x0002: "F_SEAL_SHRINK", 0x0004: "F_SEAL_GROW"}
@@ -24,24 +24,24 @@ _MFD_NOEXEC_SEAL = 0x0008
 
 
 class NotShareable(Exception):
-    """A descriptor is not what memory may be shared by; the text says what was expected and what came."""
+    """A descriptor cannot be used as shared memory. The text names what was expected and received."""
 
 
 def create(nbytes: int, name: str = "weightd") -> int:
-    """Return a descriptor of memory of this size, which nobody can change any more.
+    """Return a memfd of this size, which can no longer be changed.
 
-    It takes memory where it is written to, and is freed with the last descriptor and mapping.
+    Pages are allocated when they are written. The memory is freed with its last descriptor and mapping.
 
     Raises:
-        OSError: it cannot be had, or this system has none.
+        OSError: the memfd cannot be created, or the system does not support memfds.
     """
     try:
-        # An executable one, which nobody needs here, may be forbidden (vm.memfd_noexec).
+        # The system may forbid executable memfds (vm.memfd_noexec), and none is needed here.
         descriptor = _memfd_create(name, _MFD_CLOEXEC | _MFD_NOEXEC_SEAL)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # Linux before 6.3 does not know the flag.
+        # Linux before 6.3 does not support the flag.
         descriptor = _memfd_create(name, _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, nbytes)
@@ -53,7 +53,7 @@ def create(nbytes: int, name: str = "weightd") -> int:
 
 
 def is_memory(descriptor: int) -> bool:
-    """Return whether a descriptor is a memfd or another file in memory; no file system of a user is asked for that."""
+    """Return whether a descriptor is a memfd or another file in memory. This never calls a user's file system."""
     try:
         fcntl.fcntl(descriptor, _F_GET_SEALS)
     except OSError:
@@ -62,16 +62,16 @@ def is_memory(descriptor: int) -> bool:
 
 
 def checked_size(descriptor: int) -> int:
-    """Return the size of the memory that somebody else has sent, once it is sure that it stays so.
+    """Return the size of received shared memory, after checking that the size cannot change.
 
-    Nothing here waits for a file system of whoever sent it. A close may: one that is refused is closed where nobody
-    else waits.
+    This function never waits for a file system of the sender. Closing a rejected descriptor may wait, so the caller
+    must close it where that delays no other client.
 
     Raises:
-        NotShareable: it is something else.
+        NotShareable: the descriptor is not a suitable memfd.
     """
     try:
-        # First: the kernel answers this by itself, and only for memory.
+        # First, because the kernel itself answers this query, and only for files in memory.
         seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
     except OSError:
         raise NotShareable("expected a memfd, got a descriptor of something else") from None
@@ -82,7 +82,7 @@ def checked_size(descriptor: int) -> int:
         raise NotShareable("expected a memfd that can be read, got one that is open for writing only")
     page = os.fstatvfs(descriptor).f_bsize
     if page != mmap.PAGESIZE:
-        # Its pages come from a pool that may be empty when they are touched, which is a SIGBUS, too.
+        # Its pages come from a pool that may be empty when they are accessed, which causes SIGBUS as well.
         raise NotShareable(f"expected a memfd of pages of {mmap.PAGESIZE} bytes, got pages of {page}")
     nbytes = os.fstat(descriptor).st_size
     if not nbytes:
@@ -91,7 +91,7 @@ def checked_size(descriptor: int) -> int:
 
 
 def _memfd_create(name: str, flags: int) -> int:
-    """As of `os`, which has it since Python 3.8."""
+    """Equivalent of `os.memfd_create`, which Python has since 3.8."""
     try:
         function = ctypes.CDLL(None, use_errno=True).memfd_create
     except AttributeError:

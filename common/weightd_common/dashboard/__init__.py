@@ -1,1 +1,1 @@
-"""What `weightctl top` and the status page show: made from what the daemon counts and what its status tells."""
+"""Data of `weightctl top` and the gateway's status page, computed from the daemon's metrics and status."""

@@ -1,6 +1,6 @@
-"""Recent metrics and status replies of one daemon, and the overview that is computed from them.
+"""Recent metrics and status responses of one daemon, and the overview computed from them.
 
-Rates and quantiles are differences between two replies, by the daemon's own clock: no other clock is read.
+Rates and quantiles are differences between two responses, timed by the daemon's clock only.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from weightd_protocol.messages.accounts import AccountStatus, TenantStatus, tota
 from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics
 from weightd_protocol.messages.status import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
 
-# Of a spark: a minute, where it is looked at each second.
+# Points of a sparkline: one minute at one response per second.
 SPARKLINE_POINTS = 60
 
-# What is told of now is of so many seconds: of one alone it would flicker.
+# Rates are averaged over this period. A single second would flicker.
 RATE_WINDOW_S = 5.0
 
-# Of a window. Whoever asks more often than ten times a second is told of a shorter time.
+# Samples in that period. With more than ten samples per second the period becomes shorter.
 _MAX_SAMPLES = 50
 
-# A status reads the memory of each process, which costs the daemon a millisecond for each.
+# For a status the daemon reads the memory of each process, which takes a millisecond each.
 _STATUS_INTERVAL_S = 10.0
 
 _CHANGED_STATUS_INTERVAL_S = 2.0
 
-# The name of all models together: no model has it.
+# The key of the total over all models. No model has this name.
 _ALL_MODELS = ""
 
 
 class History:
-    """What was told of late: of the last minute what a spark needs, of the last seconds all.
+    """Recent responses: every sample of the rate window, the points of the sparklines, and the last two statuses.
 
     Args:
-        max_gap_s: where nobody has looked for longer, what was before is forgotten.
+        max_gap_s: after a longer gap between two responses, earlier samples are dropped.
     """
 
     def __init__(self, max_gap_s: float = math.inf) -> None:
@@ -49,12 +49,12 @@ class History:
         self._requested_processes: object = None
 
     def on_metrics(self, metrics: MetricsResponse) -> None:
-        """The daemon has told what it has counted."""
+        """Add a metrics response."""
         if self._samples:
             last = self._samples[-1].metrics
             seconds = metrics.uptime_s - last.uptime_s
             if seconds == 0 and metrics.models == last.models:
-                return  # it is the same answer
+                return  # the same response
             if seconds <= 0 or metrics.seconds_bounds != last.seconds_bounds:
                 self._on_daemon_change()
             elif seconds > self._max_gap_s:
@@ -66,13 +66,13 @@ class History:
         self._append_rate_points()
 
     def on_status(self, status: StatusResponse) -> None:
-        """The daemon has told its status."""
+        """Add a status response."""
         self._statuses.append(status)
 
     def should_request_status(self, now: float) -> bool:
-        """Whether it is time to ask for the status: now and then, and soon after processes have come or gone.
+        """Return whether to request a status now: periodically, and soon after processes have started or exited.
 
-        It counts as asked for then.
+        True also records the request.
 
         Args:
             now: monotonic seconds.
@@ -86,7 +86,7 @@ class History:
         return True
 
     def overview(self) -> Overview:
-        """Return the picture; something must have been counted."""
+        """Return the current overview. At least one metrics response must have been added."""
         now = self._samples[-1].metrics
         status = self._statuses[-1] if self._statuses else None
         windows = self._windows()
@@ -113,25 +113,25 @@ class History:
                 serving=None if model_status is None else _find_generation(model_status, model.generation),
                 throughput=self._throughput(model.name, list(windows)),
                 refused_rate=_served_and_refused_rates(windows, model=model.name)[1],
-                # What a group has is told with the first of it.
+                # The processes of a group are counted with its first model.
                 memory=None if model_status is None or group in groups else memory.model_memory(model_status),
                 group=group,
             )
             groups |= {group} - {""}
 
     def _on_daemon_change(self) -> None:
-        """The daemon that tells is not the one that told before: nothing can be counted between the two."""
+        """Drop everything, because the responses come from another daemon and cannot be compared."""
         self._samples.clear()
         self._statuses.clear()
         self._status_requested_at = -math.inf
 
     def _windows(self) -> List[CounterWindow]:
-        """All that end now, the longest first."""
+        """Return all windows that end now, the longest first."""
         *before, now = self._samples
         return [CounterWindow(each, now) for each in before]
 
     def _append_rate_points(self) -> None:
-        """Add what has just passed to each spark, and forget those of models that are gone."""
+        """Append the latest rates to the sparklines, and drop sparklines of removed models."""
         last = self._windows()[-1:]
         rate_points: Dict[str, Deque[RatePoint]] = {}
         for name in [_ALL_MODELS, *self._samples[-1].models]:
@@ -147,7 +147,7 @@ class History:
         return self._measure_throughput(name, windows)._replace(rate_points=tuple(self._rate_points[name]))
 
     def _measure_throughput(self, name: str, windows: List[CounterWindow]) -> Throughput:
-        """What is known of the longest of these in which nothing has begun anew."""
+        """Return the throughput in the longest window in which no counter has restarted."""
         for window in windows:
             counts = window.answered_counts(name) if name != _ALL_MODELS else window.all_answered_counts()
             if counts is not None:
@@ -156,7 +156,7 @@ class History:
                 )
             rate = window.rate(window.before.served(model=name), window.now.served(model=name))
             if rate is not None and not window.now.metrics.seconds_bounds:
-                return Throughput(rate)  # whoever sees its own alone is told of no times
+                return Throughput(rate)  # a client that sees only its own data receives no durations
         return Throughput()
 
 
@@ -164,10 +164,10 @@ Counts = Tuple[int, ...]
 
 
 class CounterSnapshot:
-    """What the daemon had counted when it was looked at; found by name.
+    """Metrics at one time, with lookup by name.
 
     Attributes:
-        metrics: its answer.
+        metrics: the metrics response.
     """
 
     def __init__(self, response: MetricsResponse) -> None:
@@ -175,11 +175,11 @@ class CounterSnapshot:
         self.models: Dict[str, ModelMetrics] = {each.name: each for each in response.models}
 
     def served(self, tenant: str = "", model: str = "") -> Optional[int]:
-        """Return how many requests were answered, of all tenants and models or of one; None where there is no such."""
+        """Return the number of served requests of a tenant and model, "" for all. None if there is no such tenant."""
         return self._sum(lambda account: account.served, tenant, model)
 
     def refused(self, tenant: str = "", model: str = "") -> Optional[int]:
-        """Return how many were refused, or ended in an error, likewise."""
+        """Return the number of rejected or failed requests, selected like `served`."""
         return self._sum(lambda account: account.refused, tenant, model)
 
     def _sum(self, count: Callable[[AccountStatus], int], tenant: str, model: str) -> Optional[int]:
@@ -189,34 +189,34 @@ class CounterSnapshot:
 
 
 class CounterWindow(NamedTuple):
-    """Two looks at the same daemon, one after the other."""
+    """Two samples of the same daemon."""
 
     before: CounterSnapshot
     now: CounterSnapshot
 
     @property
     def seconds(self) -> float:
-        """How long it is, by the daemon's clock."""
+        """The length of the window by the daemon's clock."""
         return self.now.metrics.uptime_s - self.before.metrics.uptime_s
 
     def answered_counts(self, model: str) -> Optional[Counts]:
-        """Return how many requests of a model were answered, by the buckets of time; None where that is not known."""
+        """Return a model's served requests by duration bucket; None if unknown."""
         before, now = self.before.models.get(model), self.now.models.get(model)
         if before is None or now is None:
             return None
         return count_difference(before.request_seconds, now.request_seconds) or None
 
     def all_answered_counts(self) -> Optional[Counts]:
-        """Return the same of all models of which it is known."""
+        """Return the sum of `answered_counts` over all models for which it is known."""
         counts = [each for each in map(self.answered_counts, self.now.models) if each]
         return tuple(map(sum, zip(*counts))) if counts else None
 
     def rate(self, before: Optional[float], now: Optional[float]) -> Optional[float]:
-        """Return how much a counter has grown in a second; None where it has begun anew, or was not there."""
+        """Return the growth of a counter per second; None if it has restarted or did not exist."""
         return None if before is None or now is None else rate(before, now, self.seconds)
 
     def quantile(self, fraction: float, counts: Counts) -> Optional[float]:
-        """Return the seconds that this share of those answered did not exceed."""
+        """Return the duration in seconds that this fraction of the counted requests did not exceed."""
         return quantile(fraction, self.now.metrics.seconds_bounds, counts)
 
 
@@ -225,7 +225,7 @@ def _find_generation(status: ModelStatus, number: int) -> Optional[GenerationSta
 
 
 def process_rows(statuses: Sequence[StatusResponse]) -> Iterator[ProcessRow]:
-    """Yield a row for each process of the last status; the one before, if any, tells what it has done since."""
+    """Yield a row for each process of the last status, with the rate since the status before it."""
     if not statuses:
         return
     *earlier, last = statuses
@@ -252,7 +252,7 @@ def tenant_row(status: TenantStatus, windows: Sequence[CounterWindow]) -> Tenant
 def _served_and_refused_rates(
     windows: Sequence[CounterWindow], tenant: str = "", model: str = ""
 ) -> Tuple[Optional[float], Optional[float]]:
-    """Those of the longest of these in which nothing has begun anew."""
+    """Return the rates in the longest window in which no counter has restarted."""
     for window in windows:
         served = window.rate(window.before.served(tenant, model), window.now.served(tenant, model))
         refused = window.rate(window.before.refused(tenant, model), window.now.refused(tenant, model))
@@ -262,12 +262,12 @@ def _served_and_refused_rates(
 
 
 def rate(before: float, after: float, seconds: float) -> Optional[float]:
-    """Return how much was counted in a second; None where the counter has begun anew, or no time has passed."""
+    """Return the growth per second; None if the counter has restarted or no time has passed."""
     return (after - before) / seconds if after >= before and seconds > 0 else None
 
 
 def count_difference(before: Histogram, after: Histogram) -> Optional[Tuple[int, ...]]:
-    """Return how often each size was counted since; None where it has begun anew, or has other buckets."""
+    """Return the growth of each bucket; None if the histogram has restarted or has other buckets."""
     if len(before.counts) != len(after.counts):
         return None
     counts = tuple(now - then for then, now in zip(before.counts, after.counts))
@@ -275,14 +275,14 @@ def count_difference(before: Histogram, after: Histogram) -> Optional[Tuple[int,
 
 
 def quantile(fraction: float, bounds: Sequence[float], counts: Sequence[int]) -> Optional[float]:
-    """Return what this share of all values does not exceed, as if those of a bucket were spread evenly in it.
+    """Return the value that this fraction of all values does not exceed, interpolated linearly within its bucket.
 
-    Of what is beyond the last bound no more is known: then it is that bound. None where nothing was counted.
+    The result is at most the last bound, because larger values are not resolved. It is None without values.
 
     Args:
         fraction: 0.99 for p99.
-        bounds: of the buckets, ascending; the first begins at 0.
-        counts: one for each bound, and one for what is beyond the last.
+        bounds: the ascending upper bounds of the buckets; the first bucket starts at 0.
+        counts: one count for each bound, and one for values above the last bound.
     """
     total = sum(counts)
     if not total or len(counts) != len(bounds) + 1:

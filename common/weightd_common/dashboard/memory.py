@@ -1,11 +1,12 @@
-"""What the processes of a model take of memory, and what as many plain processes would.
+"""Memory use of a model's processes, compared with the same number of processes that share nothing.
 
-A plain process has a copy of the weights of its own, and what a worker has besides that is no file's:
+A plain process has a private copy of the weights, and the anonymous memory that a worker has besides:
 
     plain = N x (private + copy)
 
-That is more than a worker has alone: after a fork, most of its interpreter and its engine are those of all others.
-Files, such as libraries, the kernel shares among plain processes, too: they do not count.
+This private memory exceeds the memory that only the worker has: after a fork, it shares most of its interpreter and its
+engine with other processes. Files such as libraries do not count, because the kernel shares them among plain processes
+as well.
 """
 
 from __future__ import annotations
@@ -17,26 +18,25 @@ from typing import Iterable, Iterator, Optional, Set
 from weightd_common.devices import is_cpu
 from weightd_protocol.messages.status import GenerationStatus, ModelStatus, ProcessStatus, StatusResponse
 
-# Who takes requests, and has the weights in common with others.
+# Roles that serve requests with shared weights.
 _WORKER_ROLES = ("worker", "spare")
 
-# These run the model, too, each with a slice of its own.
+# These roles run the model; each rank has its slice.
 _RUNNING_ROLES = (*_WORKER_ROLES, "rank")
 
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """In bytes.
+    """Memory use in bytes.
 
     Attributes:
-        copy_bytes: the copies of weights, each once, as much of them as is in memory.
-        workers: how many processes use them.
-        processes: all processes that run the models, whether they share weights or not: as many plain processes
-            would take `without_sharing_bytes`.
-        private_bytes: what these have alone, all together.
-        other_bytes: all else: who holds the weights, libraries, processes that share nothing.
-        without_sharing_bytes: what would be taken if each of `processes` were a plain process, at least. One that
-            shares no weights counts as it is.
+        copy_bytes: the parts of all weight copies that are in memory, each copy counted once.
+        workers: the number of processes that share these copies.
+        private_bytes: the memory that only these processes have, in total.
+        other_bytes: all other memory: holders, libraries, and processes that share nothing.
+        without_sharing_bytes: the minimum memory use if each of `processes` were a plain process. A process that shares
+            no weights counts with its actual use.
+        processes: the number of processes that run the models, whether or not they share weights.
     """
 
     copy_bytes: int
@@ -48,12 +48,12 @@ class MemoryUsage:
 
     @property
     def total_bytes(self) -> int:
-        """What is taken."""
+        """The total memory use."""
         return self.copy_bytes + self.private_bytes + self.other_bytes
 
 
 def model_memory(model: ModelStatus) -> Optional[MemoryUsage]:
-    """Return that of the processes of a model; None where there are none, or the kernel does not tell."""
+    """Return the memory use of a model's processes. None without processes, or if the kernel does not report memory."""
     generations = [each for each in model.generations if each.processes]
     if not generations or any(each.copy_bytes is None for each in generations):
         return None
@@ -61,7 +61,7 @@ def model_memory(model: ModelStatus) -> Optional[MemoryUsage]:
 
 
 def service_memory(status: StatusResponse) -> Optional[MemoryUsage]:
-    """Return that of all there is; None where this client is not told. What several models share counts once."""
+    """Return the memory use of the whole service; None if this client may not see it. Shared processes count once."""
     if not status.pid:
         return None
     models = _sum_memory(_generation_memory(each) for each in _unique_generations(status) if each.processes)
@@ -69,18 +69,18 @@ def service_memory(status: StatusResponse) -> Optional[MemoryUsage]:
 
 
 def pss_total(status: StatusResponse) -> int:
-    """Return the memory of the daemon and all its processes; that of cards is in no process."""
+    """Return the memory of the daemon and all its processes, without the memory of cards."""
     processes = (process for generation in _unique_generations(status) for process in generation.processes)
     return _own_bytes(status) + sum(each.pss_bytes or 0 for each in processes)
 
 
 def _own_bytes(status: StatusResponse) -> int:
-    """The memory of the daemon, and of the processes of which others are forked."""
+    """Return the memory of the daemon and the fork servers."""
     return status.pss_bytes + sum(each.pss_bytes or 0 for each in status.fork_servers)
 
 
 def _unique_generations(status: StatusResponse) -> Iterator[GenerationStatus]:
-    """All generations, but for those whose processes were told with another model."""
+    """Return all generations, except those whose processes belong to a previously listed model as well."""
     seen: Set[int] = set()
     for model in status.models:
         for generation in model.generations:
@@ -97,10 +97,10 @@ def _generation_memory(generation: GenerationStatus) -> MemoryUsage:
     pss_bytes = sum(each.pss_bytes or 0 for each in generation.processes)
     copy_bytes = generation.copy_bytes or 0
     if not sharing or not copy_bytes:
-        # Of a copy that nobody has used yet, all is on disk: that is no merit of sharing.
+        # A copy that no worker has used yet is on disk: sharing saves nothing.
         return MemoryUsage(0, 0, 0, pss_bytes, pss_bytes, running)
     if not is_cpu(generation.device):
-        pss_bytes += copy_bytes  # a card's memory is in no process
+        pss_bytes += copy_bytes  # the memory of a card belongs to no process
     copy_bytes = min(copy_bytes, pss_bytes)
     private_bytes = min(sum(each.private_bytes or 0 for each in sharing), pss_bytes - copy_bytes)
     unshared_bytes = sum(each.pss_bytes or 0 for each in workers if not each.shared_bytes)
@@ -111,8 +111,8 @@ def _generation_memory(generation: GenerationStatus) -> MemoryUsage:
 
 
 def _private_bytes(worker: ProcessStatus) -> int:
-    """What it would have for itself if nothing had been forked."""
-    # Weights that were inherited of the template are no file's, those in a page store are.
+    """Return the private memory that a worker would have without forking."""
+    # Weights inherited from a template are anonymous memory; weights in a page store are not.
     weights = worker.shared_bytes if worker.origin == "template" else 0
     return max(worker.private_bytes or 0, (worker.anonymous_bytes or 0) - (weights or 0))
 

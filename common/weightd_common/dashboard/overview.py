@@ -1,6 +1,6 @@
-"""The overview that weightctl top and the status page show: service, models, processes, tenants; also as JSON.
+"""Overview shown by `weightctl top` and the status page: service, models, processes and tenants; also as JSON.
 
-A row has what the daemon tells of its subject, and beside it what only several answers tell, such as rates.
+A row has the daemon's data on its subject, and values derived from several responses, such as rates.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from weightd_protocol.messages.status import SERVING_ROLES, GenerationStatus, Pr
 
 @dataclass(frozen=True)
 class Overview:
-    """The service.
+    """Overview of the service.
 
     Attributes:
-        metrics: what the daemon has counted.
-        status: what it told last of itself; None until it has.
-        throughput: of all requests.
-        memory: of all processes; None until a status has come, and where not the whole is told.
-        models: in the order of the configuration.
-        processes: of all models, as the last status tells.
-        tenants: those there are; one where the configuration has none.
+        metrics: the last metrics response.
+        status: the last status response; None before the first.
+        throughput: the throughput of all requests.
+        memory: the memory use of all processes; None before the first status, and for a client that may not see it.
+        models: the models in the order of the configuration.
+        processes: the processes of all models in the last status.
+        tenants: the tenants; a single one if the configuration has no tenants.
     """
 
     metrics: MetricsResponse
@@ -39,35 +39,35 @@ class Overview:
 
     @property
     def is_complete(self) -> bool:
-        """Whether this client is told what concerns others; if not, it sees its own tenant alone."""
+        """Whether this client may see all data. Otherwise it sees only its own tenant."""
         return self.status is None or self.status.pid != 0
 
     @property
     def queued(self) -> int:
-        """Requests that wait."""
+        """Number of requests in the queues."""
         return sum(each.queued for each in self.metrics.models)
 
     @property
     def running(self) -> int:
-        """Requests under way at workers."""
+        """Number of requests that workers are running."""
         return sum(each.running for each in self.metrics.models)
 
 
 class RatePoint(NamedTuple):
-    """What happened between two looks: requests in a second, and the seconds that 99 % of them did not exceed."""
+    """Rate and p99 duration of requests between two samples."""
 
     rate: Optional[float]
     p99_s: Optional[float]
 
 
 class Throughput(NamedTuple):
-    """How fast requests are answered. What is not known, or of which nothing happened, is None.
+    """Throughput of requests. A value is None if it is unknown or there were no requests.
 
     Attributes:
-        rate: requests in a second, of the last seconds.
-        p50_s: half of these took no longer, in seconds.
-        p99_s: 99 % of these.
-        rate_points: each look, the oldest first.
+        rate: requests per second in the last seconds.
+        p50_s: their median duration in seconds.
+        p99_s: the 99th percentile in seconds.
+        rate_points: one point for each sample, oldest first.
     """
 
     rate: Optional[float] = None
@@ -78,15 +78,15 @@ class Throughput(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelRow:
-    """One model.
+    """A model.
 
     Attributes:
-        metrics: what the daemon has counted of it.
-        serving: what it tells of the generation that serves, or is to; None until it has.
-        throughput: of its requests.
-        refused_rate: requests that ended in an error, in a second.
-        memory: of its processes; None where it is not known, and for all of a group but the first, whose it is, too.
-        group: of models that share its processes.
+        metrics: the model's part of the last metrics response.
+        serving: its serving or loading generation in the last status; None before the first status.
+        throughput: the throughput of its requests.
+        refused_rate: rejected or failed requests per second.
+        memory: the memory use of its processes; None if unknown. In a model group, only the first model has a value.
+        group: the model group with which it shares processes, or "".
     """
 
     metrics: ModelMetrics
@@ -98,24 +98,24 @@ class ModelRow:
 
     @property
     def progress(self) -> str:
-        """What it is doing, which says more than the state while it loads."""
+        """The progress text of the generation, which is more detailed than the state while the model loads."""
         return "" if self.serving is None else self.serving.progress
 
     @property
     def desired_workers(self) -> int:
-        """Processes that take requests, and are to."""
+        """Number of processes that serve requests or will do so."""
         return sum(each.count for each in self.metrics.processes if each.role in SERVING_ROLES)
 
     @property
     def ready_workers(self) -> int:
-        """Of these, those that do."""
+        """Number of these processes that are ready."""
         processes = self.metrics.processes
         return sum(each.count for each in processes if each.role in SERVING_ROLES and each.state == "ready")
 
 
 @dataclass(frozen=True)
 class ProcessRow:
-    """One process of a model, as the last status tells; `rate`: what it has served in a second since the one before."""
+    """A process of a model in the last status. `rate` is its served requests per second since the status before."""
 
     model: str
     status: ProcessStatus
@@ -125,13 +125,13 @@ class ProcessRow:
 
 @dataclass(frozen=True)
 class TenantRow:
-    """One tenant.
+    """A tenant.
 
     Attributes:
-        status: what the daemon tells of it.
+        status: the tenant's part of the last metrics response.
         total: the sum of its accounts.
-        rate: requests answered in a second, of the last seconds; `refused_rate`: those refused.
-        refused_rate: those that were refused, or ended in an error.
+        rate: served requests per second in the last seconds.
+        refused_rate: rejected or failed requests per second.
     """
 
     status: TenantStatus
@@ -141,7 +141,7 @@ class TenantRow:
 
 
 def to_json_values(overview: Overview) -> Dict[str, Any]:
-    """Return what JSON can hold; times are in seconds, sizes in bytes."""
+    """Return the overview as JSON values. Durations are in seconds, sizes in bytes."""
     metrics, status = overview.metrics, overview.status
     return {
         "version": metrics.version,
@@ -173,7 +173,7 @@ def _model_values(row: ModelRow) -> Dict[str, Any]:
 
 
 def _throughput_values(throughput: Throughput) -> Dict[str, Any]:
-    """Rates and times of moments are two lists: half as long as if each had its name."""
+    """Rate points become two lists, which are half as long as a list of named values."""
     return {
         **_fields(throughput, "rate", "p50_s", "p99_s"),
         "rates": [_rounded(each.rate) for each in throughput.rate_points],
