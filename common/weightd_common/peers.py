@@ -1,7 +1,7 @@
-"""Identifies the peer of a connection before it has sent anything: a user of this host, or another host.
+"""Identification of a connection's peer before it has sent data: a user of this host, or another host.
 
-The kernel names the user of a Unix socket, and by its socket diagnostics also that of a TCP connection from this host.
-So two users of one host have limits of their own although both come from 127.0.0.1, and no user gets further limits by
+The kernel names the user of a unix socket and, through its socket diagnostics, also of a TCP connection from this host.
+So two users of one host have separate limits although both connect from 127.0.0.1, and a user gets no further limits by
 connecting from another address of this host.
 """
 
@@ -42,10 +42,10 @@ _RTA_DST = 1
 _RTA_OIF = 4
 _LOOPBACK_INTERFACE = 1
 
-# States of the client's socket while the service has not closed its own: before and after the client has sent a FIN.
+# States of the client's socket while the service's socket is open: before and after the client has sent a FIN.
 _ESTABLISHED, _FIN_WAIT_1, _FIN_WAIT_2 = 1, 4, 5
 
-# Clients of one network are one peer: a host may choose any address within it.
+# Clients in one network count as one peer, because a host may use any address within it.
 _IPV6_NETWORK = 64
 
 _Address = Union[ipaddress.IPv4Address, ipaddress.IPv6Address]
@@ -56,11 +56,11 @@ class Peer(NamedTuple):
 
     Attributes:
         key: identifies the user or host; connections with equal keys share their limits.
-        uid: the user at the other end of a Unix socket; None of TCP.
-        common_name: of a certificate that TLS has verified; None without one.
+        uid: the user at the other end of a unix socket; None for TCP.
+        common_name: the common name of a certificate verified by TLS; None without one.
         is_local: whether the peer is on this host.
-        is_operator: whether it is root or the user that this process runs as, who have no limits of their own. Never
-            a user that a user namespace hides.
+        is_operator: whether the peer is root or the user of this process, who are exempt from limits. Never true for a
+            user that a user namespace hides.
     """
 
     key: str
@@ -71,18 +71,18 @@ class Peer(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether the connection was there when the kernel was asked; serve no other one."""
+        """Whether the connection existed when the kernel was queried. Do not serve any other connection."""
         return self is not UNKNOWN
 
 
 UNKNOWN = Peer("unknown")
 
-# All connections from this host whose users the kernel does not tell.
+# The peer of all connections from this host whose users the kernel does not report.
 THIS_HOST = Peer("this host", is_local=True)
 
 
 class Peers:
-    """Identifies peers; asks the kernel for the users of TCP connections from this host where it can."""
+    """Identifies peers. Queries the kernel for the users of TCP connections from this host if possible."""
 
     def __init__(self) -> None:
         self._routes = _Netlink(_ROUTE)
@@ -102,7 +102,7 @@ class Peers:
             address = _address(remote[0])
             interface = _LOOPBACK_INTERFACE if address.is_loopback else self._local_interface(address)
             if interface is None and remote[0] == local[0]:
-                # The kernel cannot be asked.
+                # The kernel cannot be queried.
                 interface = _LOOPBACK_INTERFACE
             if interface is None:
                 return Peer(_host(address))
@@ -119,7 +119,7 @@ class Peers:
         self._diagnostics.close()
 
     def _local_interface(self, address: _Address) -> Optional[int]:
-        """Return the number of the interface that has an address of this host; None for an address of another host."""
+        """Return the number of the interface with this address, or None if it is an address of another host."""
         packed = address.packed
         family = socket.AF_INET if address.version == 4 else socket.AF_INET6
         body = _ROUTE_MESSAGE.pack(family, 8 * len(packed), 0, 0, 0, 0, 0, 0, _RTM_F_FIB_MATCH)
@@ -139,9 +139,9 @@ class Peers:
     def _uid_of_tcp(self, remote: Tuple[_Address, int], local: Tuple[_Address, int], interface: int) -> Optional[int]:
         """Return the user who owns the socket at the far end of a connection within this host.
 
-        The kernel finds a socket that its user has bound to an interface only by the number of that interface, and one
-        that is bound to none by any. A socket can connect from an address only if it is bound to the address's
-        interface or to none.
+        The kernel finds a socket that is bound to an interface only by the number of that interface, and an unbound
+        socket by any number. A socket can connect from an address only if it is bound to the interface of the address
+        or unbound.
 
         Returns:
             The user id; None if the kernel knows no such socket.
@@ -155,34 +155,34 @@ class Peers:
         body += struct.pack("=I", interface) + _NO_COOKIE
         answer = self._diagnostics.request(_BY_FAMILY, body, _BY_FAMILY)
         if answer is None or answer[_STATE_AT] not in (_ESTABLISHED, _FIN_WAIT_1, _FIN_WAIT_2):
-            # In another state it is not the other end: the kernel also finds a socket that listens on the far port.
+            # In any other state it is not the far end: the kernel also finds a socket that listens on the far port.
             return None
         uid: int
         uid, inode = _OWNER.unpack_from(answer, _OWNER_AT)
         if not inode:
-            # The kernel shows root as the owner.
+            # For such a socket the kernel reports root as the owner.
             raise OSError("the client has closed its socket")
         return uid
 
 
 class _Netlink:
-    """A socket to one of the kernel's netlink families; without it, no question has an answer."""
+    """A socket to one of the kernel's netlink families. If it cannot be created, no query succeeds."""
 
     def __init__(self, family: int) -> None:
         self._socket: Optional[socket.socket] = None
         self._sequence_number = 0
         with contextlib.suppress(OSError):
             self._socket = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, family)
-            # The kernel answers within the call that sends the question.
+            # The kernel answers within the call that sends the query.
             self._socket.setblocking(False)
 
     @property
     def is_open(self) -> bool:
-        """Whether the kernel can be asked."""
+        """Whether the kernel can be queried."""
         return self._socket is not None
 
     def request(self, kind: int, body: bytes, expected: int) -> Optional[bytes]:
-        """Return the answer to a question without its header; None if the answer is not of the expected kind."""
+        """Return the answer to a query without its header, or None if it is not of the expected kind."""
         if self._socket is None:
             return None
         self._sequence_number = (self._sequence_number + 1) & 0xFFFFFFFF
@@ -205,7 +205,7 @@ class _Netlink:
 
 
 def _has_ended(connection: socket.socket) -> bool:
-    """Return whether the other end of a TCP connection has sent all it is going to send."""
+    """Return whether the other end of a TCP connection has shut down its sending direction."""
     state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
     return state != _ESTABLISHED
 

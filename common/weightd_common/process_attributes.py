@@ -1,7 +1,7 @@
-"""Attributes of this process that the kernel keeps: its OOM score, and the title that `ps` shows.
+"""Attributes of this process in the kernel: its OOM score, and the title shown by `ps`.
 
 When memory runs out, the kernel kills workers before their holder, and the holder before the daemon, which can replace
-both. See proc_pid_oom_score_adj(5): a process counts as if it took so many thousandths of all memory in addition.
+both. The OOM score counts thousandths of all memory in addition to the actual use, see proc_pid_oom_score_adj(5).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Optional, Sequence
 
 _log = logging.getLogger("weightd.protocol")
 
-# Above the daemon's own. A worker is replaced alone; with a holder on a card a whole generation is lost.
-# With any process of a unit all of it is lost; one rank gives back no more than another one does.
+# Added to the daemon's score. A worker can be replaced alone; losing a holder on a card loses its whole generation.
+# Losing any process of a rank group loses the group, and one rank frees as much memory as another.
 SCORES_ABOVE_DAEMON = {"holder": 200, "broker": 200, "worker": 400, "rank": 400}
 
 _MAX_SCORE = 1000
@@ -28,7 +28,7 @@ _PR_SET_MM = 35
 _PR_SET_MM_MAP = 14
 _NO_FILE = 0xFFFFFFFF
 
-# Of /proc/self/stat, after the name. The other members are no numbers that it has.
+# Fields of /proc/self/stat after the process name. The other members of the structure are not in that file.
 _STAT_FIELDS = (
     *(("start_code", 23), ("end_code", 24), ("start_data", 42), ("end_data", 43), ("start_brk", 44)),
     *(("start_stack", 25), ("arg_start", 45), ("arg_end", 46), ("env_start", 47), ("env_end", 48)),
@@ -36,10 +36,12 @@ _STAT_FIELDS = (
 
 
 def current_score(file: Path = _OOM_SCORE) -> Optional[int]:
-    """Return the score that this process has: of one that was just started, the daemon's. None if it cannot be had.
+    """Return the OOM score adjustment of this process, or None if it cannot be read.
+
+    A process that was just started has the daemon's.
 
     Args:
-        file: where the score is.
+        file: the file with the score.
     """
     try:
         return int(file.read_text("ascii"))
@@ -49,14 +51,15 @@ def current_score(file: Path = _OOM_SCORE) -> Optional[int]:
 
 
 def raise_score(role: str, file: Path = _OOM_SCORE, *, daemon_score: Optional[int] = None) -> None:
-    """Have the kernel choose this process rather than the daemon.
+    """Raise the OOM score, so that the kernel kills this process before the daemon.
 
-    Raising the score needs no privilege; where it fails nevertheless, nothing else does.
+    Raising the score needs no privilege. If it fails nevertheless, the process continues.
 
     Args:
         role: a key of SCORES_ABOVE_DAEMON.
-        file: where the score is.
-        daemon_score: the daemon's score; None: it is what this process has. One that was forked may have a raised one.
+        file: the file with the score.
+        daemon_score: the daemon's score; None if it is the present score of this process. A forked process may have
+            inherited a raised score.
     """
     score = current_score(file) if daemon_score is None else daemon_score
     if score is None:
@@ -68,10 +71,10 @@ def raise_score(role: str, file: Path = _OOM_SCORE, *, daemon_score: Optional[in
 
 
 class ProcessTitle:
-    """The command line that `ps` shows of this process, or of one that is forked from it.
+    """The command line shown by `ps` for this process, or for a process forked from it.
 
     Attributes:
-        first_word: what the program was called by who started it.
+        first_word: the name under which the program was started.
     """
 
     def __init__(self) -> None:
@@ -82,14 +85,14 @@ class ProcessTitle:
             self._map: Any = _map()
         except (OSError, ValueError, IndexError):
             self._map = None
-        # What the kernel shows stays where it is for the life of the process.
+        # The kernel refers to this buffer for the life of the process.
         self._title_buffer: Any = None
 
     def set_title(self, words: Sequence[str]) -> None:
-        """Have the words be the command line of this process.
+        """Replace the command line that `ps` shows.
 
-        Where the kernel lets it, it is told where they are. Else they take the place of those before, which keeps its
-        size: what finds no room there is cut off. Where neither can be, nothing is done.
+        If the kernel allows it, the process registers a new buffer. Otherwise the words overwrite the original command
+        line, truncated to its size. If neither is possible, nothing happens.
         """
         if self._map is None:
             return
@@ -102,11 +105,11 @@ class ProcessTitle:
             self._title_buffer = buffer
         else:
             self._map.arg_start, self._map.arg_end = begin, end
-            # It ends with a NUL as before: without one the kernel shows what lies behind, too.
+            # The last byte must remain NUL. Otherwise the kernel also shows the memory after it.
             ctypes.memmove(begin, line[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
 
     def _set_kernel_map(self) -> bool:
-        # Of all that it is told this alone may be another meanwhile.
+        # Only this member may have changed in the meantime.
         self._map.brk = self._libc.sbrk(0)
         words = [
             ctypes.c_ulong(_PR_SET_MM_MAP),
@@ -118,7 +121,7 @@ class ProcessTitle:
 
 
 class _Map(ctypes.Structure):
-    """``struct prctl_mm_map``: the members of the kernel's own that it lets a process change."""
+    """``struct prctl_mm_map``: the members of the kernel's memory map that a process may change."""
 
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("start_code", "end_code", "start_data", "end_data", "start_brk", "brk")),

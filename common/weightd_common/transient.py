@@ -1,8 +1,9 @@
-"""Tells failures that may go away by themselves from those that stay until somebody acts.
+"""Classification of failures: transient ones may disappear by themselves, permanent ones need an operator.
 
-Everything that loads a model asks here, so that one kind of failure is treated alike wherever it happens. Transient are
-a missing file (a file system may be mounted late), a full disk, exhausted descriptors, processes or memory, and a file
-that changes while it is read. Permanent is the rest: an invalid model, a wrong configuration, missing permissions.
+All code that loads a model uses this module, so that a kind of failure is treated alike everywhere. Transient are a
+missing file (a file system may be mounted late), a full disk, exhausted descriptors, processes or memory, and a file
+that changes while it is read. All other failures are permanent: an invalid model, a wrong configuration, missing
+permissions.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ TRANSIENT_ERRNOS = frozenset(
     }
 )
 
-# What Python and C++ say instead of an errno.
+# Texts of Python and C++ for errors without an errno.
 _TRANSIENT_TEXTS = (
     *(os.strerror(each) for each in sorted(TRANSIENT_ERRNOS)),
     "can't start new thread",
@@ -40,9 +41,9 @@ _TRANSIENT_TEXTS = (
 
 
 def is_transient(error: Optional[BaseException]) -> bool:
-    """Return whether the cause of an exception may go away by itself.
+    """Return whether the cause of an exception may disappear by itself.
 
-    An exception may say so with an attribute `transient`. Else the exceptions while which it was raised count, too.
+    An exception can declare it with an attribute `transient`. Otherwise its causes and contexts are considered, too.
     """
     while error is not None:
         if getattr(error, "transient", False) or isinstance(error, MemoryError):
@@ -54,5 +55,5 @@ def is_transient(error: Optional[BaseException]) -> bool:
 
 
 def mentions_transient(log_text: str) -> bool:
-    """Return whether the last words of a process's log name a cause that may go away by itself."""
+    """Return whether the last part of a process's log names a cause that may disappear by itself."""
     return any(each in log_text for each in _TRANSIENT_TEXTS)

@@ -1,7 +1,7 @@
-"""ZeroMQ messages of several frames, sent and received frame by frame, and the events of a socket monitor.
+"""Multipart ZeroMQ messages, sent and received frame by frame, and the events of a socket monitor.
 
-pyzmq's `send_multipart` looks at each frame twice, and `recv_multipart` asks the socket after each whether there is
-another, which a received frame knows by itself. For small messages both take about twice as long as what is here.
+pyzmq's `send_multipart` inspects each frame twice, and `recv_multipart` asks the socket after each frame whether there
+is another, although a received frame knows that. For small messages both take about twice as long as these functions.
 `zmq.utils.monitor` imports asyncio, which costs memory in each worker and time at each start.
 """
 
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 # Below this, copying a frame costs less than tracking it.
 ZERO_COPY_BYTES = 64 * 1024
 
-# A peer's id, the header, the tensors, and one more: enough to see that there are too many.
+# The id of a peer, the header frames, the tensors, and one more to detect that there are too many.
 _MAX_FRAMES = limits.MAX_TENSORS + 3
 
-# Plain integers: `|` of pyzmq's own flags takes a microsecond.
+# Plain integers, because `|` on pyzmq's flags takes a microsecond.
 NOBLOCK = int(zmq.NOBLOCK)
 _SNDMORE = int(zmq.SNDMORE)
 
-# The first of the two frames of a monitor's event; the second is the address. See zmq_socket_monitor(3).
+# The first of the two frames of a monitor event; the second is the address. See zmq_socket_monitor(3).
 _EVENT = struct.Struct("=HI")
 
-# What a socket's own `send` does in the end, without two more calls for each frame.
+# The function that a socket's `send` calls in the end, without two additional calls for each frame.
 _send: Callable[..., object] = zmq.backend.Socket.send
 
 
 def send(socket: Socket, frames: Sequence[Any], flags: int = 0, copy_below_bytes: float = ZERO_COPY_BYTES) -> None:
-    """Send a message: all of it or, where it raises `zmq.ZMQError`, nothing.
+    """Send a message. If `zmq.ZMQError` is raised, nothing was sent.
 
-    Frames of `copy_below_bytes` bytes and more are not copied: they are kept alive until they are written, and must not
-    be changed before. Received frames are never copied.
+    Frames of at least `copy_below_bytes` bytes are not copied: they are kept alive until they are written, and must not
+    be modified before. Received frames are never copied.
     """
     more = flags | _SNDMORE
     for frame in frames[:-1]:
@@ -48,10 +48,10 @@ def send(socket: Socket, frames: Sequence[Any], flags: int = 0, copy_below_bytes
 
 
 def receive(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
-    """Return the frames of the next message, as they were received. What has too many loses the last ones.
+    """Return the frames of the next message. If there are too many, the last ones are dropped.
 
     Raises:
-        zmq.ZMQError: there is none.
+        zmq.ZMQError: no message is available.
     """
     frames = receive_first_frames(socket, flags)
     while frames[-1].more and skip_frames(socket, _MAX_FRAMES):
@@ -60,12 +60,12 @@ def receive(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
 
 
 def receive_first_frames(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
-    """Return the first frames of the next message, one more than it may have: it is refused for that, not kept.
+    """Return the first frames of the next message, at most one more than is allowed, so that the caller can reject it.
 
-    If the last of them has `more` to come, `skip_frames` that before anything else is read.
+    If the last frame has its `more` flag set, call `skip_frames` before reading anything else.
 
     Raises:
-        zmq.ZMQError: there is none.
+        zmq.ZMQError: no message is available.
     """
     frame = socket.recv(flags, copy=False)
     frames = [frame]
@@ -76,27 +76,27 @@ def receive_first_frames(socket: Socket, flags: int = 0) -> List[zmq.Frame]:
 
 
 def skip_frames(socket: Socket, max_frames: int) -> bool:
-    """Read so many further frames of a message that has begun, or all that it has; return whether it has more."""
+    """Read and drop at most `max_frames` further frames of the current message. Return whether there are more."""
     return all(socket.recv(copy=False).more for _ in range(max_frames))
 
 
 def frame_content(frame: zmq.Frame) -> Any:
-    """Return what is in `frame`: a small one as bytes, which are the cheapest to have; a large one uncopied."""
+    """Return the content of `frame`: as bytes if it is small, which is cheapest, otherwise without a copy."""
     return frame.bytes if len(frame) < ZERO_COPY_BYTES else frame
 
 
 class SocketEvent(NamedTuple):
-    """An event of a socket monitor: one of the zmq.EVENT_ numbers, and a file descriptor or an error number."""
+    """A socket monitor event: one of the zmq.EVENT_ numbers, and a file descriptor or an error number."""
 
     number: int
     value: int
 
 
 def receive_event(monitor: Socket, flags: int = 0) -> SocketEvent:
-    """Return the next event of a socket monitor: when a connection begins or ends.
+    """Return the next event of a socket monitor: the start or end of a connection.
 
     Raises:
-        zmq.Again: there is none now, with zmq.NOBLOCK.
+        zmq.Again: with zmq.NOBLOCK, no event is available.
     """
     event, _ = monitor.recv_multipart(flags)
     return SocketEvent(*_EVENT.unpack(event))

@@ -1,1 +1,1 @@
-"""Model files: which files a model consists of, what a MindIR says of its model, and protobuf as far as both need."""
+"""Model files: the files of a model, the signature in a MindIR, and the required parts of a protobuf parser."""

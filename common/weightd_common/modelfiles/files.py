@@ -1,17 +1,17 @@
-"""What a model is on disk: its file, the external files it names, and the digest over all of them.
+"""Files of a model on disk: the model file, the external files that it names, and the digest of all of them.
 
-The daemon pins a model by this digest, and each process says in its HELLO which digest it would load: both sides
-must compute it in one way, so it is part of the protocol.
+The daemon identifies a model by this digest, and each process reports in its HELLO the digest of the model that it
+would load. Both sides must compute it in the same way, so the digest is part of the protocol.
 
-- ONNX: tensors may lie in external files, named by a relative `location` inside the model
+- ONNX: tensors may be in external files, named by a relative `location` in the model
   (https://onnx.ai/onnx/repo-docs/ExternalData.html).
-- MindIR over 1 GB is `X_graph.mindir` with the directory `X_variables/` beside it.
+- A MindIR of more than 1 GB is `X_graph.mindir` with the directory `X_variables/` beside it.
 
-A location must stay inside the model's directory, links followed. Where the model file is a link itself, so is the
-directory to which it leads: caches such as Hugging Face's consist of links to files that lie together. And whoever has
-chosen a file, by the model or by a link, must be able to read it: see `safe_open`.
+A location must be inside the model's directory after links are resolved. If the model file is a link, the directory of
+its target is allowed as well: caches such as Hugging Face's consist of links to files in one directory. Whoever has
+named a file, in the model or by a link, must be able to read it: see `safe_open`.
 
-A file may be exchanged or cut short at any time while it is read. That is why nothing is mapped here: reading beyond
+A file may be replaced or truncated at any time while it is read. Therefore this module maps no files: reading beyond
 the end of a mapped file that has shrunk kills the process.
 """
 
@@ -32,18 +32,18 @@ from weightd_protocol.errors import WeightdError
 _BLOCK = 1024 * 1024
 _MINDIR_GRAPH = "_graph.mindir"
 
-# Of a model's files that cannot be read, so many are named.
+# Maximum number of unreadable files that an error text names.
 _MAX_LISTED_FILES = 10
 
-# A file that was changed so shortly before may still be being copied to its place.
+# A file that was modified more recently may still be being copied.
 _SETTLE_S = 60.0
 
 
 class ModelFileError(WeightdError):
-    """The model cannot be read; the text names the file and what is wrong with it, each of several on a line.
+    """The model cannot be read. The text has a line for each affected file, with its name and the problem.
 
     Attributes:
-        transient: whether the cause may go away by itself.
+        transient: whether the cause may disappear by itself.
     """
 
     def __init__(self, text: str, *, transient: bool = False) -> None:
@@ -52,14 +52,14 @@ class ModelFileError(WeightdError):
 
 
 class ModelFile(NamedTuple):
-    """One file of a model, as it was when the model was opened.
+    """A file of a model at the time when the model was opened.
 
     Attributes:
-        name: relative to the model's directory.
-        path: where it is.
-        nbytes: its size.
-        identity: another one when it was written or replaced: device, inode, and the times of its last change, of
-            which nobody but the kernel sets the second.
+        name: the path relative to the model's directory.
+        path: the path of the file.
+        nbytes: the size.
+        identity: device, inode, mtime and ctime. It differs after the file was written or replaced, because only the
+            kernel sets the ctime.
     """
 
     name: str
@@ -69,24 +69,24 @@ class ModelFile(NamedTuple):
 
     @property
     def changed_ns(self) -> int:
-        """When it was changed last."""
+        """The time of the last change."""
         return max(self.identity[2:])
 
 
 class OpenModel:
-    """The model at `path`. Within the block it stays the same, whatever is put there.
+    """The model at `path`, opened for reading. Within the block its files stay the same, whatever happens to the paths.
 
     Args:
-        path: of the model file.
-        is_own_copy: it is a copy that the daemon has made: nobody else has named what is there.
+        path: the path of the model file.
+        is_own_copy: whether this is a copy made by the daemon, in which no other user has named files.
         grant: the right by which the path was named.
 
     Attributes:
-        files: the model file itself first, the others by name.
+        files: the model file, followed by the other files sorted by name.
 
     Raises:
-        ModelFileError: a file is missing, unreadable, not a regular file, empty, outside the directory, or chosen by
-            somebody who may not read it; or an ONNX file is none.
+        ModelFileError: a file is missing, unreadable, not a regular file, empty, outside of the directory, or named by
+            a user who may not read it; or an ONNX file is invalid.
     """
 
     def __init__(self, path: Path, *, is_own_copy: bool = False, grant: Grant = OPERATOR) -> None:
@@ -105,10 +105,10 @@ class OpenModel:
         self._open_files.close()
 
     def open(self, file: ModelFile) -> BinaryIO:
-        """Open one of its files.
+        """Open one of the files.
 
         Raises:
-            ModelFileError: it cannot be read any more, or is another one.
+            ModelFileError: the file cannot be read any more, or was replaced.
         """
         if file is self.files[0]:
             descriptor = os.dup(self._file.fileno())
@@ -121,19 +121,19 @@ class OpenModel:
         return reader
 
     def check_same(self, files: Sequence[ModelFile]) -> None:
-        """Make sure that these files, found in a copy of it, are its own.
+        """Check that the files of a copy have the names and sizes of this model's files.
 
         Raises:
-            ModelFileError: they are not, so it has changed while it was copied.
+            ModelFileError: they differ, so the model has changed while it was copied.
         """
         if [(file.name, file.nbytes) for file in files] != [(file.name, file.nbytes) for file in self.files]:
             raise self._changed_error()
 
     def check_unchanged(self) -> None:
-        """Make sure that what is at the path, and what it names, is still what it was.
+        """Check that the file at the path and the files that it names are still the same.
 
         Raises:
-            ModelFileError: it is not.
+            ModelFileError: a file has changed.
         """
         try:
             with OpenModel(self._path, is_own_copy=self._is_own_copy, grant=self._grant) as now:
@@ -213,58 +213,58 @@ def model_files(path: Path, *, is_own_copy: bool = False) -> List[ModelFile]:
     """Return the files of the model at `path`.
 
     Raises:
-        ModelFileError: as `OpenModel`, of which `is_own_copy` is known, too.
+        ModelFileError: as `OpenModel`, which also explains `is_own_copy`.
     """
     with OpenModel(path, is_own_copy=is_own_copy) as model:
         return model.files
 
 
 def open_file(path: Path, grant: Grant = OPERATOR) -> BinaryIO:
-    """Open a single file that belongs to a model, such as weights to be loaded over its own.
+    """Open a single file that belongs to a model, such as a weights file.
 
     Args:
-        path: of the file.
+        path: the path of the file.
         grant: the right by which the path was named.
 
     Raises:
-        ModelFileError: it is missing, unreadable, not a regular file, or chosen by somebody who may not read it.
+        ModelFileError: the file is missing, unreadable, not a regular file, or named by a user who may not read it.
     """
     with _reading(path), SafePathWalker(grant=grant) as reach:
         return reach.open_file(*reach.starting_directory(str(path.absolute())))[0]
 
 
 def digest(path: Path, *, is_own_copy: bool = False) -> str:
-    """Return the sha256, in hex, that names the content of the model at `path`.
+    """Return the sha256 in hex that identifies the content of the model at `path`.
 
-    For a model of one file it is what `sha256sum` prints. For several it is the sha256 of the lines that
+    For a model of one file it equals the output of `sha256sum`. For several files it is the sha256 of the lines that
     `sha256sum` prints for them, in the order of `model_files`.
 
     Raises:
-        ModelFileError: as `OpenModel`, of which `is_own_copy` is known, too.
+        ModelFileError: as `OpenModel`, which also explains `is_own_copy`.
     """
     with OpenModel(path, is_own_copy=is_own_copy) as model:
         return combine_digests(model.files, [_sha256(file.path, model.open(file)) for file in model.files])
 
 
 def combine_digests(files: Sequence[ModelFile], digests: Sequence[str]) -> str:
-    """Return the sha256 that names the content of a model of these files, of which each has one of these."""
+    """Return the digest of a model from its files and their digests."""
     if len(digests) == 1:
         return digests[0]
     return hashlib.sha256(b"".join(map(_sha256sum_line, digests, files))).hexdigest()
 
 
 def files_identity(files: Sequence[ModelFile]) -> str:
-    """Return a text that is another one as soon as one of the files was written or replaced, with whatever content."""
+    """Return a text that differs as soon as one of the files was written or replaced, with any content."""
     facts = [(os.fsencode(file.name), file.nbytes, *file.identity) for file in files]
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def snapshot_digest(path: Path, snapshot_identity: str) -> str:
-    """Return the digest of the daemon's own copy of a model, which is not read again if it is what it was.
+    """Return the digest of the daemon's copy of a model. The copy is read only if it has changed.
 
     Args:
-        path: of the copy.
-        snapshot_identity: its `files_identity` when it was made, a colon, and its digest; or "".
+        path: the path of the copy.
+        snapshot_identity: the `files_identity` of the copy when it was made, a colon, and its digest; or "".
 
     Raises:
         ModelFileError: as `OpenModel`.
@@ -276,7 +276,7 @@ def snapshot_digest(path: Path, snapshot_identity: str) -> str:
 
 
 def _sha256sum_line(sha256: str, file: ModelFile) -> bytes:
-    """What sha256sum prints: a name that would break the line is escaped, and the line then begins with a backslash."""
+    """Return a line of sha256sum. A backslash marks a line with a name that had to be escaped."""
     escaped = file.name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
     mark = "" if escaped == file.name else "\\"
     return os.fsencode(f"{mark}{sha256}  {escaped}\n")
@@ -291,13 +291,13 @@ def _stat_file(name: str, path: Path, file: BinaryIO) -> ModelFile:
 
 
 def _may_be_incomplete(status: os.stat_result) -> bool:
-    """Return whether a file was written to so shortly before that it may still be being copied."""
+    """Return whether a file was written so recently that it may still be being copied."""
     return abs(time.time() - status.st_mtime) < _SETTLE_S
 
 
 @contextlib.contextmanager
 def _reading(path: Path) -> Generator[None, None, None]:
-    """Raise what prevents reading within the block as a ModelFileError."""
+    """Convert errors within the block that prevent reading to ModelFileError."""
     try:
         yield
     except (OSError, AccessDenied, ValueError) as error:
@@ -307,7 +307,7 @@ def _reading(path: Path) -> Generator[None, None, None]:
 def _read_error(path: Path, error: Exception) -> ModelFileError:
     if isinstance(error, AccessDenied):
         return ModelFileError(f"{path}: {error}")
-    # The only ValueError of a path; its words differ among the versions of Python.
+    # The only ValueError of a path. Its text differs among versions of Python.
     text = error.strerror if isinstance(error, OSError) else "the path holds a NUL"
     return ModelFileError(f"{path}: {text}", transient=is_transient(error))
 
@@ -327,7 +327,7 @@ def _onnx_locations(path: Path, file: BinaryIO) -> List[str]:
         with _reading(path):
             locations = list(onnx_locations(file))
     except Malformed:
-        # An engine that understands it all the same would load external files that nobody has pinned.
+        # An engine that accepts the file nevertheless would load external files that are not part of the digest.
         text = f"{path}: expected an ONNX model; this is something else, or only a part of one"
         raise ModelFileError(text, transient=_may_be_incomplete(os.fstat(file.fileno()))) from None
     for location, _ in locations:
@@ -338,13 +338,13 @@ def _onnx_locations(path: Path, file: BinaryIO) -> List[str]:
 
 
 def check_locations(path: Path) -> None:
-    """Make sure that a MindIR names no file outside of its directory.
+    """Check that a MindIR names no file outside of its directory.
 
-    MindSpore puts the directory before a location and opens the result, whatever it is. Files in the directory of a
-    snapshot are those of the model, so it is enough that no location leads out.
+    MindSpore appends a location to the directory and opens the result, whatever it is. All files in the directory of a
+    snapshot belong to the model, so it is sufficient that no location leads out of the directory.
 
     Raises:
-        ModelFileError: it names one, or cannot be read.
+        ModelFileError: a location is outside of the directory, or the file cannot be read.
     """
     with _reading(path), open_file(path) as file:
         _check_mindir(path, file)
@@ -359,7 +359,7 @@ def _check_mindir(path: Path, file: BinaryIO) -> None:
     except TooDeep:
         raise ModelFileError(f"{path}: expected at most {MAX_DEPTH} levels of messages in messages") from None
     except Malformed:
-        # No engine reads it, either: that gives the better reason.
+        # The engine cannot read the file either, and reports a better reason.
         pass
 
 

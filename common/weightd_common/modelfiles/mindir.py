@@ -1,12 +1,12 @@
-"""What a MindIR file says of its model: what it takes and gives. No library is asked; weights are skipped.
+"""Reader for the inputs and outputs in a MindIR file. It uses no library and skips the weights.
 
-The file is a `ModelProto` of MindSpore's mind_ir.proto, a relative of ONNX's. Two programs write such files:
+The file is a `ModelProto` of MindSpore's mind_ir.proto, which resembles ONNX's. Two programs write such files:
 
-- MindSpore exports them. Inputs bear the names of the arguments, with that of their function before a colon:
-  ``3_1_net_Slice_construct_3:x`` is ``x``. Outputs have none, only the number of a node, another one in each export:
-  ``3_1_net_Slice_construct_3:CNode_14:15`` is called ``output_0`` here, for the first. Of tuples, also of tuples in
-  them, each tensor is one output.
-- MindSpore Lite's Converter writes them with the names of the model from which it made them.
+- MindSpore exports them. Inputs have the names of the arguments, preceded by their function and a colon:
+  ``3_1_net_Slice_construct_3:x`` is ``x``. Outputs have no names, only the number of a node, which differs in each
+  export: this module names ``3_1_net_Slice_construct_3:CNode_14:15`` ``output_0`` if it is the first. In tuples, also
+  nested ones, each tensor is an output.
+- MindSpore Lite's Converter writes them with the names of the original model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAME, _TENSOR, _TUPLE = 1, 2, 5  # in an input or output
 _TENSORS, _VALUES = 12, 17  # in a tuple, and in each of its values
 _DIMS, _DATATYPE = 1, 2  # in a tensor
 
-# By the numbers of TensorProto.DataType; what has none on the wire is named as there, in small letters.
+# By the numbers of TensorProto.DataType. A type without a datatype in the protocol has its name there, in lower case.
 _DATATYPES = (
     *("undefined", "FP32", "UINT8", "INT8", "UINT16", "INT16", "INT32", "INT64", "string", "BOOL", "FP16", "FP64"),
     *("UINT32", "UINT64", "complex64", "complex128", "bfloat16", "FP64", "qint4x2"),
@@ -36,7 +36,7 @@ _SIGN_BIT = 2**63
 _MAX_VARINT_BYTES = 10
 _MINDSPORE = "MindSpore"
 
-# Tuples in tuples; what nests deeper, nobody writes.
+# Nesting of tuples. No program writes deeper ones.
 _MAX_DEPTH = 16
 
 
@@ -44,9 +44,10 @@ class MindIrTensor(NamedTuple):
     """An input or output.
 
     Attributes:
-        name: where it is longer than a name may be, at least so much of it that this is seen.
-        datatype: its name on the wire, or that in the file in small letters.
-        shape: one dimension more than there may be, of a tensor with more; -1 is free. None: of any rank.
+        name: the name. An overlong name may be truncated, but stays longer than the limit.
+        datatype: the datatype in the protocol, or else the file's type name in lower case.
+        shape: the dimensions, of which -1 is free; None for any rank. A tensor with too many dimensions has one more
+            than the limit.
     """
 
     name: str
@@ -55,10 +56,10 @@ class MindIrTensor(NamedTuple):
 
 
 class MindIr(NamedTuple):
-    """What a file says. Of an absurd number of tensors, one more than there may be.
+    """Inputs and outputs of a file. If there are too many, the tuples have one more than the limit.
 
     Attributes:
-        is_mindspore_export: MindSpore itself has written it, not the Converter.
+        is_mindspore_export: whether MindSpore itself has written the file, not the Converter.
     """
 
     inputs: Tuple[MindIrTensor, ...]
@@ -70,8 +71,8 @@ def read(file: BinaryIO) -> MindIr:
     """Read an open file.
 
     Raises:
-        Malformed: it is no MindIR, or only a part of one.
-        OSError: it cannot be read.
+        Malformed: the file is not a MindIR, or is incomplete.
+        OSError: the file cannot be read.
     """
     model: Span = (0, os.fstat(file.fileno()).st_size)
     producer = next((_text(file, each) for each in _field_spans(file, model, _PRODUCER)), "")
@@ -89,7 +90,7 @@ def read(file: BinaryIO) -> MindIr:
 
 
 def find_problems(what: str, tensors: Sequence[MindIrTensor]) -> Iterator[str]:
-    """Yield why requests with these inputs, or answers with these outputs, could not be sent; a line each."""
+    """Yield the reasons why the protocol cannot carry these inputs or outputs, one line each."""
     if len(tensors) > limits.MAX_TENSORS:
         yield f"expected at most {limits.MAX_TENSORS} {what}s"
     for name in sorted({each.name for each in tensors if sum(each.name == other.name for other in tensors) > 1}):
@@ -117,7 +118,7 @@ def _tensors(file: BinaryIO, graph: Span, number: int) -> Iterator[MindIrTensor]
 
 
 def _tensor_spans(file: BinaryIO, value: Span) -> Iterator[Span]:
-    """The tensors of an input or output: one, or those of a tuple in their order."""
+    """Return the tensors of an input or output: a single one, or the tensors of a tuple in order."""
     leaves = (each for tree in _field_spans(file, value, _TUPLE) for each in _tuple_spans(file, tree))
     found = list(itertools.islice(leaves, limits.MAX_TENSORS + 1))
     found = found or list(itertools.islice(_field_spans(file, value, _TENSOR), 1))
@@ -147,12 +148,12 @@ def _read_tensor(file: BinaryIO, name: str, span: Span) -> MindIrTensor:
             datatype_number = value
     datatype = _DATATYPES[datatype_number] if datatype_number < len(_DATATYPES) else f"datatype {datatype_number}"
     sizes = tuple(each if each < _SIGN_BIT else each - 2 * _SIGN_BIT for each in dims)
-    # A tensor of unknown rank has one dimension of -2, a free one is -1.
+    # An unknown rank is encoded as a single dimension of -2, a free dimension as -1.
     return MindIrTensor(name, datatype, None if sizes == (-2,) else tuple(max(each, -1) for each in sizes))
 
 
 def _unpack_varints(file: BinaryIO, span: Span, max_count: int) -> Iterator[int]:
-    """The numbers of a packed field, at most so many."""
+    """Yield at most `max_count` numbers of a packed field."""
     start, end = span
     file.seek(start)
     data = file.read(min(end - start, max_count * _MAX_VARINT_BYTES))
@@ -170,7 +171,7 @@ def _unpack_varints(file: BinaryIO, span: Span, max_count: int) -> Iterator[int]
 def _text(file: BinaryIO, span: Span) -> str:
     start, end = span
     file.seek(start)
-    # Of a scoped name the last part counts; the scope may be longer than a name.
+    # Only the last part of a scoped name is used, and the scope may be longer than a name.
     return os.fsdecode(file.read(min(end - start, 16 * limits.MAX_NAME_BYTES)))
 
 

@@ -1,4 +1,4 @@
-"""Reads protobuf in model files of any size: a field is read, or skipped by its length.
+"""Protobuf parser for model files of any size, which reads a field or skips it by its length.
 
 It also finds the external files that a model names.
 """
@@ -13,8 +13,8 @@ from weightd_protocol import limits
 _VARINT, _FIXED64, _BYTES, _GROUP, _END_GROUP, _FIXED32 = range(6)  # wire types
 _MAX_VARINT_BYTES = 10
 
-# Message to {field number: message}, from onnx.proto and mind_ir.proto: the way to external data. Anything else is
-# skipped by its length, so a walk costs the number of nodes, not the size of the weights.
+# Message to {field number: message}, from onnx.proto and mind_ir.proto: the paths to external data. All other fields
+# are skipped by their length, so the cost depends on the number of nodes, not on the size of the weights.
 
 _Messages = Dict[str, Dict[int, str]]
 
@@ -44,7 +44,7 @@ _MINDIR: _Messages = {
 }
 _LOCATION = 1  # in the external data of a MindIR
 
-# protobuf's own default: what nests deeper, no engine reads.
+# protobuf's default limit. Engines reject deeper nesting.
 MAX_DEPTH = 100
 
 Span = Tuple[int, int]
@@ -53,19 +53,19 @@ Field = Tuple[int, Union[int, Span]]
 
 
 class Malformed(Exception):
-    """The bytes are not the protobuf that they should be."""
+    """The bytes are not the expected protobuf message."""
 
 
 class TooDeep(Malformed):
-    """Messages lie in messages, deeper than an engine reads."""
+    """Messages are nested deeper than an engine accepts."""
 
 
 def fields(file: BinaryIO, start: int, end: int) -> Iterator[Field]:
-    """Yield (field number, value) for each field; bytes are given as (start, end)."""
+    """Yield (field number, value) for each field. The value of a bytes field is its position as (start, end)."""
     position = start
     groups: List[int] = []
     while position < end:
-        # Whoever takes the fields may read elsewhere in between.
+        # The caller may seek between two fields.
         file.seek(position)
         tag, size = _varint(file)
         position += size
@@ -80,7 +80,7 @@ def fields(file: BinaryIO, start: int, end: int) -> Iterator[Field]:
         elif wire_type in (_FIXED64, _FIXED32):
             size = 8 if wire_type == _FIXED64 else 4
         elif wire_type == _GROUP:
-            # Engines skip what they do not know, also in this old form.
+            # Engines skip unknown fields, also in this deprecated form.
             groups.append(number)
             size = 0
         elif wire_type == _END_GROUP and groups and groups.pop() == number:
@@ -88,7 +88,7 @@ def fields(file: BinaryIO, start: int, end: int) -> Iterator[Field]:
         else:
             raise Malformed
         position += size
-        # Number 0 is illegal: a file of zeros would otherwise be a valid message, and take a long time.
+        # Field number 0 is invalid. Otherwise a file of zeros would be a valid message that takes long to parse.
         if position > end or number == 0:
             raise Malformed
         if not groups and wire_type not in (_GROUP, _END_GROUP):
@@ -101,7 +101,7 @@ def onnx_locations(file: BinaryIO) -> Iterator[Tuple[str, bool]]:
     """Yield the location of each external file that an ONNX model names, and whether the engine will read it.
 
     Raises:
-        Malformed: the file is no such model.
+        Malformed: the file is not an ONNX model.
     """
     return _locations(file, _ONNX, "model", 0, os.fstat(file.fileno()).st_size)
 
@@ -110,14 +110,14 @@ def mindir_locations(file: BinaryIO) -> Iterator[str]:
     """Yield the location of each external file that a MindIR names.
 
     Raises:
-        Malformed: the file is no MindIR.
-        TooDeep: it nests deeper than an engine reads.
+        Malformed: the file is not a MindIR.
+        TooDeep: messages are nested deeper than an engine accepts.
     """
     return (location for location, _ in _locations(file, _MINDIR, "model", 0, os.fstat(file.fileno()).st_size))
 
 
 def _varint(file: BinaryIO) -> Tuple[int, int]:
-    """Return the number at the file's position, and how many bytes it takes."""
+    """Return the number at the file's position, and its length in bytes."""
     value = 0
     for index in range(_MAX_VARINT_BYTES):
         byte = file.read(1)
@@ -153,8 +153,8 @@ def _locations(
 def _tensor_locations(file: BinaryIO, start: int, end: int) -> Iterator[Tuple[str, bool]]:
     """Yield the locations of an ONNX tensor.
 
-    An engine merges messages that a file gives twice, and takes an enumeration modulo 2**32. So a location is told of
-    whatever this part of a tensor says about its use: each has to be a permitted one.
+    An engine merges messages that occur twice in a file, and takes an enumeration modulo 2**32. So every location is
+    yielded, whatever this part of the tensor says about its use: each must be permitted.
     """
     entries: List[Span] = []
     external = False
@@ -170,7 +170,7 @@ def _tensor_locations(file: BinaryIO, start: int, end: int) -> Iterator[Tuple[st
 
 
 def _text(file: BinaryIO, span: object) -> str:
-    """Return a text as a file name: what is not UTF-8 is kept by surrogates, as everywhere in Python's file names."""
+    """Return a text as a file name. Bytes that are not UTF-8 become surrogates, as in all file names in Python."""
     if not isinstance(span, tuple):
         return ""
     start, end = cast(Span, span)
