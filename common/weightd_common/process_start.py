@@ -1,8 +1,8 @@
-"""The first things that each program of weightd does, before it imports what takes long.
+"""First steps of each program of weightd, before the slow imports.
 
-A program sets the signals that its parent has ignored or blocked back to their defaults, forks if it is the init of a
-container, dies with its parent if it is a child, and leaves no memory in core dumps. Small helper processes import this
-module, too, so it imports nothing large: ctypes only where a function needs it.
+A program restores the default actions of signals that its parent has ignored or blocked, forks if it is the init of a
+container, sets up to die with its parent if it is a child, and excludes its memory from core dumps. Small helper
+processes import this module as well, so it imports nothing large: ctypes only in the functions that need it.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ import resource
 import signal
 from typing import Any, Generator, List, Optional, Sequence, Set
 
-# Shells and nohup(1) ignore these on purpose for the programs that they start in the background.
+# Shells and nohup(1) deliberately ignore these signals for programs in the background.
 _INHERITED = frozenset(
     (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU),
 )
 
-# Python itself ignores these in every process.
+# Python itself ignores these signals in every process.
 _IGNORED_BY_PYTHON = frozenset((signal.SIGPIPE, signal.SIGXFSZ))
 
 # prctl(2)
 _PR_SET_PDEATHSIG = 1
 _PR_GET_CHILD_SUBREAPER = 37
 
-# An init passes on all but these: a fault of the process itself, and the two that nobody can catch.
+# An init forwards all signals except faults of the process itself and the two that cannot be caught.
 _NOT_FORWARDED = {
     *(signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGABRT, signal.SIGSYS),
     *(signal.SIGKILL, signal.SIGSTOP),
 }
 
-# sd_listen_fds(3), sd_watchdog_enabled(3): the process that they are meant for.
+# The variables that name the process they are meant for, see sd_listen_fds(3) and sd_watchdog_enabled(3).
 _PID_VARIABLES = ("LISTEN_PID", "WATCHDOG_PID")
 
 _FIRST_INHERITED_DESCRIPTOR = 3
@@ -42,16 +42,16 @@ _COREDUMP_FILTER = "/proc/self/coredump_filter"
 
 
 def reset_signals(*ignored: signal.Signals) -> None:
-    """Set ignored signals back to their default action, and block none. Call it first, in the main thread.
+    """Restore the default action of ignored signals and unblock all signals. Call it first, in the main thread.
 
-    A parent that ignores SIGCHLD would otherwise have the kernel discard the exit statuses of this process's children,
-    and one that blocks SIGTERM would make this process deaf to it. SIGHUP, SIGINT, SIGQUIT and the signals of job
-    control stay ignored if they are: nohup(1) and shells ask for that.
+    If a parent ignores SIGCHLD, the kernel would otherwise discard the exit statuses of this process's children. If a
+    parent blocks SIGTERM, this process would never receive it. SIGHUP, SIGINT, SIGQUIT and the job-control signals stay
+    ignored if they are: nohup(1) and shells rely on that.
 
     Args:
-        ignored: this process ignores these signals from now on, including those that are pending.
+        ignored: signals that this process ignores from now on, including pending ones.
     """
-    # Before they are unblocked: ignoring a signal discards it where it is pending.
+    # Before the signals are unblocked, because ignoring a signal discards pending instances.
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     kept = {*ignored, *_INHERITED, *_IGNORED_BY_PYTHON}
@@ -62,27 +62,27 @@ def reset_signals(*ignored: signal.Signals) -> None:
 
 
 def disable_core_dumps(file: str = _COREDUMP_FILTER) -> None:
-    """Have this process, and each that it starts, leave no core file, and no memory in any other core dump.
+    """Prevent core files of this process and its children, and exclude their memory from all other core dumps.
 
-    A limit of 0 prevents a core file. The kernel ignores the limit where core(5) has the dump piped to a program or
-    sent to a socket, and not every such program heeds it: the filter of the process leaves all memory out of any dump.
-    Both are soft: for debugging they can be raised from outside, with prlimit(1) and in /proc/PID/coredump_filter.
+    A limit of 0 prevents a core file. If core(5) pipes dumps to a program or sends them to a socket, the kernel ignores
+    the limit, and not every such program respects it; the process's filter excludes all memory from any dump. Both
+    settings can be raised from outside for debugging, with prlimit(1) and in /proc/PID/coredump_filter.
 
     Args:
         file: the filter of this process, see core(5).
     """
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
-    # A kernel without core dumps has no such file.
+    # A kernel without support for core dumps does not have this file.
     with contextlib.suppress(OSError), open(file, "w", encoding="ascii") as coredump_filter:  # noqa: PTH123
         coredump_filter.write("0\n")
 
 
 @contextlib.contextmanager
 def silent_while_importing() -> Generator[None, None, None]:
-    """Let SIGINT end the process without a word: Python would print where it was in its imports, which take a while.
+    """Let SIGINT end the process silently. Python would print a traceback into its imports, which take a while.
 
-    Afterwards it is Python's KeyboardInterrupt again. Where somebody ignores it, it stays ignored.
+    After the block, SIGINT raises KeyboardInterrupt again. A signal that is ignored stays ignored.
     """
     python_handles = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if python_handles:
@@ -94,9 +94,9 @@ def silent_while_importing() -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def gc_disabled() -> Generator[None, None, None]:
-    """Collect no garbage while the block imports modules: they stay, and looking at them takes an eighth of the time.
+    """Disable the garbage collector while the block imports modules, which saves an eighth of the import time.
 
-    Later collections do not look at what was imported, either.
+    Later collections skip the imported objects as well, because they live as long as the process.
     """
     gc.disable()
     try:
@@ -107,24 +107,25 @@ def gc_disabled() -> Generator[None, None, None]:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends.
+    """Make the kernel kill this process when its parent exits.
 
     Args:
-        parent: the pid that is expected to be the parent.
+        parent: the pid of the expected parent.
 
     Raises:
-        SystemExit: the parent is another process already: it has died, or a wrapper stands between.
+        SystemExit: the process has another parent, because the expected one has died or has started it through a
+            wrapper.
     """
     _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The parent may have died before the call above took effect: then no signal would ever come.
+    # The parent may have died before the call above took effect, in which case no signal would ever arrive.
     if os.getppid() != parent:
         raise SystemExit(f"expected to be a child of {parent}, but the parent is {os.getppid()}")
 
 
 def die_with_named_parent(words: Sequence[str]) -> None:
-    """Call `die_with_parent` with the process that a command line names by ``--parent PID``, if it names one.
+    """Call `die_with_parent` with the pid that follows ``--parent`` on a command line, if it is given.
 
-    To be called before imports: they take a second, and a process whose parent ends meanwhile would outlive it.
+    Call it before the imports: they take a second, and the process would survive if its parent exited in that time.
 
     Raises:
         SystemExit: as `die_with_parent`.
@@ -136,10 +137,10 @@ def die_with_named_parent(words: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def sigint_blocked() -> Generator[None, None, None]:
-    """Have the processes that are started in the block born with SIGINT blocked, until `reset_signals`.
+    """Start processes in the block with SIGINT blocked, until they call `reset_signals`.
 
-    A terminal sends it to the whole process group, and a child is in that of its parent until it has a session of its
-    own: a Ctrl-C in that moment would kill it. What comes for this process is not lost, but waits for the block's end.
+    A terminal sends SIGINT to the whole process group, to which a child belongs until it creates a session: Ctrl-C
+    would kill it in that time. SIGINT for this process is delivered after the block.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -149,12 +150,12 @@ def sigint_blocked() -> Generator[None, None, None]:
 
 
 def serve_as_init() -> None:
-    """Become the child of an init if this process is one: PID 1, or a child subreaper (prctl(2)). Else do nothing.
+    """Fork if this process is an init: PID 1, or a child subreaper (prctl(2)). Otherwise do nothing.
 
-    Orphans of the whole container become children of such a process, which has to reap them, and the kernel ignores
-    every signal to PID 1 that it does not handle. So this process forks. The parent stays behind: it reaps, passes on
-    signals, and ends with the status of the child. This function returns in the child. Call it after `reset_signals`,
-    while the process has one thread.
+    Orphans of the whole container become children of an init, which must reap them, and the kernel ignores every signal
+    to PID 1 that has no handler. The parent therefore becomes a supervisor: it reaps, forwards signals, and exits with
+    the status of the child. The function returns in the child. Call it after `reset_signals`, while the process has one
+    thread.
 
     Raises:
         SystemExit: the process cannot fork.
@@ -162,7 +163,7 @@ def serve_as_init() -> None:
     if os.getpid() != 1 and not _is_subreaper():
         return
     forwarded = set(signal.Signals) - _NOT_FORWARDED
-    # Before the fork: no signal may be lost.
+    # Blocked before the fork, so that no signal is lost.
     signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)
     parent = os.getpid()
     try:
@@ -174,7 +175,7 @@ def serve_as_init() -> None:
         try:
             status = _supervise(child, forwarded)
         finally:
-            # Whatever happens, this process never goes on as the program.
+            # This process must never continue as the program, whatever happens.
             os._exit(status)
     die_with_parent(parent)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
@@ -192,7 +193,7 @@ def _is_subreaper() -> bool:
 
 
 def _supervise(child: int, forwarded: Set[signal.Signals]) -> int:
-    """Reap every child and pass on signals until `child` has ended; return the exit status for this process."""
+    """Reap all children and forward signals until `child` has exited. Return the exit status for this process."""
     _close_inherited()
     while True:
         received = signal.sigwaitinfo(forwarded)
@@ -201,13 +202,13 @@ def _supervise(child: int, forwarded: Set[signal.Signals]) -> int:
             if status is not None:
                 return status
         elif received.si_code <= 0 or received.si_signo == signal.SIGHUP:
-            # A positive code: a key was pressed at the terminal, and the child received the signal itself, for it is in
-            # the same process group. Only a hangup is for this process alone.
+            # A positive code means a key at the terminal. The child receives that signal itself, because it is in the
+            # same process group. Only SIGHUP is sent to this process alone.
             os.kill(child, received.si_signo)
 
 
 def _reap(child: int) -> Optional[int]:
-    """Wait for every process that has exited; return the status of the child if it is one of them."""
+    """Reap all processes that have exited. Return the exit status of `child` if it is one of them."""
     found = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -220,14 +221,14 @@ def _reap(child: int) -> Optional[int]:
 
 
 def _close_inherited() -> None:
-    """Leave sockets and pipes to the child: whoever waits for their end waits for its end."""
+    """Close inherited sockets and pipes, so that their other ends see the end of the child."""
     descriptors: List[str] = []
-    # A container may be without /proc.
+    # A container may lack /proc.
     with contextlib.suppress(OSError):
         descriptors = os.listdir("/proc/self/fd")  # noqa: PTH208
     for descriptor in map(int, descriptors):
         if descriptor >= _FIRST_INHERITED_DESCRIPTOR:
-            # The directory that was listed is closed already.
+            # The descriptor of the listed directory is closed already.
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 

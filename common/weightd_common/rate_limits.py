@@ -1,7 +1,4 @@
-"""Keeps one user from taking what all need: token buckets, limits of log lines, and queues whose users take turns.
-
-Pure: no I/O, no clock.
-"""
+"""Per-user limits: token buckets, rate-limited logging, and a round-robin queue. No I/O and no clock."""
 
 from __future__ import annotations
 
@@ -9,19 +6,18 @@ from typing import Dict, Generic, Iterator, Optional, Tuple, TypeVar
 
 T = TypeVar("T")
 
-# Full buckets are dropped when the table has grown to twice its size after the last time.
+# Full buckets are dropped when the table has doubled in size since the last time.
 _MIN_DROP_SIZE = 1024
 
-# Of log lines: so many keys are told apart, and all others are one.
+# Number of keys with separate log limits. All further keys share one limit.
 _MAX_KEYS = 256
 _OTHER_KEYS = ""
 
 
 class TokenBucket:
-    """Limits how often something happens. A new bucket is full.
+    """Token bucket. A new bucket is full.
 
-    The rate, in tokens a second, and the burst, the tokens of a full bucket, may be others in each call. The rate has
-    to be more than 0.
+    The rate (tokens per second, more than 0) and the burst (the capacity of the bucket) may differ in each call.
     """
 
     __slots__ = ("_tokens", "_updated_at")
@@ -31,11 +27,11 @@ class TokenBucket:
         self._updated_at = -float("inf")
 
     def tokens(self, rate: float, burst: float, now: float) -> float:
-        """Return how many tokens it has; less than 0 after a `charge` that it could not pay."""
+        """Return the number of tokens, which is negative after a `charge` that exceeded the balance."""
         return min(burst, self._tokens + (now - self._updated_at) * rate)
 
     def take(self, rate: float, burst: float, now: float) -> bool:
-        """Take one token, if there is one; return whether there was."""
+        """Take one token if available, and return whether it was."""
         tokens = self.tokens(rate, burst, now)
         if tokens < 1.0:
             return False
@@ -43,16 +39,16 @@ class TokenBucket:
         return True
 
     def charge(self, tokens: float, rate: float, burst: float, now: float) -> None:
-        """Take so many tokens, also those that it does not have yet, up to one burst; see `TokenBuckets.charge`."""
+        """Take tokens, also beyond the balance, by at most one burst; see `TokenBuckets.charge`."""
         self._tokens, self._updated_at = max(-burst, self.tokens(rate, burst, now) - tokens), now
 
 
 class TokenBuckets:
-    """A bucket for each key; a decision takes the same time for any number of keys.
+    """A token bucket for each key. Operations take the same time for any number of keys.
 
     Args:
-        rate: tokens a second that each bucket gets; 0 for no limit.
-        burst: tokens of a full bucket.
+        rate: tokens per second for each bucket; 0 for no limit.
+        burst: the capacity of each bucket.
     """
 
     def __init__(self, rate: float, burst: float) -> None:
@@ -62,7 +58,7 @@ class TokenBuckets:
         self._drop_at = _MIN_DROP_SIZE
 
     def take(self, key: str, now: float) -> bool:
-        """Take one token of a key, if it has one; return whether it had."""
+        """Take one token of a key if available, and return whether it was."""
         return not self._rate or self._bucket(key, now).take(self._rate, self._burst, now)
 
     def has_one(self, key: str, now: float) -> bool:
@@ -70,15 +66,15 @@ class TokenBuckets:
         return not self._rate or self._bucket(key, now).tokens(self._rate, self._burst, now) >= 1.0
 
     def charge(self, key: str, tokens: float, now: float) -> None:
-        """Take so many tokens of a key, also those that it does not have yet, up to one burst.
+        """Take tokens of a key, also beyond the balance, by at most one burst.
 
-        A negative number gives tokens back.
+        A negative number returns tokens.
         """
         if self._rate:
             self._bucket(key, now).charge(tokens, self._rate, self._burst, now)
 
     def __len__(self) -> int:
-        """Return how many keys are kept."""
+        """Return the number of stored keys."""
         return len(self._buckets)
 
     def _bucket(self, key: str, now: float) -> TokenBucket:
@@ -96,21 +92,21 @@ class TokenBuckets:
 
 
 class RateLimitedLog:
-    """Says whether an event that a client can cause at any rate is logged: the first, then one in each interval.
+    """Rate limiter for log lines about events that a client can cause at any rate: the first, then one per interval.
 
     Args:
-        interval_s: seconds between two lines about one key.
+        interval_s: seconds between two lines for the same key.
     """
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
-        # When the next line may be logged, and how many events were not logged meanwhile.
+        # The time of the next allowed line, and the number of events suppressed since the last line.
         self._entries: Dict[str, Tuple[float, int]] = {}
-        # None of them may be forgotten before.
+        # No entry expires before this time.
         self._forget_at = 0.0
 
     def record(self, key: str, now: float) -> Optional[int]:
-        """Count an event; return how many were not logged since the last line, None if this one is not to be logged."""
+        """Count an event. Return None to suppress it, otherwise the number suppressed since the last line."""
         if key not in self._entries and len(self._entries) >= _MAX_KEYS and now >= self._forget_at:
             self._drop_expired(now)
         if key not in self._entries and len(self._entries) >= _MAX_KEYS:
@@ -128,36 +124,36 @@ class RateLimitedLog:
 
 
 class RoundRobinQueue(Generic[T]):
-    """Items by user: however many items of one user wait, the next user waits for one of them only.
+    """Round-robin queue over users: a user with many queued items delays the next user by one item only.
 
-    Items are hashable, and no item is in the queue twice. Every operation takes the same time for any number of items.
-    A user may be None.
+    Items must be hashable, and no item may be in the queue twice. Operations take the same time for any number of
+    items. A user may be None.
     """
 
     def __init__(self) -> None:
-        # The first user, and the first item of it, are next.
+        # The first item of the first user is next.
         self._items_by_user: Dict[Optional[str], Dict[T, None]] = {}
 
     def __bool__(self) -> bool:
         return bool(self._items_by_user)
 
     def __iter__(self) -> Iterator[Optional[str]]:
-        """Iterate over the users that have items, the next one first."""
+        """Iterate over the users with items, the next one first."""
         return iter([*self._items_by_user])
 
     def __contains__(self, user: Optional[str]) -> bool:
         return user in self._items_by_user
 
     def put(self, user: Optional[str], item: T) -> None:
-        """Append an item to those of a user."""
+        """Append an item of a user."""
         self._items_by_user.setdefault(user, {})[item] = None
 
     def take(self) -> T:
-        """Remove and return the next item; the next turn of its user comes after those of all others."""
+        """Remove and return the next item. Its user moves to the end."""
         return self.take_of(next(iter(self._items_by_user)))
 
     def take_of(self, user: Optional[str]) -> T:
-        """Remove and return the next item of a user; the next turn of that user comes after those of all others."""
+        """Remove and return the next item of a user. The user moves to the end."""
         items = self._items_by_user.pop(user)
         item = next(iter(items))
         del items[item]
@@ -166,7 +162,7 @@ class RoundRobinQueue(Generic[T]):
         return item
 
     def remove(self, user: Optional[str], item: T) -> bool:
-        """Remove an item of a user; return whether it was in the queue."""
+        """Remove an item of a user, and return whether it was in the queue."""
         items = self._items_by_user.get(user)
         if items is None or item not in items:
             return False

@@ -1,20 +1,20 @@
-"""Opens what a path leads to, if everybody who has chosen that may read it.
+"""Opening of files named by users, with the check that every user who has named a part of the path may read the file.
 
-A daemon reads with its own rights what others have named: a link points where its owner likes, and a model names files
-beside it. So each of them is taken for an author of the path, and the file and every directory behind the link must be
-open to each author, too; else a link to somebody's secret would have the daemon tell it. The daemon's own user and root
-may name whatever the daemon may open.
+The daemon reads with its own rights files that other users have named: a link points wherever its owner likes, and a
+model names external files. Each such user is an author of the path, and every author must have access to the file and
+to every directory after the link. Otherwise a link to a secret file would make the daemon disclose it. The daemon's
+user and root may name every file that the daemon can open.
 
-There is no time between check and use: the way is walked by descriptors, one name after another, and what is checked is
-the descriptor that is read. A link is never followed by the kernel.
+There is no gap between check and use: the path is walked by descriptors, one name at a time, and the checked descriptor
+is the one that is read. The kernel never follows a link.
 
-What authors may do follows from owner, group, mode and the POSIX access control list, as in the kernel.
+The rights of authors follow from owner, group, mode and the POSIX access control list, as in the kernel.
 
-A `Grant` says who has named the path itself. A client that asks the daemon to read a file is an author of the path from
-its first name on: the client learns nothing about a directory that its user may not search.
+A `Grant` identifies who has named the path itself. A client that asks the daemon to read a file is an author of the
+path from its first name on, so the client learns nothing about a directory that its user may not search.
 
-For a path that only the operator names, `open_regular` is enough: it refuses pipes and devices, on which opening a file
-could wait for ever.
+For a path that only the operator names, `open_regular` is sufficient: it rejects pipes and devices, on which opening a
+file could wait forever.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from typing import BinaryIO, FrozenSet, Generator, Iterator, List, NamedTuple, O
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
 """The most bytes of a configuration file: thousands of tables fit into far less."""
 
-# As the kernel; and no path is deeper.
+# The kernel's limit for links, and a limit that no real path exceeds.
 _MAX_LINKS = 40
 _MAX_DEPTH = 256
 
 _READ, _SEARCH = 4, 1
 
-# Of <linux/posix_acl_xattr.h>: a version, then entries of tag, permissions and id.
+# From <linux/posix_acl_xattr.h>: a version, then entries of tag, permissions and id.
 _ACL = "system.posix_acl_access"
 _ACL_HEADER, _ACL_ENTRY = struct.Struct("<I"), struct.Struct("<HHI")
 _USER_OBJ, _USER, _GROUP_OBJ, _GROUP, _MASK, _OTHER = 0x01, 0x02, 0x04, 0x08, 0x10, 0x20
 
 
 class AccessDenied(Exception):
-    """An author may not read what the path leads to; the text says who and what."""
+    """An author may not read the target of the path. The text names the author and the file."""
 
 
 class Grant(NamedTuple):
     """The right by which a path was named.
 
     Attributes:
-        uid: the user that named the path; the user has to be able to read the file. None: the operator named the path,
-            who may name every file that the daemon can read.
-        gids: the groups of that user, as the kernel reported them.
+        uid: the user that named the path, who must be able to read the file. None: the operator, who may name every
+            file that the daemon can read.
+        gids: the groups of that user, as reported by the kernel.
         directories: absolute paths of directories in which that user may name every file.
     """
 
@@ -62,7 +62,7 @@ class Grant(NamedTuple):
     directories: Tuple[str, ...] = ()
 
     def directory_of(self, path: str) -> str:
-        """Return which of the directories contains the path by its text; "" for none."""
+        """Return the directory of the grant that contains the path, compared as text; "" if none does."""
         parts = PurePosixPath(path).parts
         if ".." in parts:
             return ""
@@ -75,21 +75,21 @@ OPERATOR = Grant()
 
 
 class DirHandle(NamedTuple):
-    """A directory, with those above it, as open descriptors from / on, and who has chosen to come here."""
+    """A directory and its parents as open descriptors, starting with /, and the authors of the path to it."""
 
     descriptors: Tuple[int, ...]
     authors: FrozenSet[int] = frozenset()
 
     def with_authors(self, *uids: int) -> DirHandle:
-        """Return the same place with further authors."""
+        """Return the same directory with additional authors."""
         return self._replace(authors=self.authors | {*uids})
 
     @contextlib.contextmanager
     def scan(self) -> Generator[Iterator[os.DirEntry[str]], None, None]:
-        """Yield what is in it.
+        """Yield an iterator over the entries of the directory.
 
         Raises:
-            OSError: it cannot be listed.
+            OSError: the directory cannot be listed.
         """
         descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self.descriptors[-1])
         try:
@@ -99,23 +99,24 @@ class DirHandle(NamedTuple):
             os.close(descriptor)
 
     def is_within(self, directories: Sequence[DirHandle]) -> bool:
-        """Whether this is one of the directories, or lies in one of them, however deep."""
+        """Return whether this directory is one of the given ones or below one of them."""
         tops = {_identity(each.descriptors[-1]) for each in directories}
         return any(_identity(descriptor) in tops for descriptor in self.descriptors)
 
 
 class SafePathWalker:
-    """Walks paths. To be closed: it keeps the directories open.
+    """Resolves paths and checks the rights of their authors. Close it: it keeps the directories open.
 
     Args:
-        is_trusting: the files are the daemon's own, nobody else has named them: authors are not asked for.
+        is_trusting: whether the files belong to the daemon and no other user has named them, so that authors are not
+            checked.
         grant: the right by which the first path is named.
     """
 
     def __init__(self, *, is_trusting: bool = False, grant: Grant = OPERATOR) -> None:
         self._is_trusting = is_trusting
         self._grant = grant
-        # The directory of the grant that confines what is opened, and its path.
+        # The directory of the grant to which opened files are confined, and its path.
         self._confinement: Optional[Tuple[DirHandle, str]] = None
         self._open_descriptors = contextlib.ExitStack()
 
@@ -126,17 +127,17 @@ class SafePathWalker:
         self._open_descriptors.close()
 
     def root(self) -> DirHandle:
-        """Return /."""
+        """Return the root directory."""
         return DirHandle((self._close_at_exit(os.open("/", os.O_PATH | os.O_CLOEXEC)),))
 
     def starting_directory(self, path: str) -> Tuple[DirHandle, str]:
-        """Return the directory from which the absolute path has to be walked, and the rest of the path.
+        """Return the directory from which to resolve the absolute path, and the rest of the path.
 
-        In a directory of the grant the user of the grant need not be able to read the file, but each file that is
-        opened from now on has to lie in that directory.
+        In a directory of the grant, its user need not be able to read the file, but each file that is opened from now
+        on must be in that directory.
 
         Raises:
-            OSError, ValueError: as `open_file`.
+            OSError, AccessDenied, ValueError: as `open_file`.
         """
         grant_directory = self._grant.directory_of(path)
         if grant_directory:
@@ -147,10 +148,10 @@ class SafePathWalker:
         return (self.root() if uid is None else self.root().with_authors(uid)), path
 
     def open_directory(self, start: DirHandle, path: str) -> DirHandle:
-        """Return the directory at `path`, seen from `starting_directory`.
+        """Return the directory at `path`, relative to `start`.
 
         Raises:
-            OSError, NotTheirs, ValueError: as `open_file`.
+            OSError, AccessDenied, ValueError: as `open_file`.
         """
         directory, name, _ = self._walk(start, path)
         if name:
@@ -158,14 +159,14 @@ class SafePathWalker:
         return directory
 
     def open_file(self, start: DirHandle, path: str) -> Tuple[BinaryIO, DirHandle]:
-        """Open the regular file at `path`, seen from `starting_directory`.
+        """Open the regular file at `path`, relative to `start`.
 
-        Return it and the directory in which it really is.
+        Return the file and the directory in which it really is.
 
         Raises:
-            OSError: there is none, or it is something else, or it cannot be read.
-            AccessDenied: an author may not read it.
-            ValueError: the path holds a NUL.
+            OSError: the file does not exist, is not a regular file, or cannot be read.
+            AccessDenied: an author may not read the file.
+            ValueError: the path contains a NUL.
         """
         directory, name, descriptor = self._walk(start, path)
         if not name:
@@ -174,7 +175,7 @@ class SafePathWalker:
             raise AccessDenied(
                 f"a link leads out of {self._confinement[1]}; expected a file in this directory (model_dirs)"
             )
-        # Before it is opened: opening a pipe waits for its other end, and opening a device may do anything.
+        # Checked before opening, because opening a pipe waits for its other end, and opening a device may do anything.
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "expected a file, got a special file")
@@ -191,14 +192,14 @@ class SafePathWalker:
         return file, directory
 
     def _walk(self, start: DirHandle, path: str) -> Tuple[DirHandle, str, int]:
-        """Return the place to which the path leads; if that is no directory: where it lies, its name, and itself."""
+        """Resolve a path. Return the directory to which it leads; for another file, its parent, name and descriptor."""
         descriptors, authors = list(start.descriptors), start.authors
         names = _split_reversed(path)
         links = 0
         while names:
             name = names.pop()
             if name == "..":
-                # By the way that was come: a directory that is moved meanwhile leads nowhere else.
+                # Return along the walked path, so that moving a directory meanwhile leads nowhere else.
                 del descriptors[max(1, len(descriptors) - 1) :]
                 continue
             found = self._close_at_exit(_open_entry(descriptors[-1], name))
@@ -241,11 +242,11 @@ class SafePathWalker:
 
 
 def open_regular(path: Union[str, Path]) -> BinaryIO:
-    """Open a regular file for reading, without waiting.
+    """Open a regular file for reading, without blocking.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
-        ValueError: the path holds a NUL.
+        OSError: the file cannot be opened, or is not a regular file.
+        ValueError: the path contains a NUL.
     """
     descriptor = os.open(str(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
@@ -264,8 +265,8 @@ def read_regular(path: Union[str, Path], max_bytes: int) -> bytes:
     """Return the content of a regular file.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger than `max_bytes`.
-        ValueError: the path holds a NUL.
+        OSError: the file cannot be read, is not a regular file, or is larger than `max_bytes`.
+        ValueError: the path contains a NUL.
     """
     with open_regular(path) as file:
         content = file.read(max_bytes + 1)
@@ -277,14 +278,14 @@ def read_regular(path: Union[str, Path], max_bytes: int) -> bytes:
 def _open_entry(directory: int, name: str) -> int:
     flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        # What is mounted on demand is mounted for those who ask for a directory.
+        # An automount is triggered only if a directory is requested.
         return os.open(name, flags | os.O_DIRECTORY, dir_fd=directory)
     except NotADirectoryError:
         return os.open(name, flags, dir_fd=directory)
 
 
 def _split_reversed(path: str) -> List[str]:
-    """Return the names that the path consists of, the first one last."""
+    """Return the names in a path in reverse order."""
     return [each for each in reversed(path.split("/")) if each not in ("", ".")]
 
 
@@ -294,7 +295,7 @@ def _identity(descriptor: int) -> Tuple[int, int]:
 
 
 def _has_right(uid: int, groups: Optional[FrozenSet[int]], descriptor: int, status: os.stat_result, right: int) -> bool:
-    """Return whether a user has a right; `groups`: None for those that the host knows."""
+    """Return whether a user has a right. If `groups` is None, they are taken from the host's user database."""
     if uid in (0, os.geteuid()):
         return True
     if uid == status.st_uid:
@@ -310,7 +311,7 @@ def _has_right(uid: int, groups: Optional[FrozenSet[int]], descriptor: int, stat
 def _has_right_by_acl(
     entries: Sequence[Tuple[int, int, int]], uid: int, groups: FrozenSet[int], owning: int, right: int
 ) -> bool:
-    """Return whether a user that is not the owner has a right, as acl(5) says."""
+    """Return whether a user who is not the owner has a right, as specified by acl(5)."""
     mask = next((bits for tag, bits, _ in entries if tag == _MASK), 7)
     for tag, bits, number in entries:
         if tag == _USER and number == uid:
@@ -326,7 +327,7 @@ def _has_right_by_acl(
 
 
 def _read_acl(descriptor: int) -> List[Tuple[int, int, int]]:
-    """Return the entries of the access control list; none where the file has no list."""
+    """Return the entries of the access control list, an empty list if the file has no such list."""
     try:
         content = os.getxattr(f"/proc/self/fd/{descriptor}", _ACL)
     except OSError:

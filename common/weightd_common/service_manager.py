@@ -1,7 +1,7 @@
-"""What a service manager gives and wants to know: sd_notify(3), sd_listen_fds(3), sd_watchdog_enabled(3).
+"""Protocol of the service manager: sd_notify(3), sd_listen_fds(3) and sd_watchdog_enabled(3).
 
-Each is an environment variable and at most a datagram, so it is written here; systemd is its first speaker, but other
-managers (podman, s6) speak parts of it.
+Each part consists of environment variables and at most a datagram, so no library is needed. Besides systemd, other
+managers such as podman and s6 implement parts of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SEND_TIMEOUT_S = 2.0
 CLIENTS = "clients"
 """Name of the descriptors on which clients connect."""
 
-# sd_listen_fds(3): the first descriptor that is passed.
+# The first passed descriptor, see sd_listen_fds(3).
 _FIRST_DESCRIPTOR = 3
 
 _LISTEN_VARIABLES = ("LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
@@ -30,16 +30,17 @@ _log = logging.getLogger("weightd")
 
 
 class ServiceManager:
-    """The service manager that has started this process, or nobody: then everything here does nothing.
+    """The service manager of this process. Without one, all methods do nothing.
 
     Args:
-        environment: of the process. What concerns this process alone is taken out of it: children must not see it.
-        stored: names of the descriptors that this program has the manager hold for its next process.
-        notify_timeout_s: seconds to wait for a manager that is busy.
+        environment: the environment of the process. Variables that concern only this process are removed, so that
+            children do not inherit them.
+        stored: names of the descriptors that this program stores in the manager for its next process.
+        notify_timeout_s: seconds to wait for a busy manager.
 
     Attributes:
-        inherited: the descriptors that were passed: those of `stored` by their names, sockets that listen as `CLIENTS`.
-        watchdog_s: seconds within which a sign of life is expected; None if none is.
+        inherited: the passed descriptors: stored ones by their names, listening sockets and unknown ones as `CLIENTS`.
+        watchdog_s: seconds within which the manager expects a keep-alive; None without a watchdog.
     """
 
     def __init__(
@@ -49,21 +50,21 @@ class ServiceManager:
         self._notify_timeout_s = notify_timeout_s
         self.watchdog_s = _parse_watchdog(environment)
         self.inherited = _group_by_name(_take_listen_fds(environment), stored)
-        # What could not be told yet.
+        # Assignments that could not be sent yet.
         self._unsent: Dict[str, str] = {}
         for name in ("WATCHDOG_USEC", "WATCHDOG_PID"):
             environment.pop(name, None)
 
     @property
     def is_present(self) -> bool:
-        """Whether somebody wants to be notified."""
+        """Whether a service manager expects notifications."""
         return bool(self._address)
 
     def notify(self, *assignments: str) -> None:
-        """Tell it something, such as "READY=1".
+        """Send assignments such as "READY=1" to the manager.
 
-        A manager that is busy is told with the next notification, one that does not listen is not: a daemon that serves
-        waits for neither.
+        If the manager is busy, the assignments are sent with the next notification. If it does not listen, they are
+        dropped. With the default timeout the method never waits.
         """
         for each in assignments:
             key, _, value = each.partition("=")
@@ -75,12 +76,15 @@ class ServiceManager:
                 self._unsent.clear()
 
     def notify_reloading(self) -> None:
-        """A reload begins; it ends with the next READY=1."""
-        # Type=notify-reload of systemd 253 tells by the time which READY=1 belongs to it.
+        """Announce a reload, which ends with the next READY=1."""
+        # By this time, Type=notify-reload of systemd 253 finds the READY=1 that belongs to the reload.
         self.notify("RELOADING=1", f"MONOTONIC_USEC={int(time.clock_gettime(time.CLOCK_MONOTONIC) * 1e6)}")
 
     def store_descriptor(self, name: str, descriptor: int) -> None:
-        """Have it hold a duplicate of the descriptor for the next process of this service, in place of any other."""
+        """Store a duplicate of a descriptor in the manager for the next process of this service.
+
+        It replaces the descriptors stored under this name.
+        """
         self.remove_descriptor(name)
         with contextlib.suppress(BlockingIOError):
             self._send(f"FDSTORE=1\nFDNAME={name}", [descriptor], SEND_TIMEOUT_S)
@@ -88,7 +92,7 @@ class ServiceManager:
         _log.warning("the service manager is busy and does not hold %s: a restart will not go on with that", name)
 
     def remove_descriptor(self, name: str) -> None:
-        """Have it close what it holds under this name."""
+        """Make the manager close the descriptors that it stores under this name."""
         with contextlib.suppress(BlockingIOError):
             self._send(f"FDSTOREREMOVE=1\nFDNAME={name}", [], SEND_TIMEOUT_S)
 
@@ -96,7 +100,7 @@ class ServiceManager:
         """Send a message.
 
         Raises:
-            BlockingIOError: its queue, which is short, has been full for so many seconds.
+            BlockingIOError: the manager's queue, which is short, was full for `timeout_s`.
         """
         if not self._address:
             return
@@ -109,23 +113,23 @@ class ServiceManager:
 
 
 def _send(address: str, message: str, descriptors: Sequence[int], timeout_s: float) -> None:
-    """Tell a manager something.
+    """Send a message to a service manager.
 
     Args:
-        address: that of the environment variable NOTIFY_SOCKET.
-        message: assignments, a line each.
-        descriptors: it gets duplicates of them.
-        timeout_s: seconds to wait where its queue is full.
+        address: the value of NOTIFY_SOCKET.
+        message: assignments, one on each line.
+        descriptors: descriptors of which the manager receives duplicates.
+        timeout_s: seconds to wait if the manager's queue is full.
 
     Raises:
-        BlockingIOError: its queue has been full for so long.
-        OSError: it cannot be told.
+        BlockingIOError: the queue was full for `timeout_s`.
+        OSError: the message cannot be sent.
     """
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
             sender.settimeout(timeout_s)
-            # "@" begins the name of an abstract socket.
+            # The address of an abstract socket begins with "@".
             sender.connect("\0" + address[1:] if address.startswith("@") else address)
             sender.sendmsg([message.encode()], rights)
     except (BlockingIOError, socket.timeout) as error:
@@ -140,7 +144,7 @@ def _parse_watchdog(environment: Mapping[str, str]) -> Optional[float]:
 
 
 def _take_listen_fds(environment: MutableMapping[str, str]) -> List[Tuple[int, str]]:
-    """Return the descriptors that were passed to this process, with their names, and take them from the environment."""
+    """Return the descriptors passed to this process with their names, and remove the variables from the environment."""
     found = [*_listen_fds(environment)]
     for name in _LISTEN_VARIABLES:
         environment.pop(name, None)
@@ -161,14 +165,14 @@ def _listen_fds(environment: Mapping[str, str]) -> Sequence[Tuple[int, str]]:
 def _group_by_name(descriptors: Sequence[Tuple[int, str]], stored: Sequence[str]) -> Mapping[str, List[int]]:
     inherited: Dict[str, List[int]] = {}
     for descriptor, name in descriptors:
-        # Units that give their sockets no name have them named after the unit, "unknown" in old versions.
+        # systemd names sockets without a name after their unit, and "unknown" in old versions.
         is_own = name in stored and not _is_listening(descriptor)
         inherited.setdefault(name if is_own else CLIENTS, []).append(descriptor)
     return inherited
 
 
 def _is_listening(descriptor: int) -> bool:
-    """Whether clients connect there: nothing that a daemon has had kept is such a socket, however a unit names it."""
+    """Return whether the descriptor is a listening socket. A daemon never stores one, whatever a unit names it."""
     if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
         return False
     with socket.socket(fileno=os.dup(descriptor)) as duplicate:

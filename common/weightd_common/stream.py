@@ -1,4 +1,4 @@
-"""Messages over a connected unix stream socket. Never waits: who has to, waits for the socket."""
+"""Non-blocking message I/O on a connected unix stream socket. Callers poll the socket themselves."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from typing import Any, Deque, List, Optional, Sequence, Tuple
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.framing import LARGE_BYTES, PREFIX_PACKERS, FrameReader, FrameWriter, Message, message_prefix
 
-# What is read at once, unless a large frame is under way.
+# Size of a read, unless a large frame is in progress.
 _CHUNK_BYTES = 64 * 1024
 
-# What the kernel keeps where it is told to keep much; it counts twice as much for what it needs itself.
+# Requested size of the send buffer. The kernel doubles it for its own overhead.
 _SEND_BUFFER_BYTES = 256 * 1024
 
-# Below this it costs less to copy a message into one piece than to have the kernel gather its frames.
+# Copying a smaller message into one piece is cheaper than having the kernel gather its frames.
 _MAX_JOINED_BYTES = 16 * 1024
 
-# Descriptors that wait to be taken: a message may bring one.
+# Received descriptors that were not taken yet. A message may carry one.
 _MAX_DESCRIPTORS = 4
 
-# Room for as many as the kernel passes at once (SCM_MAX_FD): the kernel would close those beyond it before the read
-# returns, and a close may wait for as long as the peer likes.
+# Room for as many descriptors as the kernel passes at once (SCM_MAX_FD). The kernel would close further ones before the
+# read returns, and a close may block as long as the peer likes.
 _ANCILLARY_BYTES = socket.CMSG_SPACE(253 * array.array("i").itemsize)
 
 
 def enlarge_send_buffer(connection: socket.socket) -> None:
-    """Have the kernel keep more of what a peer has not read yet: messages that go together then arrive together.
+    """Enlarge the kernel's send buffer, so that messages sent together also arrive together.
 
-    That memory is the sender's, so this is not for peers that nobody knows.
+    The buffer is charged to the sender, so do not use it for untrusted peers.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
 
@@ -42,13 +42,13 @@ class Stream:
     """One end of a connection.
 
     Args:
-        connection: connected; this object owns it.
-        frame_reader: finds messages in what comes.
-        accepts_descriptors: whether the peer may send some; the kernel closes those that nobody takes.
+        connection: a connected socket, which this object owns.
+        frame_reader: parses the received messages.
+        accepts_descriptors: whether the peer may send descriptors. Otherwise the kernel closes them.
 
     Attributes:
-        descriptors: that have come and were not taken yet, in their order; whoever takes one owns it.
-        has_more: the last read was of as much as is read at once, so that there may be more.
+        descriptors: received descriptors that were not taken yet, in order. Code that takes one must close it.
+        has_more: whether the last read filled its buffer, so that more data may be available.
     """
 
     def __init__(
@@ -65,29 +65,29 @@ class Stream:
         self.has_more = False
         self._accepts_descriptors = accepts_descriptors
         self._frame_writer = FrameWriter()
-        # Small messages that wait for those that come after them; None where none do.
+        # Small messages that are held back; None if not corked.
         self._corked: Optional[List[bytes]] = None
-        # Bound once: they are called for each message.
+        # Bound once, because they are called for each message.
         self._send, self._recv = connection.send, connection.recv
 
     def fileno(self) -> int:
-        """Return the descriptor to wait on."""
+        """Return the descriptor to poll."""
         return self.connection.fileno()
 
     @property
     def unsent(self) -> int:
-        """How many bytes wait until the peer reads: `flush` when the socket can be written to."""
+        """Number of bytes that were not sent yet. Call `flush` when the socket is writable."""
         return self._frame_writer.nbytes
 
     def send(self, frames: Sequence[Any], descriptors: Sequence[int] = ()) -> bool:
-        """Send a message, or as much of it as goes now; return whether nothing is left.
+        """Send as much of a message as possible now. Return whether nothing is unsent.
 
-        What is left goes with `flush`, when the socket can be written to. Frames are not copied: what is left must not
-        be changed before it is sent. The descriptors stay the caller's, and may be closed at once.
+        `flush` sends the rest when the socket is writable. Frames are not copied and must not be modified before they
+        are sent. The descriptors remain the caller's, and may be closed at once.
 
         Raises:
-            ConnectionError: the peer has gone, or the kernel has no memory for what it is sent: then both ends are told
-                that the connection has ended.
+            ConnectionError: the peer has disconnected, or the kernel is out of memory, in which case the connection is
+                shut down for both ends.
         """
         lengths = [*map(len, frames)]
         size = sum(lengths)
@@ -113,25 +113,25 @@ class Stream:
         return False
 
     def cork(self) -> None:
-        """Keep small messages back until `uncork`, so that they go with one call of the kernel."""
+        """Hold back small messages until `uncork`, to send them in one system call."""
         if self._corked is None:
             self._corked = []
 
     def uncork(self) -> bool:
-        """Send what was kept back, or as much of it as goes now; return whether nothing is left.
+        """Send as much of the held-back messages as possible now. Return whether nothing is unsent.
 
         Raises:
-            ConnectionError: as for `send`.
+            ConnectionError: as `send`.
         """
         corked, self._corked = self._corked, None
         if not corked:
-            # Who waits for what is left calls `flush`, and has to know when it is gone.
+            # Data may still be unsent from before, which the caller sends by `flush`.
             return not self._frame_writer.nbytes
         self._frame_writer.put(corked)
         return self.flush()
 
     def _send_chunks(self, chunks: List[Any], descriptors: Sequence[int]) -> bool:
-        """Send what is too large to be copied into one piece, or brings descriptors, or has to wait its turn."""
+        """Send data that is too large to be joined, or has descriptors, or must wait for earlier data."""
         if not self._frame_writer.nbytes:
             try:
                 sent = self.connection.sendmsg(chunks, _rights(descriptors))
@@ -147,18 +147,18 @@ class Stream:
         return False
 
     def queue(self, frames: Sequence[Any], descriptors: Sequence[int] = ()) -> None:
-        """Leave a message to `flush`. Like `send`, this neither copies the frames nor takes the descriptors.
+        """Queue a message for `flush`. Like `send`, this neither copies the frames nor takes the descriptors.
 
         Raises:
-            OSError: there is no number for a copy of a descriptor; the message is not queued.
+            OSError: no file descriptor is left for a duplicate; the message is not queued.
         """
         self._frame_writer.put([message_prefix(frames), *frames], [os.dup(each) for each in descriptors])
 
     def flush(self) -> bool:
-        """Send what is left; return whether nothing is left now.
+        """Send as much unsent data as possible now. Return whether nothing is unsent.
 
         Raises:
-            ConnectionError: as for `send`.
+            ConnectionError: as `send`.
         """
         while self._frame_writer.nbytes:
             chunks, descriptors = self._frame_writer.next_chunks()
@@ -174,7 +174,7 @@ class Stream:
         return True
 
     def _connection_error(self, error: OSError) -> OSError:
-        """Return what an error of the kernel is to who sends: the stream may have been cut anywhere."""
+        """Return the error to raise for a kernel error. Shut the stream down if it may be cut for lack of memory."""
         if error.errno not in (errno.ENOMEM, errno.ENOBUFS):
             return error
         with contextlib.suppress(OSError):
@@ -182,11 +182,11 @@ class Stream:
         return ConnectionAbortedError(error.errno, error.strerror)
 
     def receive(self) -> List[Message]:
-        """Read once; return the messages that have come whole with that: none where nothing can be read.
+        """Read once and return the completed messages, an empty list if no data is available.
 
         Raises:
-            ConnectionError: the peer has gone.
-            RemoteProtocolError: it broke the framing, or sends descriptors that nobody takes.
+            ConnectionError: the peer has disconnected.
+            RemoteProtocolError: the peer has violated the framing, or has sent too many descriptors.
         """
         incoming = self.frame_reader
         self.has_more = False
@@ -207,7 +207,7 @@ class Stream:
         return incoming.receive(data)
 
     def _receive_into_buffer(self, incoming: FrameReader) -> List[Message]:
-        """Read a part of a large frame to where it stays."""
+        """Read a part of a large frame directly into its buffer."""
         if self._accepts_descriptors:
             count, ancillary, _, _ = self.connection.recvmsg_into(
                 [incoming.read_buffer()], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
@@ -230,7 +230,7 @@ class Stream:
             raise RemoteProtocolError(f"descriptors: expected at most {_MAX_DESCRIPTORS} that are not consumed")
 
     def close(self) -> None:
-        """Close the connection, and the descriptors that are not consumed or that were not sent."""
+        """Close the connection, and all descriptors that were not taken or not sent."""
         self.connection.close()
         for each in (*self.descriptors, *self._frame_writer.clear()):
             os.close(each)

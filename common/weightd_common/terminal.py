@@ -1,9 +1,9 @@
-"""The terminal that a program runs in, and what its signals, SIGHUP and SIGINT, mean to the program.
+"""The controlling terminal of a program, and the handling of its signals SIGHUP and SIGINT.
 
-The kernel and the shell send SIGHUP when a terminal closes. A program in the foreground ends then. A server with a
-configuration file reads the file again on SIGHUP, so it has to tell the two apart.
+The kernel and the shell send SIGHUP when a terminal closes, and a foreground program then exits. A server with a
+configuration file reads the file again on SIGHUP, so it must distinguish the two cases.
 
-Ctrl-C is SIGINT. A library may swallow the KeyboardInterrupt that Python makes of it, so it is delivered again.
+Ctrl-C sends SIGINT. A library may swallow the resulting KeyboardInterrupt, so this module delivers it again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Generator, List
 
 _STAT = Path("/proc/self/stat")
 
-# Fields after the name of the process, see proc_pid_stat(5).
+# Indexes of fields after the process name, see proc_pid_stat(5).
 _GROUP, _TERMINAL, _FOREGROUND_GROUP = 2, 4, 5
 
 _REDELIVERY_DELAY_S = 0.01
@@ -26,21 +26,21 @@ _REDELIVERY_INTERVAL_S = 1.0
 
 
 def ends_on_hangup() -> bool:
-    """Return whether SIGHUP should end this process: `nohup` starts a program with SIGHUP ignored.
+    """Return whether SIGHUP should end this process. It should not if SIGHUP is ignored, as under `nohup`.
 
-    To be called before the process installs a handler.
+    Call it before the process installs a handler.
     """
     return signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
 
 
 class Terminal:
-    """The controlling terminal of this process, as it was when this object was made.
+    """The controlling terminal of this process at the time this object was created.
 
-    A process in the background of a shell may outlive the terminal and be asked for a reload later, so only a process
-    that was started in the foreground, with SIGHUP not ignored, ends with its terminal.
+    A background process of a shell may outlive the terminal and receive reload requests later. So only a process that
+    was started in the foreground, with SIGHUP not ignored, ends with its terminal.
 
     Args:
-        stat: the file with the status of this process.
+        stat: the status file of this process.
     """
 
     def __init__(self, stat: Path = _STAT) -> None:
@@ -56,16 +56,16 @@ class Terminal:
 
 def _fields(stat: Path) -> List[str]:
     text = stat.read_text("utf-8", "replace")
-    # The name, in parentheses, may hold anything.
+    # The process name, in parentheses, may contain any character.
     return text[text.rindex(")") + 2 :].split()
 
 
 @contextlib.contextmanager
 def redelivering_interrupts() -> Generator[None, None, None]:
-    """Have a KeyboardInterrupt that somebody swallows come again, until the block ends with it.
+    """Deliver a swallowed KeyboardInterrupt again, until it ends the block.
 
-    pyzmq looks for signals where it cannot raise: Python then prints the exception, and the program goes on. Python 3.7
-    does not tell of that: there it comes again each second, if the block has not ended.
+    pyzmq checks for signals in places where it cannot raise: Python then prints the exception, and the program
+    continues. Python 3.7 does not report that, so there the signal is repeated every second until the block has ended.
     """
     with _redelivering_by_hook() if sys.version_info >= (3, 8) else _redelivering_by_timer():
         yield
@@ -77,7 +77,7 @@ def _redelivering_by_hook() -> Generator[None, None, None]:
 
     def on_unraisable(unraisable: Any) -> None:
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            # Not from here, where it would be swallowed, too.
+            # Not from here, where the exception would be swallowed as well.
             again = threading.Timer(_REDELIVERY_DELAY_S, os.kill, (os.getpid(), signal.SIGINT))
             again.daemon = True
             again.start()

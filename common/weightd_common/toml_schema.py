@@ -1,4 +1,4 @@
-"""Tables of TOML into frozen objects, and all that is wrong with them: who mends a file wants to know it at once."""
+"""Conversion of TOML tables to frozen dataclasses. It reports all errors of a file at once."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ T = TypeVar("T")
 
 _FIRST_STEP = re.compile(r"\.([^.\[]*)")
 
-# Of whatever takes time. Longer than that, nobody waits; and microseconds of it fit wherever they are told.
+# Limit for all durations: a year is longer than any useful wait, and its microseconds fit into every field.
 MAX_SECONDS = 365 * 86_400.0
 
-# No known key is longer, and what is compared is foreign.
+# Length limit for comparisons with foreign names. All known keys are shorter.
 _MAX_COMPARED_CHARACTERS = 64
 
 
 class ErrorCollector:
-    """Collects what is wrong, in the order in which it is found.
+    """Collects errors in the order in which they are found.
 
     Attributes:
-        errors: each with the path of its key.
+        errors: the errors, each with the path of its key.
     """
 
     def __init__(self) -> None:
         self.errors: list[FieldError] = []
-        self._block_start = 0  # of those that were found within the block
+        self._block_start = 0  # index of the first error of the current block
 
     @contextlib.contextmanager
     def at(self, step: str) -> Generator[None, None, None]:
-        """What is found within the block lies below `step`; a FieldError that leaves the block is found, too."""
+        """Prepend `step` to the paths of errors found in the block, and collect a FieldError raised in it."""
         outer, self._block_start = self._block_start, len(self.errors)
         try:
             yield
@@ -48,23 +48,23 @@ class ErrorCollector:
             self._block_start = outer
 
     def add(self, errors: Iterable[FieldError], *required_keys: str) -> None:
-        """Add errors, but not if one of the needed keys is wrong itself: they would follow from its default."""
+        """Add errors, unless one of the required keys is invalid: the errors would result from its default."""
         if not required_keys or self.wrong_keys().isdisjoint(required_keys):
             self.errors += errors
 
     def wrong_keys(self) -> set[str]:
-        """Return the keys with which something is wrong, of those within the block."""
+        """Return the keys with errors in the current block."""
         matches = (_FIRST_STEP.match(each.path) for each in self.errors[self._block_start :])
         return {match.group(1) for match in matches if match}
 
 
 def derived(metadata: Metadata) -> Mapping[str, Any]:
-    """Not a key of the file: what `complete` makes of other tables, and what is written down with the keys."""
+    """Return the metadata of a field that is not a key of the file, but is computed from other tables."""
     return {**metadata, "derived": True}
 
 
 def user_path(max_bytes: int, *, empty: bool = False) -> Metadata:
-    """A path, as text of at most `max_bytes` bytes; nobody expands a ~, which would mean another home to a service."""
+    """Return the type of a path of at most `max_bytes` bytes. A ~ is invalid: a service has another home."""
     kind = text(max_bytes, empty=empty)["field_type"]
 
     def check(value: Any) -> str:
@@ -79,21 +79,21 @@ def user_path(max_bytes: int, *, empty: bool = False) -> Metadata:
 
 
 def table_keys(cls: type[Any]) -> list[dataclasses.Field[Any]]:
-    """Return the fields of a table that are keys of the file."""
+    """Return the fields of a table class that are keys of the file."""
     return [field for field in dataclasses.fields(cls) if not field.metadata.get("derived")]
 
 
 def read_table(cls: type[T], table: object, problems: ErrorCollector, *, section: str = "") -> T:
-    """Return the table as a `cls`, with the default in the place of every key that is wrong.
+    """Return the table as a `cls`. Invalid keys have their default values.
 
     Args:
-        cls: a dataclass with the metadata of `weightd_protocol.schema`.
-        table: as TOML has it.
-        problems: where what is wrong is added; a required key that is missing, too, and what stands for it is None.
-        section: how the table is called in the file, where its name is the user's to choose: "models.resnet".
+        cls: a dataclass with metadata of `weightd_protocol.schema`.
+        table: the table as parsed from TOML.
+        problems: receives the errors. A missing required key is an error as well, and its value is None.
+        section: the full name of the table, such as "models.resnet", if its last part is chosen by the user.
 
     Raises:
-        FieldError: it is no table, or not this one but a part of the name of another.
+        FieldError: `table` is not a table, or is only a part of another table's name with an unquoted dot.
     """
     kinds: dict[str, FieldType] = {field.name: field.metadata["field_type"] for field in table_keys(cls)}
     if type(table) is not dict:
@@ -109,7 +109,7 @@ def read_table(cls: type[T], table: object, problems: ErrorCollector, *, section
         with problems.at(f".{label(key)}"):
             kind = kinds.get(key)
             if kind is None:
-                # A YAML may have one that is no text.
+                # A YAML file may have keys that are not text.
                 raise FieldError(quoted[key] or unknown_name_text("key", str(key), kinds))
             values[key] = read_table(kind.record, value, problems) if kind.record else kind.check(value)
     for field in table_keys(cls):
@@ -121,7 +121,7 @@ def read_table(cls: type[T], table: object, problems: ErrorCollector, *, section
 
 
 def unknown_name_text(what: str, name: str, known: Iterable[str]) -> str:
-    """Say that there is no such key or table; and which was meant, or what there is."""
+    """Return the error text for an unknown key or table, with the closest match or all known names."""
     suggestion = _closest_name(name, known)
     return f"unknown {what}; " + (
         f"did you mean {suggestion}?" if suggestion else f"expected one of {', '.join(known)}"
@@ -133,7 +133,7 @@ def _closest_name(name: str, known: Iterable[str]) -> str:
 
 
 def _quoting_hint(section: str, key: str, value: object, kinds: Mapping[str, FieldType]) -> str:
-    """How to write a table that is none for TOML: [models.resnet.v1] is `v1` in `resnet`. "" if it is not that."""
+    """Return a hint if TOML has split an unquoted name with dots, such as [models.resnet.v1], otherwise ""."""
     if (
         not section
         or type(value) is not dict
@@ -147,7 +147,7 @@ def _quoting_hint(section: str, key: str, value: object, kinds: Mapping[str, Fie
         name += f".{step}"
     head, _, first = section.partition(".")
     if not (first + name).isprintable():
-        return ""  # it would not be a name even so
+        return ""  # the quoted name would be invalid as well
     return f'unknown table; a name with a dot is quoted: [{head}."{first}.{name}"]'
 
 
@@ -155,7 +155,7 @@ _NAME_PATTERN = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{limits.MAX_MODEL_NA
 
 
 def check_name(kind: str, name: str) -> Iterator[FieldError]:
-    """Say so if this is no name for a `kind`."""
+    """Yield an error if `name` is not a valid name for a `kind`."""
     if not _NAME_PATTERN.fullmatch(name):
         yield FieldError(
             f"expected a {kind} name of 1 to {limits.MAX_MODEL_NAME_BYTES} ASCII letters, digits, '_', '.' and '-', "

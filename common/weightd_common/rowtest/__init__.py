@@ -1,4 +1,4 @@
-"""The test of whether requests may be batched: the daemon's workers and `weightctl advise` run the same one.
+"""Test of whether a model's requests may be batched, used by the workers and by `weightctl advise`.
 
 It needs numpy and a function that runs the model, but no engine.
 """

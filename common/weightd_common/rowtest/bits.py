@@ -1,4 +1,4 @@
-"""Whether rows that were run together have the answer, bit for bit, that they have alone."""
+"""Bitwise comparison of rows in batched and single predicts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Arrays = Dict[str, Any]
 
 
 class NotBatchable(ValueError):
-    """Rows have not each their own answer, or not the one that they have alone; the text says which have what."""
+    """The outputs do not have one row for each input row, or rows differ from single rows. The text gives details."""
 
 
 def check_rows(outputs: Arrays, rows: int) -> Arrays:
-    """Return the outputs, each of so many rows.
+    """Return the outputs, after checking that each has `rows` rows.
 
     Raises:
-        NotBatchable: one has another number of them.
+        NotBatchable: an output has another number of rows.
     """
     for name, array in outputs.items():
         if array.shape[:1] != (rows,):
@@ -26,10 +26,10 @@ def check_rows(outputs: Arrays, rows: int) -> Arrays:
 
 
 def concatenate(parts: List[Arrays]) -> Arrays:
-    """Return the outputs of several predicts, one behind another.
+    """Return the concatenated outputs of several predicts.
 
     Raises:
-        NotBatchable: they differ in more than their rows.
+        NotBatchable: they differ in dtype, or in a dimension other than the first.
     """
     if not parts:
         return {}
@@ -42,13 +42,13 @@ def concatenate(parts: List[Arrays]) -> Arrays:
 
 
 def count_distinct(parts: Sequence[Arrays]) -> int:
-    """Return how many different answers there are, of those that have a finite number in them."""
+    """Return the number of distinct answers among the answers that contain a finite number."""
     finite = [each for each in parts if any(np.isfinite(array).any() for array in each.values())]
     return len({tuple(array.tobytes() for array in each.values()) for each in finite})
 
 
 def describe_difference(batched: Arrays, single: Arrays) -> str:
-    """Return what differs, for people; "" if nothing does."""
+    """Return a description of the first differing output, "" if all outputs are equal."""
     for name, array in single.items():
         other = batched[name]
         if (array.dtype, array.shape) != (other.dtype, other.shape):
@@ -59,7 +59,7 @@ def describe_difference(batched: Arrays, single: Arrays) -> str:
 
 
 def differing_rows(batched: Arrays, single: Arrays) -> Any:
-    """Return for each row whether any output of it differs, as an array of bool. The outputs have the same forms."""
+    """Return a boolean array that tells for each row whether any output differs. The outputs must have equal shapes."""
     rows = len(next(iter(single.values())))
     differ = np.zeros(rows, bool)
     for name, array in single.items():

@@ -1,12 +1,12 @@
-"""Compares the answers to rows that a model runs together with its answers to the same rows alone.
+"""Comparison of a model's answers to batched rows with its answers to the same rows run singly.
 
-The bits of a row's answer may depend on its position among others, and on how many there are: a library may have
-another kernel for one row alone, and another for what is left over at the end of a vector; a model may scale by the
-largest of all values. No engine promises anything, so it is tested. That is evidence and no proof: what differs depends
-on the values.
+The bits of a row's answer may depend on its position in the batch and on the size of the batch: a library may have a
+separate kernel for a single row, and another for the remainder of a vector; a model may scale by the largest value of
+all rows. No engine gives a guarantee, so this module tests. The result is evidence, not proof, because differences
+depend on the values.
 
-Rows of different magnitudes show most. A model may refuse them, because its inputs are indices, or give the same answer
-to all of them, which shows nothing: then rows of another kind are tried (`rows.kinds`).
+Rows of different magnitudes reveal most. A model may reject them because its inputs are indices, or may give the same
+answer to all of them, which reveals nothing. Then the test uses another kind of rows (`rows.row_kinds`).
 """
 
 from __future__ import annotations
@@ -35,42 +35,42 @@ from weightd_protocol.messages.inference import TensorSignature
 MAX_DURATION_S = 10.0
 """How long it may take, beside the predict that is under way then."""
 
-# For the rows alone, before they are run together.
+# For single rows, before any batch is run.
 _MAX_SINGLE_ROWS_S = MAX_DURATION_S / 2
 
-# Of the first LEAST rows so many have different answers, or rows of another kind are tried.
+# Required number of distinct answers to the first MIN_TEST_ROWS rows. With fewer, another kind of rows is tried.
 _MIN_DISTINCT = MIN_TEST_ROWS // 2
 
-# For rows with special values. What was not tested until then is taken to differ.
+# For rows with special values. A kind that was not tested in this time counts as unequal.
 MAX_SPECIAL_VALUES_S = 2.0
 _SPECIAL_ROWS = 16
 
-# A library's own ways are for 4, 8 or 16 values at once: what is left over is where they differ.
+# Libraries process 4, 8 or 16 values at once, and differences appear in the remainder.
 _ODD_SIZES = (2, 3, 5, 7)
 
-# More are not looked at, where only some numbers of rows can be run.
+# Maximum number of tested batch sizes if the model supports only certain ones.
 _MAX_ALLOWED_SIZES = 8
 
-# Of all numbers of rows that there may be the first ones are tried; others by workers, when they come.
+# Number of batch sizes that are run once. Workers test larger ones when they occur.
 _MAX_ROW_COUNTS = 64
 
-# What a worker that attaches runs at once.
+# Batch size that a worker runs when it attaches.
 _MAX_DIGEST_ROWS = 64
 
 _SAMPLE_HINT = "set `selftest` of the model to an .npz file of typical inputs, with several rows that differ"
 
 
 class TestedModel(NamedTuple):
-    """A model, and how it is tested.
+    """A model and the parameters of its test.
 
     Attributes:
-        predict: runs it.
-        inputs: of the model.
-        shapes: of the inputs, by name, with which it runs.
+        predict: runs the model.
+        inputs: the signatures of its inputs.
+        shapes: shapes with which the model runs, by input name.
         max_rows: the largest number of rows in one predict.
-        allowed_sizes: the only numbers of rows that it takes; none: any.
-        sample: values of the inputs, of these shapes; None: they are made up.
-        input_errors: what `predict` raises where it refuses its inputs.
+        allowed_sizes: the only numbers of rows that the model supports; empty for any.
+        sample: input values with these shapes; None to generate them.
+        input_errors: the exceptions that `predict` raises if it rejects its inputs.
     """
 
     predict: Callable[[Arrays], Arrays]
@@ -83,15 +83,15 @@ class TestedModel(NamedTuple):
 
 
 class RowTestResult(NamedTuple):
-    """What was found.
+    """Result of the test.
 
     Attributes:
-        outputs: the names of the outputs, which all have the rows of the inputs; none where the model was not run.
-        note: why the answers are not the same together, or why this is not known; "" if they are the same.
+        outputs: the names of the outputs, each of which has the rows of the inputs; empty if the model was not run.
+        note: why batched and single answers differ, or why this is unknown; "" if they are equal.
         compared_rows: each number of rows up to this one was run.
-        kind: the rows that were used.
-        unequal_specials: rows with such values are not known to have the answers that they have alone.
-        batch_error: what `TestedModel.predict` has raised for several rows, each of which it runs alone.
+        kind: the kind of rows that was used.
+        unequal_specials: for rows with such values, batched answers are not known to equal single answers.
+        batch_error: the exception that `TestedModel.predict` raised for several rows, each of which runs singly.
     """
 
     outputs: Tuple[str, ...] = ()
@@ -103,7 +103,7 @@ class RowTestResult(NamedTuple):
 
 
 class _Refused(NotBatchable):
-    """The model refuses so many rows."""
+    """The model rejects this number of rows."""
 
     def __init__(self, text: str, cause: Exception) -> None:
         super().__init__(text)
@@ -111,10 +111,10 @@ class _Refused(NotBatchable):
 
 
 class _ValuesUnfit(Exception):
-    """Rows of this kind show nothing of this model; the text says why.
+    """Rows of this kind reveal nothing about this model. The text gives the reason.
 
     Attributes:
-        distinct_count: how many different answers the model gave to the first of them; -1: it refused one.
+        distinct_count: the number of distinct answers to the first rows; -1 if the model rejected a row.
     """
 
     def __init__(self, text: str, variety: int = -1) -> None:
@@ -123,10 +123,10 @@ class _ValuesUnfit(Exception):
 
 
 def inputs_with_rows(inputs: Sequence[TensorSignature], sizes: Sequence[int] = ()) -> Tuple[str, ...]:
-    """Return the names of the inputs that have rows. Where rows are added to make up a number, each has to.
+    """Return the names of the inputs that have rows. With `sizes`, rows may be padded, so every input must have rows.
 
     Raises:
-        NotTogether: requests of the model cannot be batched.
+        NotBatchable: requests of the model cannot be batched.
     """
     if not inputs:
         raise NotBatchable("the model has no inputs")
@@ -147,22 +147,22 @@ def compare(
     before_run: Callable[[int], None] = lambda _: None,
     on_refused: Callable[[Exception], None] = lambda _: None,
 ) -> RowTestResult:
-    """Run rows together and alone, and return what was found.
+    """Run rows batched and singly, and return the result of the comparison.
 
     Args:
         subject: the model.
-        exact: False: only the forms of the outputs are looked at.
-        before_run: called before so many rows are run; it raises `NotBatchable` where they must not be.
-        on_refused: called with what `subject.predict` has raised, before the model is run again.
+        exact: if False, only the shapes of the outputs are checked.
+        before_run: called with the number of rows before each predict; raises `NotBatchable` to prevent it.
+        on_refused: called with an exception raised by `subject.predict`, before the model is run again.
     """
     return _Comparison(subject, exact, before_run, on_refused).run()
 
 
 def predict_many_rows(subject: TestedModel, kind: RowKind) -> Arrays:
-    """Return the answer to one predict of many rows, which is the same in each process where its bits are.
+    """Return the answer to one predict of many rows. A deterministic model has the same bits in every process.
 
     Raises:
-        Exception: one of `subject.refusals`: the model does not run on them.
+        Exception: one of `subject.input_errors`, if the model rejects the rows.
     """
     sizes = _sizes_to_test(subject)
     count = next((size for size in sizes if size <= _MAX_DIGEST_ROWS), sizes[-1])
@@ -184,7 +184,7 @@ class _Comparison:
         self._exact = exact
         self._before_run = before_run
         self._on_refused = on_refused
-        # What one row alone is run on: the least number of rows that there may be.
+        # The batch size for a single row: the smallest supported one.
         self._min_rows = min(subject.allowed_sizes, default=1)
         self._batch_sizes = _sizes_to_test(subject)
         numbers = range(1 if subject.allowed_sizes else 2, self._batch_sizes[0] + 1)
@@ -195,7 +195,7 @@ class _Comparison:
         self._started_at = time.monotonic()
 
     def run(self) -> RowTestResult:
-        """Test the model on the first kind of rows that shows something."""
+        """Run the test with the first kind of rows that reveals something."""
         unfit: List[Tuple[RowKind, _ValuesUnfit]] = []
         for kind in row_kinds(has_sample=self._subject.sample is not None):
             try:
@@ -208,14 +208,14 @@ class _Comparison:
         )
 
     def _test_kind(self, kind: RowKind, *, may_reject_kind: bool) -> RowTestResult:
-        """Test the model on rows of one kind.
+        """Run the test with rows of one kind.
 
         Args:
-            kind: of the rows.
-            may_reject_kind: whether rows of another kind are to be tried if these show too little.
+            kind: the kind of rows.
+            may_reject_kind: whether to raise `_ValuesUnfit` if the rows reveal too little.
 
         Raises:
-            _ValuesUnfit: they do, or the model refuses single rows.
+            _ValuesUnfit: the rows reveal too little, or the model rejects a single row.
         """
         subject = self._subject
         rows = TestRows(subject.inputs, subject.shapes, subject.sample, kind)
@@ -239,18 +239,18 @@ class _Comparison:
         return RowTestResult(outputs, "", self._max_compared_rows(), kind, self._find_unequal_specials(rows, kind))
 
     def _find_unequal_specials(self, rows: TestRows, kind: RowKind) -> Tuple[SpecialFloats, ...]:
-        """Return the special values with which rows have other answers together, or change those of other rows."""
+        """Return the special values that make batched answers differ, of rows with these values or of others."""
         deadline = time.monotonic() + MAX_SPECIAL_VALUES_S
         if not rows.has_floats:
             return ()
         if kind not in (RowKind.SCALED, RowKind.UNSCALED):
-            return SPECIALS  # floats may be indices: what is none is not tried
+            return SPECIALS  # floats may be indices, so other values are not tried
         if self._are_equal(rows, SPECIALS, deadline):
             return ()
         return tuple([each for each in SPECIALS if not self._are_equal(rows, (each,), deadline)])
 
     def _are_equal(self, rows: TestRows, specials: Sequence[SpecialFloats], deadline: float) -> bool:
-        """Return whether rows, of which some have such values, have the same answers together and alone."""
+        """Return whether rows, some with such values, have the same answers batched and singly."""
         inputs = rows.with_special_values(_SPECIAL_ROWS, specials)
 
         def run(indices: Any) -> Arrays:
@@ -278,10 +278,11 @@ class _Comparison:
         return True
 
     def _find_difference(self, rows: TestRows, single: Arrays) -> str:
-        """Run rows together; return how they differ from the same rows alone, "" if they do not.
+        """Run batches and return the first difference from the single answers, "" if there is no difference.
 
         Raises:
-            NotTogether: an output has not the rows of the inputs, the model refuses them, or it takes too long.
+            NotBatchable: an output does not have the rows of the inputs, the model rejects a batch, or the test takes
+                too long.
         """
         number = len(next(iter(single.values())))
         for turn, size in self._schedule(number):
@@ -301,30 +302,30 @@ class _Comparison:
         return ""
 
     def _max_compared_rows(self) -> int:
-        """Return the number up to which each number of rows that there may be was run."""
+        """Return the largest number such that every possible number of rows up to it was run."""
         tested = itertools.takewhile(self._tested_sizes.__contains__, self._row_counts)
         return max(tested, default=0)
 
     def _schedule(self, number: int) -> Iterator[Tuple[int, int]]:
-        """Yield which rows are run, as how many so many come before them, and how many there are.
+        """Yield pairs of a block index and a batch size: the batch consists of the rows of this block.
 
-        Some numbers of rows are run with all of them, the others once.
+        Some batch sizes are run with all rows, the others once.
         """
         yield from [(0, size) for size in self._batch_sizes]
         yield from [(0, size) for size in self._row_counts if size not in self._batch_sizes]
         yield from [(turn, size) for turn in range(1, number) for size in self._batch_sizes if turn * size < number]
 
     def _run_each_single(self, rows: TestRows, nbytes: int, *, may_reject_kind: bool) -> List[Arrays]:
-        """Return the answers to the rows, each run alone.
+        """Return the answers to the rows, each run singly.
 
         Args:
             rows: the rows.
             nbytes: the size of one answer.
-            may_reject_kind: as for `_test_kind`.
+            may_reject_kind: as in `_test_kind`.
 
         Raises:
             _ValuesUnfit: as `_test_kind`.
-            NotTogether: it takes too long.
+            NotBatchable: the test takes too long.
         """
         answers: List[Arrays] = []
         max_answers = min(rows.count, max(MIN_TEST_ROWS, MAX_TEST_BYTES * self._min_rows // max(nbytes, 1)))
@@ -350,7 +351,7 @@ class _Comparison:
         """Return the answer to one row.
 
         Raises:
-            _ValuesUnfit: the model refuses it.
+            _ValuesUnfit: the model rejects it.
         """
         try:
             answer = self._predict(rows, np.full(self._min_rows, index))
@@ -366,8 +367,8 @@ class _Comparison:
         """Return the answer to several rows.
 
         Raises:
-            NotTogether: the model refuses so many.
-            _ValuesUnfit: it refuses one of them alone, too.
+            NotBatchable: the model rejects this number of rows.
+            _ValuesUnfit: the model rejects one of the rows also singly.
         """
         try:
             return self._predict(rows, indices)
@@ -384,14 +385,14 @@ class _Comparison:
 
 
 def _inconclusive_reason(single: Sequence[Arrays]) -> str:
-    """Return why no difference could have shown in these answers to single rows, "" if it could."""
+    """Return the reason why these single answers could not have revealed a difference, "" if they could."""
     if bits.count_distinct(single) > 1:
         return ""
     return f"no difference would show: the model answers all {len(single)} rows of the test alike; {_SAMPLE_HINT}"
 
 
 def _sizes_to_test(subject: TestedModel) -> List[int]:
-    """The numbers of rows that are tried, the largest first."""
+    """Return the batch sizes to test, the largest first."""
     if subject.allowed_sizes:
         fit = sorted((size for size in subject.allowed_sizes if size <= subject.max_rows), reverse=True)
         return fit[:_MAX_ALLOWED_SIZES] or [min(subject.allowed_sizes)]

@@ -1,4 +1,4 @@
-"""Rows on which a model is tested: all different where that can be, and the same in each process."""
+"""Test rows for a model: distinct as far as possible, and reproducible in every process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weightd_common.rowtest.bits import Arrays
 from weightd_protocol.datatypes import ITEM_BYTES, NUMPY_DTYPE
 from weightd_protocol.messages.inference import TensorSignature
 
-# Where rows differ together and alone, few of them may: of one operator that is known to, 3.6 in a hundred.
+# If batched rows differ from single rows, only few may do so: 3.6 % for one known operator.
 MAX_TEST_ROWS = 200
 """Rows that are run together and alone."""
 
@@ -25,16 +25,16 @@ _SEED = 20_260_101
 
 _MAX_RANDOM_VALUES = 1024 * 1024
 
-# A model that looks at all rows at once, to scale them or to choose among them, shows it where one is larger.
+# A model that considers all rows at once, to scale or to select them, reveals this if one row is larger.
 _MAGNITUDES = (1.0, 100.0, 0.01)
 
 
-# Every value of a row is a special one, or one of so many.
+# All values of a row are special, or one in three, or one in seven.
 _SPECIAL_STEPS = (1, 3, 7)
 
 
 class RowKind(enum.Enum):
-    """How the values of the rows are made. The first value of a kind that a model accepts is used: see `row_kinds`."""
+    """How the values of the rows are generated. The first usable kind of `row_kinds` is taken."""
 
     SCALED = "scaled"
     """Floats between -1 and 1, or a sample's varied by up to a half, times 1, 100 or 0.01; integers are 0 and 1, or
@@ -50,7 +50,7 @@ class RowKind(enum.Enum):
 
 
 class SpecialFloats(enum.Enum):
-    """Floats for which a library may have other code than for the rest, or other bits of the answer."""
+    """Floats for which a library may have separate code, or produce other bits."""
 
     NAN = "nan"
     """Quiet and signalling ones, of either sign and with other payloads than that of an invalid operation."""
@@ -63,22 +63,22 @@ SPECIALS = tuple(SpecialFloats)
 
 
 def row_kinds(*, has_sample: bool) -> Tuple[RowKind, ...]:
-    """Return the kinds of rows to try, the one that shows most first."""
+    """Return the kinds of rows to try, the most revealing first."""
     if has_sample:
         return RowKind.SCALED, RowKind.PERMUTED, RowKind.SAMPLE
     return RowKind.SCALED, RowKind.UNSCALED, RowKind.INDICES
 
 
 def has_rows(tensor: TensorSignature) -> bool:
-    """Return whether the first dimension of an input may count rows."""
+    """Return whether the first dimension of an input may be a number of rows."""
     return tensor.shape is not None and tensor.shape[:1] == (-1,)
 
 
 def generate_values(tensor: TensorSignature, shape: Tuple[int, ...], *numbers: int) -> Any:
-    """Return values for an input, which are the same in each process, and others for other `numbers`."""
+    """Return values for an input. They are the same in every process, and differ for different `numbers`."""
     random = _generator(tensor, *numbers)
     dtype = np.dtype(NUMPY_DTYPE[tensor.datatype])
-    # The generator's numbers have 8 bytes each: of a large array they repeat themselves.
+    # The generator produces 8 bytes for each number, so a large array repeats a limited number of values.
     count = int(np.prod(shape, dtype=np.int64))
     drawn = min(count, _MAX_RANDOM_VALUES)
     values = random.uniform(-1.0, 1.0, drawn) if dtype.kind == "f" else _random_indices(random, drawn)
@@ -87,22 +87,22 @@ def generate_values(tensor: TensorSignature, shape: Tuple[int, ...], *numbers: i
 
 
 class TestRows:
-    """Rows of the inputs of a model that have some; of each other input the same values go with all rows.
+    """Test rows of a model's inputs. Inputs without rows have the same values for all rows.
 
     Args:
-        inputs: of the model.
-        shapes: of the inputs, by name, with which it runs.
-        sample: arrays of such shapes, if there is a sample: rows are like those of it.
-        kind: how the values are made.
-        max_rows: how many are needed.
-        first_index: the number of the first one, of all that there are.
+        inputs: the signatures of the model's inputs.
+        shapes: shapes with which the model runs, by input name.
+        sample: sample arrays with these shapes, on which the rows are based; None without a sample.
+        kind: how the values are generated.
+        max_rows: the largest useful number of rows.
+        first_index: the index of the first row in the infinite sequence of rows.
 
     Attributes:
-        row_bytes: what one row of all inputs that have some takes.
-        count: how many rows there are.
+        row_bytes: the size of one row in all inputs that have rows.
+        count: the number of rows.
     """
 
-    # Pytest takes a class of this name for tests.
+    # pytest would treat a class with this name as tests.
     __test__ = False
 
     def __init__(
@@ -139,13 +139,13 @@ class TestRows:
 
     @property
     def has_floats(self) -> bool:
-        """Whether an input that has rows is of floats."""
+        """Whether an input with rows has floats."""
         return any(array.dtype.kind == "f" for array in self._rows.values())
 
     def with_special_values(self, count: int, specials: Sequence[SpecialFloats]) -> Arrays:
-        """Return so many rows, of which every other one has special values in its floats.
+        """Return `count` rows with special values in the floats of every other row.
 
-        Few of them, or many, or nothing else, at other positions in each row.
+        The special values fill the row or part of it, at positions that differ between rows.
         """
         inputs = self.select([index % self.count for index in range(count)])
         for name, rows in self._rows.items():
@@ -161,16 +161,16 @@ class TestRows:
         return inputs
 
     def select(self, indices: Sequence[int]) -> Arrays:
-        """Return inputs of these rows, in this order."""
+        """Return the inputs for rows with these indices, in this order."""
         return self.select_from({**self._constant_inputs, **self._rows}, indices)
 
     def select_from(self, inputs: Arrays, indices: Sequence[int]) -> Arrays:
-        """Return these rows of inputs, in this order."""
+        """Return the rows of `inputs` with these indices, in this order."""
         return {name: array[indices] if name in self._rows else array for name, array in inputs.items()}
 
 
 def rows_with_special_values(inputs: Arrays, names: Sequence[str], specials: Sequence[SpecialFloats]) -> Any:
-    """Return for each row whether one of the inputs with these names has a special value in it, as an array of bool."""
+    """Return a boolean array that tells for each row whether one of the named inputs has a special value in it."""
     found: Any = np.zeros(len(inputs[names[0]]), bool)
     for name in names:
         array = inputs[name]
@@ -183,13 +183,13 @@ def rows_with_special_values(inputs: Arrays, names: Sequence[str], specials: Seq
 
 
 class _Layout(NamedTuple):
-    """The bits of a float.
+    """Bit layout of a float type.
 
     Attributes:
-        dtype: an unsigned integer as large.
-        sign: the bit of the sign.
-        infinity: the bits of positive infinity; those of NaN are larger.
-        min_normal: the bits of the least positive float that is not subnormal.
+        dtype: the unsigned integer type of the same size.
+        sign: the sign bit.
+        infinity: the bits of positive infinity; the bits of NaN without sign are larger.
+        min_normal: the bits of the smallest positive normal number.
     """
 
     dtype: Any
@@ -207,7 +207,7 @@ def _float_layout(dtype: Any) -> _Layout:
 # By the size of a float in bytes.
 _MANTISSA_BITS = {2: 10, 4: 23, 8: 52}
 
-# By their bits: a library may have set the processor to take subnormal floats for zeros.
+# Compares bits, because a library may have configured the processor to treat subnormal numbers as zeros.
 _IS_SPECIAL: Mapping[SpecialFloats, Callable[[Any, _Layout], Any]] = {
     SpecialFloats.NAN: lambda bits, layout: (bits & ~layout.sign) > layout.infinity,
     SpecialFloats.INFINITY: lambda bits, layout: (bits & ~layout.sign) == layout.infinity,
@@ -219,7 +219,7 @@ _IS_SPECIAL: Mapping[SpecialFloats, Callable[[Any, _Layout], Any]] = {
 
 
 def _special_bits(dtype: Any, specials: Sequence[SpecialFloats]) -> Any:
-    """Return the bits of special values of a datatype, as unsigned integers."""
+    """Return the bits of special values of a datatype as unsigned integers."""
     layout = _float_layout(dtype)
     sign, infinity, least = map(int, layout[1:])
     quiet = infinity | least >> 1
@@ -229,13 +229,13 @@ def _special_bits(dtype: Any, specials: Sequence[SpecialFloats]) -> Any:
         SpecialFloats.SUBNORMAL: [1, sign | 1, least - 1],
         SpecialFloats.NEGATIVE_ZERO: [sign],
     }
-    # Few of them are to be of each kind.
+    # Interleaved, so that a short prefix contains every kind.
     turns = itertools.zip_longest(*[values[special] for special in specials])
     return np.array([each for turn in turns for each in turn if each is not None], layout.dtype)
 
 
 def row_bytes(inputs: Sequence[TensorSignature], shapes: Mapping[str, Tuple[int, ...]]) -> int:
-    """Return what one row of all inputs that have some takes."""
+    """Return the size of one row in all inputs that have rows."""
     return sum(
         ITEM_BYTES[each.datatype] * int(np.prod(shapes[each.name][1:], dtype=np.int64))
         for each in inputs
@@ -244,7 +244,6 @@ def row_bytes(inputs: Sequence[TensorSignature], shapes: Mapping[str, Tuple[int,
 
 
 def _generate_row(tensor: TensorSignature, dims: Tuple[int, ...], sample: Any, kind: RowKind, index: int) -> Any:
-    """Return one row of an input."""
     values = generate_values(tensor, dims, 1 + index)
     if sample is None:
         if kind is not RowKind.INDICES or values.dtype.kind != "f":
@@ -262,10 +261,10 @@ def _generate_row(tensor: TensorSignature, dims: Tuple[int, ...], sample: Any, k
 
 
 def _generator(tensor: TensorSignature, *numbers: int) -> Any:
-    # RandomState is the generator whose stream numpy promises never to change. Inputs differ, or a swap would not show.
+    # numpy guarantees the random stream of RandomState. It depends on the input's name, to detect swapped inputs.
     return np.random.RandomState([_SEED, *numbers, *tensor.name.encode()])
 
 
 def _random_indices(random: Any, count: int) -> Any:
-    """0 and 1 are indices that every embedding has."""
+    """Return random zeros and ones, which are valid indices of every embedding."""
     return random.randint(0, 2, count)
