@@ -25,7 +25,7 @@ class Launcher(Protocol):
         raise NotImplementedError
 
     def surviving_processes(self) -> list[SurvivingProcess]:
-        """Return the children that an earlier daemon has started and that still run or have not been reaped."""
+        """Return every child that outlives the daemon and has not been reaped, whichever daemon has started it."""
         raise NotImplementedError
 
     def kill_orphans(self) -> None:

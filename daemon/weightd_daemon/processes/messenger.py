@@ -287,7 +287,7 @@ class WorkerChannels:
         self._listener = bind_unix(path, str(path), PRIVATE_UMASK)
         self._listener.listen(socket.SOMAXCONN)
         self._listener.setblocking(False)
-        # `accept` has to accept all pending channels: a child that sends Reconnected has connected its channel before.
+        # One `accept` should take all pending channels: a child that sends Reconnected has connected its channel.
         self._acceptor = Acceptor(self._listener, loop, self._on_connection, _log.error, max_accepted=socket.SOMAXCONN)
 
     def is_open(self, name: str) -> bool:
@@ -416,7 +416,7 @@ class WorkerChannels:
             if channel in self._channels.values() and not channel.uncork():
                 self._loop.watch_writes(channel.fileno(), functools.partial(self._flush, channel))
         except ConnectionError:
-            # `_read` notices the lost connection.
+            # `_read` closes the channel.
             return
 
     def _flush(self, channel: Stream) -> None:

@@ -242,7 +242,7 @@ class ProcessSupervisor:
             self._cancel_fork(name)
         self._process_table.kill_all()
 
-    # --- within ---------------------------------------------------------------------------------------------------
+    # --- internal -------------------------------------------------------------------------------------------------
 
     def _defer(self, callback: Callable[[float], None]) -> None:
         """Call `callback` with the time after the present call has returned."""
@@ -288,7 +288,7 @@ class ProcessSupervisor:
     def _start_fork_server(self, process_spec: ProcessSpec) -> None:
         name = process_spec.name
         self.messenger.set_channel_only(name)
-        with contextlib.suppress(PathInUse):  # then the start fails with an error that says why
+        with contextlib.suppress(PathInUse):  # the start then fails with a more precise error
             make_directory(self._directory, mode=0o700)
         on_exit = functools.partial(self._on_fork_server_exit, name)
         self._process_table.add(name, self._launcher.start(process_spec), on_exit)

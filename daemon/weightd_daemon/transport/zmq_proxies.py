@@ -171,7 +171,7 @@ class ZmqProxies:
             post.config = post.config._replace(allowed_keys=lock.keys, tenant_members=lock.tenants)
             # Until a proxy has read this, it accepts clients by the old tables. The daemon applies the new tables.
             if post.stream is not None:
-                with contextlib.suppress(ConnectionError):  # it has died: the next one has them
+                with contextlib.suppress(ConnectionError):  # the proxy has exited: the next one starts with them
                     is_all = post.stream.send(
                         [control.encode_allowed_peers(post.config.allowed_keys, post.config.tenant_members)]
                     )
@@ -187,7 +187,7 @@ class ZmqProxies:
             self._loop.remove(self._zygote.stream.fileno())
             self._zygote.stop()
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- internal -----------------------------------------------------------------------------------------------
 
     def _start_proxy(self, listener: _Listener, now: float) -> None:
         listener.restart_at, listener.started_at = _NEVER, now
@@ -225,7 +225,7 @@ class ZmqProxies:
             self._loop.watch_writes(stream.fileno(), functools.partial(self._flush, stream))
 
     def _flush(self, stream: Stream) -> None:
-        with contextlib.suppress(OSError):  # it has died: a read tells
+        with contextlib.suppress(OSError):  # the process has exited, which the next read reports
             if not stream.flush():
                 return
         self._loop.unwatch_writes(stream.fileno())

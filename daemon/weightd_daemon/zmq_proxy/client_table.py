@@ -200,7 +200,7 @@ class ClientTable:
     def _account_of(self, client: ProxyClient) -> str:
         if self._tenant_lookup is None:
             return EVERYONE
-        with contextlib.suppress(OSError):  # it has gone
+        with contextlib.suppress(OSError):  # the client has disconnected
             return (
                 clients.tenant_of(client.connection, client.protocol.mechanism.peer_key, self._tenant_lookup)
                 or NO_TENANT

@@ -78,7 +78,7 @@ class DaemonLink:
             if not self.stream.flush():
                 return
         except ConnectionError:
-            pass  # as above
+            pass  # as in `send`
         except OSError:
             # The processes of this user have more descriptors in flight than the kernel allows (unix(7), ETOOMANYREFS).
             # The link stays writable meanwhile, so a timer has to delay the next attempt.

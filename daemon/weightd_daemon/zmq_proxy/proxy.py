@@ -136,7 +136,7 @@ class ZmqProxy:
     def _mechanism_factory(self) -> Callable[[], zmtp.Mechanism]:
         if not self._config.secret_key:
             return zmtp.NullMechanism
-        from weightd_daemon.zmq_proxy.curve import (  # noqa: PLC0415 - PyNaCl is there only if it is needed
+        from weightd_daemon.zmq_proxy.curve import (  # noqa: PLC0415 - PyNaCl is only needed for CURVE
             CurveMechanism,
             decode_secret_key,
         )
@@ -160,7 +160,7 @@ class ZmqProxy:
 
 
 def _new_peers() -> Peers:
-    from weightd_common.peers import Peers  # noqa: PLC0415 - a proxy on a Unix socket does without
+    from weightd_common.peers import Peers  # noqa: PLC0415 - only needed over TCP
 
     return Peers()
 

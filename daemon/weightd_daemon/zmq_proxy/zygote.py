@@ -88,7 +88,7 @@ class Zygote:
         The links of the proxies have to be closed before, so that they exit.
         """
         # The zygote reads the end of the stream. This end stays open to show when the zygote exits.
-        with contextlib.suppress(OSError):  # it has gone
+        with contextlib.suppress(OSError):  # the zygote has exited
             self.stream.connection.shutdown(socket.SHUT_WR)
         hangup_poll = select.poll()
         # The poll ignores unread messages; it reports only that the other end was closed.
@@ -156,7 +156,7 @@ def _become_process(body: Callable[[], None], *kept_fds: int) -> NoReturn:
         os.dup2(_STDERR, _STDOUT)
         body()
         status = 0
-    except BaseException as error:  # noqa: BLE001 - nothing may go on as the process that this was
+    except BaseException as error:  # noqa: BLE001 - the code of the forking process must not continue here
         # This reports the error as Python itself would. The module `traceback` would take memory.
         sys.excepthook(type(error), error, error.__traceback__)
     finally:

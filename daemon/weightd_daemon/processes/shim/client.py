@@ -153,7 +153,7 @@ class ShimClient:
     def stop(self, timeout_s: float) -> None:
         """Stop the shim, and wait until it has killed its children and exited; after `timeout_s` seconds, kill it."""
         # The shim reads the end of the stream. This end stays open to show when the shim exits.
-        with contextlib.suppress(OSError):  # it has gone
+        with contextlib.suppress(OSError):  # the shim has exited
             self._socket.shutdown(socket.SHUT_WR)
         if not self._has_exited(timeout_s):
             self._kill()
@@ -177,7 +177,7 @@ class ShimClient:
         try:
             status: int = self._call({"reap": pid})["status"]
         except ShimLost:
-            return None  # the kernel has ended it when the shim died, or it had ended before
+            return None  # the child had exited, or the kernel has killed it when the shim died
         return status
 
     def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
