@@ -193,7 +193,7 @@ class AnswerVerifier:
         )
 
     def verify(self, inputs: Arrays, outputs: Arrays) -> Arrays:
-        """Return the outputs if they can be trusted. So can later outputs and inputs of the same layouts.
+        """Return the outputs if they can be trusted. The result also holds for other tensors of the same layouts.
 
         An answer that contradicts the signature may still be correct, because a signature may be wrong. With a
         self-test, it is accepted if the self-test's answer is correct and the model repeats this answer. Without one,
