@@ -39,7 +39,7 @@ _NEVER = float("inf")
 
 
 class Relay:
-    """Relays the messages of all clients, from the end of their admission until their connections are closed.
+    """Relays the messages of all clients, from their admission until their connections are closed.
 
     Args:
         loop: reports readable and writable sockets.
