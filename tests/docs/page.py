@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +18,7 @@ from testkit.mindir import REPOSITORY
 DOCS = REPOSITORY / "docs"
 
 _LIMIT_S = 60
+_END_LIMIT_S = 30
 
 
 class Block(NamedTuple):
@@ -73,12 +76,29 @@ def output(command: list[str], directory: Path, env: Mapping[str, str], status: 
     return (done.stdout + done.stderr).splitlines()
 
 
+@contextlib.contextmanager
+def served(command: str, directory: Path, env: Mapping[str, str]) -> Generator[None, None, None]:
+    """Run a command that serves in the foreground, until Ctrl-C."""
+    with subprocess.Popen(
+        ["bash", "-ec", f"exec {command}"], cwd=directory, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True
+    ) as daemon:
+        assert daemon.stderr
+        try:
+            assert next(line for line in daemon.stderr if "listens on" in line)
+            yield
+            assert daemon.poll() is None
+        finally:
+            daemon.send_signal(signal.SIGINT)
+            log = daemon.communicate(timeout=_END_LIMIT_S)[1]
+    assert daemon.returncode == 0, log
+
+
 def broken_links(page: str) -> list[str]:
     """Links to files and headings of the repository that lead nowhere."""
-    text = (DOCS / page).read_text("utf-8")
+    path = DOCS / page
     broken: list[str] = []
-    for file, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
-        target = DOCS / (file or page)
+    for file, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", path.read_text("utf-8")):
+        target = path.parent / file if file else path
         if not target.is_file() or (heading and heading not in _headings(target.read_text("utf-8"))):
             broken.append(f"{file}#{heading}")
     return broken

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
-import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +19,12 @@ from onnx import numpy_helper
 from testkit import mindir, models
 from weightd import Client
 
-from .page import blocks, broken_links, long_lines, output, run, said, sections
+from .page import blocks, broken_links, long_lines, output, run, said, sections, served
 
 pytestmark = pytest.mark.e2e
 
 PAGE = "tutorial.md"
 SECTIONS = sections(PAGE)
-
-END_LIMIT_S = 30
 
 
 def code(section: str, *languages: str) -> list[str]:
@@ -61,23 +56,6 @@ def env(directory: Path) -> dict[str, str]:
 
 def shell(command: str, directory: Path, env: dict[str, str]) -> str:
     return "\n".join(output(["bash", "-ec", command], directory, env))
-
-
-@contextlib.contextmanager
-def served(command: str, directory: Path, env: dict[str, str]) -> Generator[None, None, None]:
-    """What the page has in a terminal of its own, until Ctrl-C."""
-    with subprocess.Popen(
-        ["bash", "-ec", f"exec {command}"], cwd=directory, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True
-    ) as daemon:
-        assert daemon.stderr
-        try:
-            assert next(line for line in daemon.stderr if "listens on" in line)
-            yield
-            assert daemon.poll() is None
-        finally:
-            daemon.send_signal(signal.SIGINT)
-            told = daemon.communicate(timeout=END_LIMIT_S)[1]
-    assert daemon.returncode == 0, told
 
 
 # --- a model as PyTorch makes it ------------------------------------------------------------------------------------
