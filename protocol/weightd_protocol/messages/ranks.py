@@ -119,4 +119,3 @@ class PredictDone:
     """rank → daemon: the `Predict` was run. Another rank sends its result."""
 
     request: int = field(metadata=integer(0, limits.MAX_COUNT))
-    """As in `Predict`."""

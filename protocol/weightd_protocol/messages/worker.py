@@ -60,15 +60,14 @@ class Hello:
     `sha256` is the digest of the model that this process would load (`weightd_common.modelfiles.files`), or of a rank's
     slice. `origin` tells how the process was created, one of `ORIGINS`; `origin_note` gives the reason why it was not
     forked, and is "" otherwise. The process can run `concurrency` predicts at once. `slice` describes the slice of a
-    rank; None for other processes.
+    rank; None for other processes. `versions` are the versions of `weightd`, `python`, `numpy` and the engine;
+    `versions["weightd"]` must be the daemon's. `sharing_traits` describes the engine's way of sharing weights.
     """
 
     engine_pid: str = field(metadata=text(limits.MAX_PID_BYTES))
     sha256: str = field(metadata=text(limits.MAX_DIGEST_BYTES))
     versions: Dict[str, str] = field(metadata=mapping(text(limits.MAX_NAME_BYTES, empty=True), limits.MAX_VERSIONS))
-    """Versions of `weightd`, `python`, `numpy` and the engine; `weightd` must be the version of the daemon."""
     sharing_traits: SharingTraits = field(metadata=record(SharingTraits))
-    """What the engine's way of sharing weights can do."""
     origin: str = field(default="spawned", metadata=one_of(ORIGINS))
     origin_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     concurrency: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
@@ -80,11 +79,10 @@ class Fork:
     """daemon → fork server or template: fork a process with these arguments.
 
     `arguments` are the arguments of ``python -m weightd_worker`` except `--parent`, which is the parent of the forking
-    process. `log` is the file for the output of the new process.
+    process. The new process connects with `name` and writes to the file `log`.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
-    """Name of the new process, under which it connects."""
     arguments: Tuple[str, ...] = field(metadata=_ARGUMENTS)
     log: str = field(metadata=text(limits.MAX_PATH_BYTES))
 
@@ -94,7 +92,6 @@ class Forked:
     """fork server or template → daemon: the process was forked and starts now, or forking failed with `error`."""
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
-    """As in `Fork`."""
     pid: int = field(default=0, metadata=integer(0, limits.MAX_PID))
     """Pid of the new process; 0 if there is an `error`."""
     error: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
@@ -162,9 +159,7 @@ class Built:
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
     inputs: Tuple[TensorSignature, ...] = field(metadata=list_of(record(TensorSignature), limits.MAX_TENSORS))
-    """Inputs of the model."""
     outputs: Tuple[TensorSignature, ...] = field(metadata=list_of(record(TensorSignature), limits.MAX_TENSORS))
-    """Outputs of the model."""
     selftest_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
     selftest_digest: str = field(metadata=DIGEST)
     shared_bytes: int = field(metadata=BYTES)
@@ -173,13 +168,12 @@ class Built:
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after the build; None on the CPU."""
     gears: Tuple[Tuple[int, ...], ...] = field(default=(), metadata=_GEARS)
-    """The only sizes of the free dimensions of `inputs`, in their order, that the model takes; none where it takes any,
-    or where nobody can tell before it is tried."""
+    """The only sizes of the free dimensions of `inputs`, in their order; empty if all are allowed or not known."""
     selftest_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     has_sharing_failed: bool = field(default=False, metadata=boolean())
     is_template: bool = field(default=False, metadata=boolean())
     row_support: Optional[RowSupport] = field(default=None, metadata=record(RowSupport))
-    """None where it was not to be found out."""
+    """None if `Build.max_rows` was 1."""
     rebuilds_per_shape: bool = field(default=False, metadata=boolean())
     """Whether the engine has to build the model again at each change of shape, because its answers depend on the shapes
     that it has computed before."""
@@ -193,7 +187,6 @@ class AllowAttach:
     """daemon → holder: allow these processes to attach, although they did not exist at the build."""
 
     engine_pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
-    """As in `Build`."""
 
 
 @dataclass(frozen=True)
@@ -207,21 +200,17 @@ class AttachAllowed:
 class Attach:
     """daemon → worker: build the model on the weights behind `handle` ("" for a private copy), then run the self-test.
 
-    `max_rows`, `allowed_batch_sizes` and `exact` are as in `Build`; `row_support` is as in `Built`.
+    `max_rows`, `allowed_batch_sizes` and `exact` are as in `Build`; the other fields are as in `Built`.
     """
 
     handle: str = field(metadata=text(limits.MAX_PATH_BYTES, empty=True))
-    """`Built.handle`; empty to build a private copy."""
     selftest_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
-    """As in `Built`."""
     max_rows: int = field(default=1, metadata=ROW_COUNT)
     allowed_batch_sizes: Tuple[int, ...] = field(default=(), metadata=BATCH_SIZES)
     exact: bool = field(default=True, metadata=boolean())
     row_support: Optional[RowSupport] = field(default=None, metadata=record(RowSupport))
     rebuilds_per_shape: bool = field(default=False, metadata=boolean())
-    """As in `Built`."""
     first_shapes: Optional[SelfTestCase] = field(default=None, metadata=SELFTEST_CASE)
-    """As in `Built`."""
 
 
 @dataclass(frozen=True)
@@ -230,7 +219,6 @@ class Attached:
 
     selftest_digest: str = field(metadata=DIGEST)
     shared_bytes: int = field(metadata=BYTES)
-    """Bytes of the model that this worker shares."""
     note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after the build; None on the CPU."""
@@ -238,14 +226,13 @@ class Attached:
 
 @dataclass(frozen=True)
 class ProcessFailed:
-    """child → daemon: build or attach failed for this reason; the process exits.
+    """child → daemon: build or attach failed for `reason`; the process exits.
 
     `is_out_of_memory`: the card has no memory or no room for this process; the card may free some with a delay after
     another process has exited. `is_transient`: the cause may disappear by itself, like a full disk.
     """
 
     reason: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
-    """Cause for people; it becomes the `reason` of the generation."""
     is_out_of_memory: bool = field(default=False, metadata=boolean())
     is_transient: bool = field(default=False, metadata=boolean())
 
@@ -279,9 +266,7 @@ class PredictResult:
     """worker → daemon: the outputs of a `Predict`."""
 
     request: int = field(metadata=_REQUEST)
-    """As in `Predict`."""
     description: ResponseDescription = field(metadata=in_own_frame(ResponseDescription))
-    """Description of the outputs as the client receives it, byte for byte."""
     shared_outputs: Optional[Tuple[int, ...]] = field(default=None, metadata=POSITIONS)
     """The positions of the outputs that were written where there was room, and have no frame."""
 
@@ -293,18 +278,15 @@ class PredictResult:
 
 @dataclass(frozen=True)
 class PredictFailed:
-    """worker → daemon: the `Predict` failed.
+    """worker → daemon: the `Predict` failed with `code` and `error`, which the client receives.
 
     `is_exiting`: the failure may have corrupted the model, so the process exits and accepts no further request. Without
     it, a rank has rejected the request before it ran anything.
     """
 
     request: int = field(metadata=_REQUEST)
-    """As in `Predict`."""
     code: str = field(metadata=one_of(ERRORS))
-    """Error code that the client receives."""
     error: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
-    """Error text that the client receives."""
     is_exiting: bool = field(metadata=boolean())
 
 
@@ -320,7 +302,6 @@ class BeginBatch:
     """
 
     items: int = field(metadata=integer(1, limits.MAX_BATCH_ITEMS))
-    """Number of `Predict` messages in the batch."""
     rows: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
     principal_ids: Tuple[int, ...] = field(
         default=(), metadata=omit_default(list_of(_PRINCIPAL_ID, limits.MAX_BATCH_ITEMS))
@@ -346,7 +327,6 @@ class CancelPredict:
     """daemon → worker: the result of this `Predict` is no longer needed. Do not run it if it has not started."""
 
     request: int = field(metadata=_REQUEST)
-    """As in `Predict`."""
 
 
 @dataclass(frozen=True)
@@ -354,15 +334,13 @@ class PredictCancelled:
     """worker → daemon: the `Predict` was cancelled in time and not run."""
 
     request: int = field(metadata=_REQUEST)
-    """As in `Predict`."""
 
 
 @dataclass(frozen=True)
 class MapRegion:
-    """daemon → worker: map the region whose descriptor is attached to the message. `region` is its number."""
+    """daemon → worker: map the region whose descriptor is attached. `region` is its number, never used again."""
 
     region: int = field(metadata=_REQUEST)
-    """Number of the region, never used for another one."""
 
 
 @dataclass(frozen=True)
@@ -370,7 +348,6 @@ class UnmapRegion:
     """daemon → worker: unmap a region. No further predict uses it."""
 
     region: int = field(metadata=_REQUEST)
-    """As in `MapRegion`."""
 
 
 @dataclass(frozen=True)
