@@ -55,8 +55,8 @@ class Client(Uncopied):
     """Blocking client of a weightd daemon.
 
     Threads may share a client; their calls run concurrently. A client cannot be copied or pickled. In a forked process
-    its methods raise `WrongProcess`. Use it as a context manager, or call `close`. If the connection is lost, all calls
-    in progress fail with `Unavailable`, and the next call connects again.
+    calls raise `WrongProcess`. Use it as a context manager, or call `close`. If the connection is lost, all calls in
+    progress fail with `Unavailable`, and the next call connects again.
 
     Args:
         address: the daemon's address. /PATH uses the daemon's unix socket, or ZeroMQ if the unix socket cannot be used;
@@ -159,8 +159,8 @@ class Client(Uncopied):
                 `numpy.asarray` accepts and that has a datatype counts as an array. Datatype, rank and fixed dimensions
                 must match the model's signature (see `metadata`): arrays are not converted. A scalar and an array of
                 one element are interchangeable. Numbers and lists of numbers become arrays of the model's datatype; a
-                value that does not fit this datatype is an error. For them the client requests the signature once and
-                caches it.
+                value that does not fit this datatype is an error. For such inputs, and for an array without a name,
+                the client requests the signature once and caches it.
             outputs: names of the outputs to return; None for all.
             out: numpy arrays to fill with outputs, by output name. Dtype and shape must match the output. If the call
                 fails, a worker may still write to these arrays for some time.
@@ -202,8 +202,8 @@ class Client(Uncopied):
         """Send a request and return at once. Any number of requests may be in progress.
 
         Do not modify the input arrays until the response has arrived: the client does not copy large arrays. Arguments
-        and errors are as for `infer`. If the inputs contain numbers or lists and the model's signature is not cached,
-        the method waits for the signature.
+        and errors are as for `infer`. The method waits for the model's signature if the inputs require it and it is not
+        cached.
         """
         prepared, deadline, answer_deadline = self._prepare_infer(model, inputs, timeout, outputs, out, priority)
         # This method does not wait for responses, so it reads the ones that have arrived: they would accumulate.

@@ -3,8 +3,8 @@
 Every thread sends its own messages, under the lock of `_changed` and without blocking. One thread at a time is the
 reader. It waits in the kernel, without the lock, until data can be received or until unsent data can be sent. Only the
 reader closes a connection. The other threads wait for the reader: for a response in a `Waiter`, for other changes at
-`_changed`. A thread that cannot finish sending is blocked until the reader steps down, because it may then have to
-become the reader itself.
+`_changed`. A thread that cannot finish sending waits at `_changed` as well. It must be notified when the reader steps
+down, because no other thread may be left to read.
 
 `ReaderElection` selects the reader among the threads that wait for responses. A thread reads for all until it has its
 own response, then another one takes over. An exception from outside, such as KeyboardInterrupt, may hit the reader
@@ -375,7 +375,7 @@ class ReaderElection:
     def try_read(self, *, reentrant: bool = True) -> bool:
         """Become the reader unless another thread is, and return whether the caller is the reader.
 
-        If not `reentrant`, return False if the caller was the reader before.
+        If not `reentrant`, return False if the caller already was the reader.
         """
         thread = self._current_thread()
         return (reentrant or self.reader.get(None) != thread) and self.reader.setdefault(None, thread) == thread

@@ -59,7 +59,7 @@ class Peer(NamedTuple):
         uid: the user at the other end of a unix socket; None for TCP.
         common_name: the common name of a certificate verified by TLS; None without one.
         is_local: whether the peer is on this host.
-        is_operator: whether the peer is root or the user of this process, who are exempt from limits. Never true for a
+        is_operator: whether the peer is root or the user of this process, who have no per-user limits. Never true for a
             user that a user namespace hides.
     """
 

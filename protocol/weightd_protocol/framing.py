@@ -90,8 +90,8 @@ class FrameReader:
         max_header_bytes: the limit for a header frame. Of a message with a longer one, that frame and all later frames
             are dropped.
         max_frame_bytes: the limit for any frame. A longer one is a protocol violation.
-        admit: called with the size of a message that has not arrived completely. If it returns False, only the header
-            frames are kept.
+        admit: called with the size of a message that has not arrived completely or is larger than a header may be. If
+            it returns False, only the header frames are kept.
         max_messages: the maximum number of messages returned at once. The bytes of further messages are kept.
 
     Attributes:

@@ -8,8 +8,8 @@ would load. Both sides must compute it in the same way, so the digest is part of
 - A MindIR of more than 1 GB is `X_graph.mindir` with the directory `X_variables/` beside it.
 
 A location must be inside the model's directory after links are resolved. If the model file is a link, the directory of
-its target is allowed as well: caches such as Hugging Face's consist of links to files in one directory. A user
-who has named a file, in the model or by a link, must be able to read it: see `safe_open`.
+its target is allowed as well: caches such as Hugging Face's consist of links to files in one directory. A user who
+has named a file, in the model or by a link, must be able to read it: see `safe_open`.
 
 A file may be replaced or truncated at any time while it is read. Therefore this module maps no files: reading beyond
 the end of a mapped file that has shrunk kills the process.
