@@ -43,7 +43,7 @@ class DaemonConnection(abc.ABC):
         is_level_triggered: whether there is a single descriptor, of a socket, that stays readable while data can be
             received and is writable when unsent data can be sent. If not, call `is_idle` before each wait.
         closed: whether `close` was called.
-        is_broken: whether the connection is, or will be found, lost.
+        is_broken: whether the connection is lost, even if `receive` has not reported that yet.
         unsent_count: the amount of data that waits until the daemon reads.
         sent_count: the amount of data sent so far that was not sent at once, in the unit of `unsent_count`.
     """

@@ -62,8 +62,8 @@ PreparedCall = Tuple[PendingCall, List[Any]]
 class ClientCore:
     """Creates requests and matches responses to calls.
 
-    It refers to calls weakly. A call that its owner has dropped leaves nothing behind, and its late response
-    is discarded.
+    It refers to calls weakly. A call that its owner has dropped leaves nothing behind, and its late response is
+    discarded.
 
     Attributes:
         calls: weak references to the calls in progress, by id, and to some abandoned ones; empty if no response can

@@ -37,7 +37,7 @@ class Events:
 class Event:
     """An event. `time` is in seconds since 1970 by the host's clock.
 
-    Numbers increase with each event, across restarts of the daemon. `model`, `generation` and `child` identify the
+    Numbers increase by 1 with each event, across restarts of the daemon. `model`, `generation` and `child` identify the
     subject of the event, if it has one. The daemon keeps only recent events, so there may be gaps between numbers.
     """
 

@@ -64,9 +64,9 @@ class RowSupport:
 class SharingTraits:
     """Capabilities of an engine's method to share weights.
 
-    `pids_fixed_at_build`: only processes whose pid the holder knew at its build can attach. `holder_must_outlive`: the
-    shared memory becomes invalid when the holder exits. `attach_rewrites_weights`: an attaching process writes the
-    weights again, from its own model file.
+    - `pids_fixed_at_build`: only processes whose pid the holder knew at its build can attach.
+    - `holder_must_outlive`: the shared memory becomes invalid when the holder exits.
+    - `attach_rewrites_weights`: an attaching process writes the weights again, from its own model file.
     """
 
     pids_fixed_at_build: bool = field(metadata=boolean())
