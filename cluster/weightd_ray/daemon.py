@@ -82,8 +82,7 @@ class EmbeddedDaemon:
         self._has_ended = asyncio.Event()
         self._report_task: asyncio.Task[None] | None = None
         self._supervisor: subprocess.Popen[bytes] | None = None
-        # Pid of the supervisor after its fork. As long as its report pipe is open, the pid cannot belong to another
-        # process.
+        # Pid of the supervisor after its fork. While its report pipe is open, the pid belongs to no other process.
         self._supervisor_pid = 0
         self._address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.failure = ""

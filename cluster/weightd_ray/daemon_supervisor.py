@@ -191,8 +191,7 @@ def main() -> int:
         _send_report({"failed": str(error)})
         return 1
     if os.fork():
-        # Ray kills the children of a worker that exits, but the supervisor must still remove files. So it is not a
-        # child.
+        # The supervisor must outlive the replica to remove files, but Ray kills the children of a worker that exits.
         os._exit(0)
     os.setsid()
     with _stop_signal_fd() as stop_fd:
@@ -248,11 +247,11 @@ def _read_order() -> str:
 
 @contextlib.contextmanager
 def _stop_signal_fd() -> Generator[int, None, None]:
-    """Provide a descriptor that becomes readable at SIGTERM; SIGINT and SIGHUP get their default actions."""
+    """Provide a descriptor that becomes readable at SIGTERM, and ignore SIGINT and SIGHUP, which terminals send."""
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, _ignore_signal)
-    # Signals that a thread of the replica has blocked are inherited as blocked.
+    # The supervisor inherits blocked signals from the replica's thread that started it; this call unblocks them.
     process_start.reset_signals(signal.SIGINT, signal.SIGHUP)
     yield reading
 

@@ -309,6 +309,5 @@ async def _await_reference(name: object, reference: Awaitable[Any], timeout_s: f
     except asyncio.TimeoutError:
         raise DeadlineExceeded(f"{input_label}: what it refers to has not come in time") from None
     except Exception as error:
-        # The task that should have created the object failed, or Ray lost the object. This is not an error of the
-        # model.
+        # The task that should have created the object failed, or Ray lost the object: not an error of the model.
         raise InvalidArgument(f"{input_label}: what it refers to cannot be had: {type(error).__name__}") from error

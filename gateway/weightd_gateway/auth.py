@@ -20,7 +20,7 @@ from weightd_protocol.schema import label
 
 
 class Caller(NamedTuple):
-    """The identity of an authenticated client.
+    """The identity of a client.
 
     Attributes:
         tenant: the tenant whose quotas and models apply; None: the gateway's own identity at the daemon.
@@ -45,7 +45,8 @@ class Authenticator:
         tokens: callers by the sha256 of their token.
         certificates: callers by the common name of a certificate that TLS has verified.
         users: callers by the uid of the peer of a Unix socket.
-        anonymous: the caller of connections without credentials; None: such connections are rejected.
+        anonymous: the caller of requests without a token from any other certificate or user; None: such requests are
+            rejected.
     """
 
     tokens: Mapping[bytes, Caller]
@@ -59,8 +60,7 @@ class Authenticator:
         """Return the caller with these credentials; a token takes precedence over a certificate, which does over a uid.
 
         Raises:
-            Unauthenticated: the token is unknown, or no credential names a caller and anonymous callers are not
-                allowed.
+            Unauthenticated: the token is unknown, or no credential is known and there is no anonymous caller.
         """
         caller = None
         if token is not None:

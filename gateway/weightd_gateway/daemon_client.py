@@ -52,7 +52,7 @@ InferenceResult = Arrays
 
 T = TypeVar("T")
 
-# Status and metrics cost the daemon milliseconds for each process, so all callers of a tenant share one response.
+# Seconds for which a tenant's callers share a response: status and metrics cost the daemon milliseconds per process.
 _CACHE_TTL_S = 1.0
 
 

@@ -18,8 +18,8 @@ T = TypeVar("T")
 class FairShareQueue(Generic[T]):
     """A queue that returns the item of the user with the least accumulated time first.
 
-    A user without items in the queue resumes at the accumulated time of the user that was served last, so that an idle
-    user cannot save up time.
+    A user without items in the queue resumes with at least the accumulated time of the user that was served last, so
+    that an idle user cannot save up time.
     """
 
     def __init__(self) -> None:

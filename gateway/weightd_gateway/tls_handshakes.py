@@ -1,7 +1,6 @@
 """TLS handshakes of all protocols: fair between peers, and limited to a share of the event loop's time.
 
-The limit matters because a handshake is cheap for a client that replays one ClientHello, but costs the gateway a
-signature.
+The limit matters because a client that replays one ClientHello has no work, but the gateway must sign each reply.
 """
 
 from __future__ import annotations
@@ -140,7 +139,8 @@ class Handshakes:
             connection: a connected socket; it is closed if the handshake fails.
             peer: the peer of the connection.
             context: the TLS context of the server.
-            timeout_s: seconds to wait for the start of the handshake, and then again for its completion.
+            timeout_s: seconds to wait for the start of the handshake; it then has the same time, at most
+                `STARTED_TIMEOUT_S`, to complete.
             protocol_factory: creates the protocol; called after the handshake.
 
         Raises:

@@ -26,8 +26,7 @@ class BenchPlan(NamedTuple):
         inputs: the inputs of the requests, used in turn.
         levels: the numbers of requests in flight, measured one after another.
         max_seconds: maximum duration of each level.
-        on_window: called with a level's number of requests in flight and its windows, at its begin and after each
-            window.
+        on_window: called with the requests in flight and the windows of a level, at its begin and after each window.
     """
 
     model: str

@@ -79,7 +79,7 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
 class RpcContext(NamedTuple):
-    """A call of an authenticated caller.
+    """An admitted call.
 
     Attributes:
         caller: the caller.

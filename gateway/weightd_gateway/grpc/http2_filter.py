@@ -37,8 +37,8 @@ _CLOSE_TIMEOUT_S = 1.0
 # Seconds between two log lines about violations of one peer.
 _LOG_INTERVAL_S = 10.0
 
-# Limit of calls of one peer per second; each message that the peer receives allows one more. Calls that are cancelled
-# at once or rejected use time of the gateway, but bring no message.
+# Limit of calls of one peer per second; each message that the peer receives allows one more. The limit applies to calls
+# that are cancelled or rejected immediately: they cost the gateway time, but the peer receives no message for them.
 CALLS_PER_S = 1000.0
 CALLS_BURST = 1000.0
 

@@ -148,7 +148,7 @@ def _encode_head(model: str, shapes: tuple[tuple[str, str, tuple[int, ...]], ...
 def _encode_placed(
     infer_request: InferRequest, result: InferenceResult, *, is_final: bool
 ) -> tuple[bytes, list[memoryview]]:
-    """Return the same for a response with outputs in shared memory, and the contents of its outputs."""
+    """Write outputs to shared memory; return the bytes of the response without id and contents, and the contents."""
     head = _new_response(infer_request.request.model, is_final=is_final)
     contents: list[memoryview] = []
     for name, array in result.items():

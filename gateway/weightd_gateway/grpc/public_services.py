@@ -144,9 +144,9 @@ class _MethodPool:
 class Reflection:
     """The reflection service, which lists services and messages for `grpcurl` and similar tools.
 
-    grpcio-reflection creates the responses. This class adds what the library lacks: limits of the number of streams, of
-    their duration and of the fields of a request. The library only implements v1alpha, but the messages of v1 have the
-    same encoding.
+    grpcio-reflection creates the responses. This class adds the limits that the library lacks: of streams, of the time
+    between two requests, and of the fields of a request. The library only implements v1alpha, but the messages of v1
+    have the same encoding.
 
     Args:
         streams: the limit of reflection streams.

@@ -46,8 +46,7 @@ _MAX_PARAMETER_BYTES = 64 * 1024
 _UNAUTHENTICATED = frozenset({Operation.LIVE, Operation.READY, Operation.PAGE})
 _PROBE = Caller(None, "probe")
 
-# Limit of readiness probes that wait for the daemon. Without it, they could take all connections while the daemon
-# hangs.
+# Limit of readiness probes that wait for the daemon. If the daemon hangs, they cannot take all connections.
 MAX_PROBES = 64
 
 _SERVER_ERROR = 500
@@ -55,8 +54,7 @@ _SERVER_ERROR = 500
 # The code with which WebSockets are closed, because the application does not support them.
 _CLOSE_UNSUPPORTED = 1003
 
-# Seconds between two log lines about errors of the same status for the same caller, so that retries do not fill the
-# log.
+# Seconds between two log lines about errors of one status for one caller, so that retries do not fill the log.
 _LOG_INTERVAL_S = 10.0
 
 # The response of a Triton server whose tracing is off.

@@ -74,7 +74,7 @@ class HttpConnections:
         self._all: dict[HttpConnection, None] = {}
         # Number of connections of each peer.
         self._count_by_peer: Counter[str] = Counter()
-        # Connections without a complete request head, in the order in which they began to wait.
+        # Connections in the phases IDLE, HEADER and LINGERING, in the order in which they became idle.
         self._idle: dict[HttpConnection, None] = {}
 
     def __len__(self) -> int:
@@ -88,8 +88,8 @@ class HttpConnections:
 
         If the peer with the most connections has more than a thirty-second of the limit, one of its connections is
         closed. Otherwise the choice ignores peers, so that many peers with one connection each cannot displace a peer
-        with two. Among the candidates, the connection that has waited longest for a request is closed; without such a
-        connection, the one whose client has not read a response for longest; otherwise the new connection.
+        with two. Among the candidates, the connection that has been idle longest is closed; without an idle connection,
+        the one whose client has not read a response for longest; otherwise the new connection.
         """
         self._all[connection] = self._idle[connection] = None
         self._count_by_peer[connection.peer.key] += 1

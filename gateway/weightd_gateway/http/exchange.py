@@ -95,8 +95,7 @@ class RequestParser:
         try:
             self._parser.feed_data(taken)
         except HttpParserUpgrade:
-            # The upgrade is ignored, because the server only supports HTTP; the connection is closed after the
-            # response.
+            # The server ignores the upgrade, and closes the connection after the response.
             self.keep_alive = False
         return True
 

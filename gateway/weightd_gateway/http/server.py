@@ -93,8 +93,7 @@ class HttpServer:
         await self._wait_replied(grace_s)
         for each in self.connections:
             each.abort()
-        # The tasks of aborted connections are cancelled in the next pass of the event loop, and end in the one after
-        # it.
+        # Tasks of aborted connections are cancelled in the next pass of the event loop, and end in the one after it.
         await asyncio.sleep(0)
         await self._wait_replied(None)
         for task in self._tasks:
