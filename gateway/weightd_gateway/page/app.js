@@ -1,17 +1,17 @@
-// Takes status.json each second and draws it. Names and texts are foreign: they become text nodes, never markup.
+// Polls status.json each second and draws it. Names and texts are untrusted: they become text nodes, never markup.
 "use strict";
 
 const POLL_INTERVAL_MS = 1000;
-// An answer that takes longer is none.
+// Timeout of a poll.
 const TIMEOUT_MS = 5000;
-// Older than that, a picture is told to be old.
+// The page says so if the overview is older than this.
 const FRESH_MS = 3500;
-// A bar of more segments than that would be lines alone.
+// With more segments, a bar would consist of nothing but lines.
 const MAX_SEGMENTS = 48;
-// Of a model; a browser does not become slow for a table that nobody reads to its end.
+// Maximum number of processes shown for a model, so that long tables do not slow down the browser.
 const MAX_PROCESSES = 64;
 const RATE_POINTS = 60;
-// Of a bar: a narrower segment has no room for a name.
+// Narrower segments of a bar have no label.
 const MIN_LABELLED_PX = 64;
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -51,7 +51,7 @@ function duration(seconds) {
 
 const plural = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : noun.endsWith("s") ? "es" : "s"}`;
 
-// --- elements; only what has changed is touched, so that a selection and the focus stay ---
+// --- elements; updates change only what differs, so that selection and focus are kept ---
 
 function make(tag, className, text) {
   const element = document.createElement(tag);
@@ -128,7 +128,7 @@ function drawSpark(svg, values) {
 
 // --- memory ---
 
-// Segments of a bar: what, bytes, and what is written on it; `joined` to the next one.
+// A segment of a bar: its kind, size and label, and whether it is `joined` to the next one.
 const segment = (kind, bytes, label = "", joined = false) => ({ kind, bytes, label, joined });
 
 function withWeightd(models) {
@@ -137,13 +137,13 @@ function withWeightd(models) {
   return [...copies, ...beside];
 }
 
-// The first copy is the one that is needed; all others are the same again.
+// The memory of a model without sharing: one copy of the weights, and a repeated copy for each further worker.
 function asPlain(models) {
   return models.flatMap(({ name, memory }) => {
     const { workers, processes, without_sharing_bytes: plain } = memory;
     if (!workers) return [segment("other", plain)];
     const weights = Math.min(memory.copy_bytes, plain / processes);
-    // Processes that share no weights have none to repeat.
+    // Only workers that share weights would repeat them.
     const beside = (plain - weights * workers) / workers;
     if (workers > MAX_SEGMENTS) {
       const again = segment("again", weights * (workers - 1));
@@ -373,7 +373,7 @@ const TENANTS = [
   ["Refused", text((tenant) => whole(tenant.refused)), ""],
 ];
 
-// The models whose processes are shown.
+// Names of the models whose processes are shown.
 const opened = new Set();
 
 function toggle(button) {
@@ -425,19 +425,19 @@ function drawInside(element, processes) {
 
 function drawTenants(overview) {
   const parent = byId("tenants");
-  // One alone is nobody apart.
+  // A single tenant needs no table.
   byId("tenants-section").hidden = overview.tenants.length < 2;
   if (!parent.firstChild) parent.append(table(TENANTS));
   const update = (element, item) => fill(TENANTS, element, item);
   keyed(parent.firstChild.tBodies[0], overview.tenants, (tenant) => tenant.name, () => row(TENANTS), update);
 }
 
-// --- the whole ---
+// --- state and polling ---
 
-let shown = null; // the last picture
-let receivedAt = 0; // when it came
-let age = 0; // how old it was then, in ms
-let errorText = ""; // why there is no newer one
+let shown = null; // the latest overview
+let receivedAt = 0; // when it was received
+let age = 0; // its age at that time in ms
+let errorText = ""; // why there is no newer overview
 
 function draw(overview) {
   shown = overview;
@@ -484,7 +484,7 @@ function onStatus(status) {
   }
 }
 
-// What the answer of the gateway means that is no picture.
+// Handles an error response of the gateway.
 async function onRefused(response) {
   byId("access").hidden = response.status !== 401;
   const answer = await response.json().catch(() => ({}));
