@@ -114,8 +114,8 @@ class EmbeddedDaemon:
         try:
             await asyncio.wait_for(self._has_ended.wait(), _STOP_TIMEOUT_S)
         except asyncio.TimeoutError:
-            # The supervisor is stopped by a signal. The kernel kills the daemon with it; the next replica removes the
-            # files.
+            # The supervisor does not run, for example because of SIGSTOP. The kernel kills the daemon together with the
+            # supervisor, and the next replica removes the files.
             if self._supervisor_pid:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self._supervisor_pid, signal.SIGKILL)

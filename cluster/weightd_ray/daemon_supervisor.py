@@ -1,4 +1,4 @@
-"""The process between a replica and its daemon: starts the daemon, restarts it after a crash, stops it at the end.
+"""The process between a replica and its daemon: keeps the daemon running, and stops it when the replica ends.
 
 A replica may be killed at any moment, alone or together with its raylet, and Ray kills the children of a worker that
 exits. Therefore the supervisor detaches from the replica, and detects its end by the end of file on a pipe. The daemon
@@ -6,8 +6,8 @@ is a child of the supervisor, and the kernel kills the daemon if the supervisor 
 the host removes their files (`work_dirs`). One directory contains everything that the daemon needs: its sockets, its
 cache and its configuration, which the supervisor writes.
 
-The supervisor reads the order, one line of JSON, from stdin; the following end of file means that the replica has
-exited. It writes reports to stdout, each a line of JSON. stderr is the log of the supervisor and the daemon.
+The supervisor reads the order, one line of JSON, from stdin; the following end of file means that the replica stops
+or has been killed. Each line on stdout is a report in JSON. stderr is the log of the supervisor and the daemon.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ _BACKOFF_RESET_S = 60.0
 # An order has a few hundred bytes: the table of a model.
 _MAX_ORDER_BYTES = 256 * 1024
 
-# Exit statuses that a restart would not change (weightd_daemon.exit_codes): usage errors, invalid configuration, and
-# files that cannot be created, because no other process uses the directory.
+# Exit statuses that a restart would not change (weightd_daemon.exit_codes): usage errors, invalid configuration, and a
+# file that cannot be created. No other process uses the directory, so the last one does not resolve itself either.
 _PERMANENT_FAILURES = frozenset({64, 73, 78})
 
 

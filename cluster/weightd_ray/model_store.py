@@ -66,8 +66,7 @@ def publish(path: str | os.PathLike[str]) -> str:
     """
     _connect()
     with OpenModel(Path(path)) as model:
-        # The files are open already; `check_unchanged` verifies at the end that the path still refers to the same
-        # files.
+        # The files are open already; `check_unchanged` verifies later that the path still refers to them.
         sha256 = digest(Path(path))
         options = {"name": sha256, "namespace": _NAMESPACE, "lifetime": "detached", "num_cpus": 0}
         try:
