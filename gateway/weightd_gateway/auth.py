@@ -96,7 +96,7 @@ def parse_bearer(authorization: str) -> str:
 
 
 NO_TENANT = "-"
-"""In the place of a tenant: the gateway itself asks."""
+"""Written instead of a tenant's name: the caller uses the gateway's own identity."""
 
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 

@@ -211,10 +211,10 @@ def _exhausted(what: str, key: str) -> ResourceExhausted:
 Work = Callable[[], None]
 
 SLICE_S = 1e-4
-"""Time of one pass of the loop for work of all peers; a piece of work that has begun is finished."""
+"""Time that one pass of the event loop spends on the work of all peers. Work that has begun is not interrupted."""
 
 PIPELINE_PASSES = 32
-"""Passes of the loop from one request that was sent ahead to the next one. Those of others take as many."""
+"""Passes of the event loop between the starts of two pipelined requests, which leaves time for other requests."""
 
 
 class PipelinedStarter:

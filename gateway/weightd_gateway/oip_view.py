@@ -15,7 +15,7 @@ from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics
 
 VERSION = "1"
-"""Of every model: there is one at a time, and an update takes its place."""
+"""The version of every model: only one version exists at a time, and an update replaces it."""
 
 _EXTENSIONS = (
     "binary_tensor_data",

@@ -30,10 +30,10 @@ T = TypeVar("T")
 IDLE_S = 30.0
 
 PARSE_TIMEOUT_S = 10.0
-"""Seconds after which a job is stopped with its child. The largest one takes less than a second of a free core."""
+"""Seconds after which a task is aborted by killing its child. The largest task takes under a second of a free core."""
 
 SMALL_BYTES = 128 * 1024
-"""Bytes of JSON or protobuf up to which a job is small: the most expensive ones take some ten milliseconds."""
+"""Bytes of JSON or protobuf up to which a task is small. The most expensive small task takes some ten milliseconds."""
 
 # Niceness of the children: both have less priority than the event loop, and the large tasks have the least.
 _NICE_SMALL, _NICE_LARGE = 5, 10

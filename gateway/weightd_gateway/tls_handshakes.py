@@ -26,13 +26,13 @@ LOOP_SHARE = 0.25
 """Part of the event loop's time that handshakes may take."""
 
 MAX_HANDSHAKES = 1024
-"""Connections whose handshake is not complete. A peer may have at most three times as many as it leaves to others."""
+"""Limit of connections with an incomplete handshake. A peer may have at most three times as many as remain free."""
 
 MAX_STARTED = 64
-"""Those whose handshake has begun, which takes about 300 KB; the others wait. A peer's part of them is as above."""
+"""Limit of handshakes in progress, which take about 300 KB each; others wait. A peer's share is limited as above."""
 
 STARTED_TIMEOUT_S = 10.0
-"""Seconds in which a handshake that has begun has to be complete."""
+"""Seconds within which a handshake must complete after it has started."""
 
 # Seconds between two log lines about refused handshakes of one peer.
 _LOG_INTERVAL_S = 10.0

@@ -66,7 +66,7 @@ MAX_PROBES = 64
 MAX_UNSENT_CALLS = 256
 
 PROBE_CALLER = Caller(None, "probe")
-"""Who asks no more than whether there is somebody: for the gateway itself, as nobody has to say who that is."""
+"""The caller of health probes, which need no credentials; the gateway forwards them under its own identity."""
 
 # The error text and its details are sent as headers. A client rejects headers of more than 8 KiB with some probability,
 # and of more than 16 KiB always. A byte of text takes up to three bytes there (percent-encoding), a byte of details

@@ -34,35 +34,35 @@ MAX_HEADS_AT_ONCE = 64
 _ENHANCE_YOUR_CALM = 0xB
 
 MAX_HEADER_BYTES = 64 * 1024
-"""Compressed bytes of the headers of one call. gRPC's library limits what they become."""
+"""Compressed bytes of the headers of one call. gRPC's library limits their uncompressed size."""
 
 MAX_CONTINUATIONS = 16
 """CONTINUATION frames of the headers of one call."""
 
 MAX_CONTROL_BYTES = 16 * 1024
-"""Bytes of one frame that is neither DATA nor part of headers: HTTP/2 asks for as many."""
+"""Bytes of one frame that is neither DATA nor part of headers: the minimum that HTTP/2 requires."""
 
 BURST_TOKENS = 256.0
 """Control frames that a connection may send at once."""
 
 TOKENS_PER_S = 64.0
-"""Control frames a second, on average."""
+"""Control frames per second, on average."""
 
 TOKENS_PER_CALL = 8.0
-"""Further control frames for each call."""
+"""Additional control frames for each call."""
 
 TOKENS_PER_BYTE = 1 / 2048
-"""Further control frames for each byte of messages in either direction: a receiver acknowledges them."""
+"""Additional control frames for each byte of messages in either direction, because receivers acknowledge them."""
 
 MIN_DATA_BYTES = 256
-"""A DATA frame with fewer bytes than this counts as a control frame, beside one of each call."""
+"""A DATA frame with fewer bytes counts as a control frame."""
 
 
 SHORT_BYTES = 64 * 1024
-"""Bytes of messages that each call under way may send without an answer while it has no place for a long message."""
+"""Bytes of messages that each call in progress may send without a response, unless a call expects a long message."""
 
 MAX_UNANSWERED_BYTES = 512 * 1024
-"""Further such bytes of all calls of a connection: a client sends as many before it is known who that is."""
+"""Additional bytes of this kind for each connection: a client may send them before its call is authenticated."""
 
 
 class LimitExceeded(Exception):

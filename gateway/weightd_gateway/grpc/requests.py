@@ -68,7 +68,7 @@ MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_UNUSUAL_BYTES = 1024 * 1024
 
 PARSER_PROCESS_BYTES = 16 * 1024
-"""A header that is longer is parsed by the parser process, as JSON is."""
+"""A parser process parses longer headers, as it does for JSON."""
 
 # Limit of headers whose parsed form is cached, because clients send the same headers repeatedly.
 _MAX_CACHED_BYTES = 2048

@@ -14,13 +14,13 @@ from weightd_protocol.errors import ResourceExhausted, Unavailable
 T = TypeVar("T")
 
 MAX_STREAMS = 256
-"""Of all callers. Each is idle most of the time, and costs some kilobytes."""
+"""Streams of all callers. A stream is idle most of the time, and costs a few kilobytes."""
 
 MAX_WATCH_STREAMS = 256
-"""Of those who watch the health of the gateway, without a token: they leave those alone who have one."""
+"""Health watches, which need no token. Their limit is separate so that they cannot displace authenticated streams."""
 
 MAX_REFLECTION_STREAMS = 8
-"""Of those who ask which methods there are, likewise: a message that each has begun may be as long as any."""
+"""Reflection streams, which need no token either. Each may hold an incomplete message of the maximum size."""
 
 
 class WaitingCalls:

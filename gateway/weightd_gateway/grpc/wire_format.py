@@ -18,10 +18,10 @@ from google.protobuf.message import DecodeError
 from weightd_gateway.error_codes import TooLarge
 
 MAX_FIELDS = 2048
-"""Fields of a message and of all messages inside it.
+"""Maximum number of fields of a message, including all nested messages.
 
-A request of 64 inputs and 64 outputs in shared memory has some 1,930. Packed values count as one field. The check of
-so many takes the event loop about two milliseconds.
+A request with 64 inputs and 64 outputs in shared memory has about 1,930. Packed values count as one field. Checking
+this many fields takes the event loop about two milliseconds.
 """
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5

@@ -22,10 +22,10 @@ from weightd_gateway.tensors import to_json
 _log = logging.getLogger("weightd.gateway.http")
 
 SWEEP_S = 1.0
-"""How often `HttpConnections.sweep` has to be called."""
+"""Seconds between two calls of `HttpConnections.sweep`."""
 
 RECEIVE_BYTES = 64 * 1024
-"""Bytes that are received at once, but for a large body, and that a connection may have received ahead."""
+"""Size of a receive, except for a large body, and limit of the data that a connection may receive ahead."""
 
 # Maximum size of a receive directly into the buffer of a body, so that other connections get their turn.
 _MAX_RECEIVED_BYTES = 256 * 1024

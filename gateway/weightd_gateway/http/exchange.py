@@ -12,10 +12,10 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from weightd_gateway.http.messages import CONNECTION, HttpError, Message, Scope, ServerConnection
 
 MAX_FIELD_BYTES = 8190
-"""Bytes of the request's target, and of one header."""
+"""Maximum size of the request target, and of one header."""
 
 MAX_HEAD_BYTES = 32 * 1024
-"""Bytes of all headers, together with the request line."""
+"""Maximum size of the request line and all headers together."""
 
 MAX_HEADERS = 64
 

@@ -25,10 +25,10 @@ _HEADER_LENGTH = HEADER_LENGTH.lower().encode()
 Array = tensors.Array
 
 PARSER_PROCESS_BYTES = 16 * 1024
-"""JSON that is longer is parsed by a parser process: the loop would be held up for half a millisecond and more."""
+"""A parser process parses longer JSON, which would block the event loop for half a millisecond or more."""
 
 PARSER_PROCESS_VALUES = 4 * 1024
-"""An output with more values than this is rendered by a parser process, for the same reason."""
+"""A parser process renders outputs with more values than this, for the same reason."""
 
 # Estimated size of a value in JSON, including its comma.
 _RENDERED_VALUE_BYTES = 16

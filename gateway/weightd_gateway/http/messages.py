@@ -30,7 +30,7 @@ BINARY = "application/octet-stream"
 ANY_HOST = "*"
 
 CONNECTION = "weightd.connection"
-"""The extension of ASGI's scope by which the gateway's own server passes on the `ServerConnection`."""
+"""Key of the ASGI scope extension with which the gateway's own server passes its `ServerConnection`."""
 
 ENCODINGS = GZIP, DEFLATE, IDENTITY = ("gzip", "deflate", "identity")
 
@@ -44,7 +44,7 @@ _SLICE_BYTES = 256 * 1024
 _ALIGNMENT = 64
 
 MAX_COPIED_BYTES = 64 * 1024
-"""Up to that many bytes one copy costs less than another call of the kernel."""
+"""Up to this size, joining buffers is cheaper than another system call."""
 
 _PORT = re.compile(r":[0-9]*$")
 

@@ -28,10 +28,10 @@ HEADERS: Mapping[str, str] = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""Of each answer that belongs to the page, the numbers included."""
+"""Headers of all responses that belong to the page, including status.json."""
 
 STATUS_HEADERS: Mapping[str, str] = {**HEADERS, "Cache-Control": "no-store"}
-"""Of status.json."""
+"""Headers of status.json."""
 
 
 @dataclass(frozen=True)
@@ -63,4 +63,4 @@ FILES: Mapping[str, PageFile] = {
     "/app.js": _load_file("app.js", "text/javascript"),
     "/style.css": _load_file("style.css", "text/css"),
 }
-"""By path."""
+"""The files by path."""
