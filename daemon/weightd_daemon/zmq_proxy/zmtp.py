@@ -142,8 +142,7 @@ class ZmtpConnection:
         is_backlogged: whether `receive` with no bytes continues with unparsed bytes.
         missing_bytes: the missing bytes of a large frame; 0 if no large frame is incomplete.
         held_bytes: the bytes of the incomplete message and the unparsed bytes.
-        pending_work: a call to make in any thread before `receive` continues, or None. The caller passes its result to
-            `on_work_done`.
+        pending_work: a call to make in any thread before `receive` continues, or None; `on_work_done` takes its result.
     """
 
     __slots__ = (
@@ -187,10 +186,7 @@ class ZmtpConnection:
         return self.mechanism.is_complete
 
     def read_buffer(self) -> memoryview:
-        """Return the buffer for the next bytes of the large frame; call `on_filled` after reading into it.
-
-        Use it if `missing_bytes` is at least `LARGE_BYTES`, to avoid a copy.
-        """
+        """Return the buffer for the missing bytes of the large frame; call `on_filled` after reading into it."""
         return memoryview(self._large_frame)[-self.missing_bytes :]
 
     def on_filled(self, count: int) -> list[MessageFrames]:
