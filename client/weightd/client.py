@@ -56,7 +56,8 @@ class Client(Uncopied):
 
     Threads may share a client; their calls run concurrently. A client cannot be copied or pickled. In a forked process
     calls raise `WrongProcess`. Use it as a context manager, or call `close`. If the connection is lost, all calls in
-    progress fail with `Unavailable`, and the next call connects again.
+    progress fail with `Unavailable`, and the next call connects again. Every method that sends a request raises the
+    errors of `infer`.
 
     Args:
         address: the daemon's address. /PATH uses the daemon's unix socket, or ZeroMQ if the unix socket cannot be used;
@@ -269,27 +270,15 @@ class Client(Uncopied):
         return self._query(queries.metadata(model), timeout)
 
     def server(self, *, timeout: Optional[float] = None) -> ServerMetadataResponse:
-        """Return the daemon's version and the names of its models.
-
-        Raises:
-            RequestError: as `infer`.
-        """
+        """Return the daemon's version and the names of its models."""
         return self._query(queries.SERVER, timeout)
 
     def status(self, *, timeout: Optional[float] = None) -> StatusResponse:
-        """Return the daemon's state: models, generations, processes and their memory.
-
-        Raises:
-            RequestError: as `infer`.
-        """
+        """Return the daemon's state: models, generations, processes and their memory."""
         return self._query(queries.STATUS, timeout)
 
     def metrics(self, *, timeout: Optional[float] = None) -> MetricsResponse:
-        """Return the daemon's counters and gauges. The daemon replies immediately and at little cost.
-
-        Raises:
-            RequestError: as `infer`.
-        """
+        """Return the daemon's counters and gauges. The daemon replies immediately and at little cost."""
         return self._query(queries.METRICS, timeout)
 
     def events(self, after: int = 0, model: str = "", *, timeout: Optional[float] = None) -> EventsResponse:
