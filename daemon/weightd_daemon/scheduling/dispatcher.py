@@ -1,7 +1,6 @@
 """Accepts the requests for one model, dispatches them to workers and sends one reply to each.
 
-    enqueue   `Dispatcher.infer` checks a request, and starts it on a free slot or puts it into the queue;
-              `Scheduler.submit` refuses it if the queue is full
+    enqueue   `Dispatcher.infer` checks a request, and starts it on a free slot or queues it (unless the queue is full)
     dispatch  `Dispatcher.dispatch` starts all batches that can run now; `Scheduler` selects them
     execute   `BatchSender` sends a batch to the processes of its slot
     reply     `BatchResults` handles the processes' results, and `Replies` ends each request with its result or an error
@@ -214,9 +213,9 @@ class Dispatcher:
     def dispatch_gathered(self, now: float) -> None:
         """Dispatch the queued requests, unless requests that have just arrived may still join a batch.
 
-        Where requests share batches, the dispatcher waits for another turn of the loop as long as the last turn brought
-        new requests and a batch has room for more. It never waits for a time, and for at most `_MAX_GATHER_ROUNDS`
-        turns, since requests may end as fast as new ones arrive.
+        Where requests share batches, the dispatcher waits for another turn of the loop (never for a time) while turns
+        bring new requests and a batch has room for more: `_MAX_GATHER_ROUNDS` turns at most, since requests may end as
+        fast as new ones arrive.
         """
         if self._has_new and self._gather_rounds < _MAX_GATHER_ROUNDS and self._scheduler.may_gather:
             self._has_new = False

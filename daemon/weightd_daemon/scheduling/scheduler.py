@@ -8,7 +8,6 @@ the time and send the batches.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,6 +15,7 @@ from weightd_daemon.counters import ModelCounters
 from weightd_daemon.scheduling.batch import Batch, BatchItem
 from weightd_daemon.scheduling.batch_former import BatchFormer
 from weightd_daemon.scheduling.batching.policy import BatchKey
+from weightd_daemon.scheduling.deadlines import Deadlines
 from weightd_daemon.scheduling.fair_share import FairClocks, Users
 from weightd_daemon.scheduling.measurements import BatchTimes
 from weightd_daemon.scheduling.queues import AnyQueue
@@ -31,9 +31,6 @@ _GRACE_S = 0.5
 
 # The time that asks `schedule_by` for a call without delay.
 AT_ONCE = 0.0
-
-# The heap is rebuilt when it exceeds twice its size after the last rebuild by this many entries.
-_MIN_STALE_ENTRIES = 64
 
 # The maximum number of requests that end in one turn of the loop, so that other clients are served between turns.
 MAX_ENDED_PER_TURN = 32
@@ -415,49 +412,3 @@ class Scheduler:
         """Watch the deadline of a request."""
         if self.deadlines.add(request):
             self._schedule_by(request.deadline)
-
-
-class Deadlines:
-    """Finds requests whose deadlines have passed, at a cost logarithmic in the number of requests.
-
-    The heap contains only the numbers of requests, so that an outdated entry does not keep its request in memory.
-
-    Attributes:
-        requests: the watched requests by number. The code that ends a request also removes it here.
-    """
-
-    def __init__(self) -> None:
-        self.requests: dict[int, Request] = {}
-        self._heap: list[tuple[float, int]] = []
-        self._rebuild_size = _MIN_STALE_ENTRIES
-
-    def __len__(self) -> int:
-        """Return the number of entries in the heap, including outdated ones."""
-        return len(self._heap)
-
-    def add(self, request: Request) -> bool:
-        """Watch a request, or update its deadline to a sooner one; return whether its deadline is now the next one."""
-        deadline, number, heap = request.deadline, request.number, self._heap
-        if deadline == math.inf:
-            return False
-        self.requests[number] = request
-        heapq.heappush(heap, (deadline, number))
-        if len(heap) > self._rebuild_size:
-            heap[:] = [(each.deadline, each.number) for each in self.requests.values()]
-            heapq.heapify(heap)
-            self._rebuild_size = 2 * len(heap) + _MIN_STALE_ENTRIES
-        return heap[0][1] == number
-
-    @property
-    def next_deadline(self) -> float:
-        """A time before which no deadline passes, in monotonic seconds."""
-        return self._heap[0][0] if self._heap else math.inf
-
-    def take_due(self, now: float, max_count: int) -> list[Request]:
-        """Remove and return up to `max_count` requests whose deadlines have passed."""
-        due: list[Request] = []
-        while self._heap and self._heap[0][0] <= now and len(due) < max_count:
-            request = self.requests.pop(heapq.heappop(self._heap)[1], None)
-            if request is not None:
-                due.append(request)
-        return due

@@ -408,11 +408,7 @@ class RunningBatches:
         )
 
     def recall(self, select: Callable[[Batch], list[int]]) -> list[BatchItem]:
-        """Recall the selected items of each batch that its slot has not started.
-
-        Returns:
-            The recalled items that are awaited.
-        """
+        """Recall the selected items of the batches that their slots have not started; return the awaited ones."""
         recalled: list[BatchItem] = []
         for slot in self._slots:
             for batch in slot.queued_batches:
