@@ -126,12 +126,18 @@ def test_each_key_is_there_with_its_meaning(table: str) -> None:
     reference = FILES["docs/configuration.md"].partition(f"### `[{table}]`\n")[2].partition("\n##")[0]
     names = [field.name for field in toml_schema.table_keys(cls) if not field.metadata["field_type"].record]
     assert re.findall(r"^\\fB(\w+)\\fR \(", part, re.MULTILINE) == names
-    assert re.findall(r"^\| `(\w+)` \|", reference, re.MULTILINE) == names
+    assert re.findall(r"^- \*\*`(\w+)`\*\* \(", reference, re.MULTILINE) == names
     for key in configuration.iterate_keys(cls):
         meaning = " ".join(key.meaning.split())
         assert meaning in re.sub(r"\\f[BR]", "`", part).replace("\\&", "").replace("\\(dq", '"')
-        assert meaning.replace("|", "\\|") in reference
-        [(_, value)] = tomllib.loads(configuration.example_of(key)).items()
+        default = "required" if key.is_required else f"default `{key.default}`"
+        assert f"- **`{key.name}`** ({key.kind}" in reference
+        [line] = re.findall(rf"^- \*\*`{key.name}`\*\* .*", reference, re.MULTILINE)
+        assert meaning in line
+        assert not key.default.strip('"') or default in line
+        example = configuration.example_of(key)
+        assert f"`{example}`" in line or example.partition(" = ")[2] == key.default
+        [(_, value)] = tomllib.loads(example).items()
         kinds = {field.name: field.metadata["field_type"] for field in toml_schema.table_keys(cls)}
         kinds[key.name].check(value)
 
@@ -141,8 +147,8 @@ def test_no_table_is_missing_and_a_meaning_is_that_of_its_own_key() -> None:
     inner = {field.metadata["field_type"].record for cls in outer for field in toml_schema.table_keys(cls)} - {None}
     assert {*configuration.TABLES.values()} == outer | inner
     first, *_, last = configuration.iterate_keys(DaemonConfig)
-    assert (first.name, first.meaning[:17]) == ("socket", "The daemon's name")
-    assert (last.name, last.meaning[:10]) == ("pass_environment", "Further en")
+    assert (first.name, first.meaning[:21]) == ("socket", "Address of the daemon")
+    assert (last.name, last.meaning[:14]) == ("pass_environment", "Additional env")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The configuration: weightd.toml(5), weightd-gateway.toml(5), docs/configuration.md, and files to begin with.
 
-All of them list the keys that the classes of the configuration declare, with the docstrings below them as what they
-mean.
+All of them list the keys that the configuration classes declare. The docstring of a field is the description of its
+key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd_gateway.config.schema import GatewayConfig
 
-# As they stand in the file, in the order in which one writes them.
+# In the usual order of a configuration file.
 TABLES: Mapping[str, type[Any]] = {
     "daemon": DaemonConfig,
     "listeners.NAME": ListenerConfig,
@@ -44,80 +44,81 @@ TABLES: Mapping[str, type[Any]] = {
 }
 
 _TABLE_DESCRIPTIONS: Mapping[str, str] = {
-    "daemon": "The daemon itself. The table may be left out.",
+    "daemon": "The daemon itself. Optional.",
     "listeners.NAME": (
-        "Where clients connect that speak ZeroMQ. NAME is chosen as that of a model. The tables may be left out: then "
-        "such clients connect to the daemon's `socket`, or wherever a service manager listens for them. If there are "
-        "tables, they name all such places, those where a service manager listens among them."
+        "An address on which the daemon listens for ZeroMQ clients. NAME follows the rules for a model's name. "
+        "Optional: without these tables, ZeroMQ clients connect to the daemon's `socket`, or to the sockets that a "
+        "service manager passes. If there are tables, they must list all addresses, including those of passed sockets."
     ),
     "tenants.NAME": (
-        "Who may ask what, and how much of it. `default` is who is in no other. The tables may be left out: then "
-        "whoever may connect is one tenant."
+        "The identities, rights and limits of one tenant. Clients that belong to no other tenant belong to the tenant "
+        "`default`; without a table `default`, they are rejected. Optional: without these tables, every client that "
+        "may connect belongs to one tenant."
     ),
     "models.NAME": (
-        "A model; at least one is needed. Clients ask for it as NAME: 1 to 64 ASCII letters, digits, `_`, `.` and "
-        "`-`, the last two not first."
+        "A model; at least one is required. Clients use the model as NAME: 1 to 64 ASCII letters, digits, `_`, `.` "
+        "and `-`; the first character is a letter, a digit or `_`."
     ),
     "models.NAME.batching": (
-        "Requests that run as one predict, for a model whose inputs and outputs have a row for each entry of their "
-        "first dimension. The table may be left out: then each is a predict of its own."
+        "Combines several requests in one predict, for a model whose inputs and outputs have one row for each entry "
+        "of their first dimension. Optional: without this table, every request runs alone."
     ),
     "models.NAME.split": (
-        "A request that runs as several predicts side by side, for such a model. The table may be left out: then none "
-        "is cut."
+        "Splits one request into several predicts that run in parallel, for a model whose inputs and outputs have one "
+        "row for each entry of their first dimension. Optional: without this table, requests are not split."
     ),
-    "models.NAME.mindspore_lite": "More for a model that MindSpore Lite runs. The table may be left out.",
+    "models.NAME.mindspore_lite": "Options for a model that MindSpore Lite runs. Optional.",
     "models.NAME.ranks": (
-        "The processes, called ranks, that compute one model together, each with a slice of it that was exported for "
-        "it: in the model's `path`, {rank} stands for 0, 1 and so on. The table may be left out: then the model is one "
-        "file."
+        "The processes, called ranks, that run one model together. Each rank loads its own slice of the model: in the "
+        "model's `path`, {rank} stands for 0, 1 and so on. Optional: without this table, the model is a single file."
     ),
     "groups.NAME": (
-        "Models of a card that one process serves, by MindSpore Lite from 2.1 on. The tables may be left out: then "
-        "each model has processes of its own."
+        "A model group: models on cards that share one process, with MindSpore Lite 2.1 or later. Optional: without "
+        "these tables, each model has its own processes."
     ),
     "devices.NAME": (
-        'What of a card weightd may take, for a NAME such as `"ascend:0"`: the table may be left out. Or a set of '
-        'cores, for a NAME such as `"cpu:0"`, on which a model runs that has it among its `devices`.'
+        'The resources that weightd may use of a card, with a NAME such as `"ascend:0"`; optional. Or a set of cores, '
+        'with a NAME such as `"cpu:0"`; required for each set of cores in the `devices` of a model.'
     ),
 }
 
 _WEIGHTD_DESCRIPTION = """\
-The file that `weightd serve` reads, in TOML. Every key but `path` of a model has a default. A key that is unknown, or a
-value that a key does not take, is refused with its name and what was expected, all of them at once, and `weightd check`
-says so without starting anything. Paths are absolute, or relative to the directory of this file; `~` is not expanded. A
-model whose name has a dot is quoted: `[models."resnet.v1"]`.
+The configuration file of `weightd serve`, in TOML. Only `path` of a model is required; every other key has a default.
+Unknown keys and invalid values are errors. The daemon reports all errors of the file at once, each with its key and the
+expected value; `weightd check` does so without starting anything. Paths are absolute, or relative to the directory of
+this file; `~` is not expanded. A model name with a dot must be quoted: `[models."resnet.v1"]`.
 
-`weightctl reload`, or SIGHUP, has the file read again: models come, change and go without an interruption. The tables
-`[daemon]` and `[listeners.NAME]` take a restart, but for `drain_timeout`, `accounting_interval` and
-`max_batch_seconds`."""
+`weightctl reload` or SIGHUP reads the file again and adds, replaces and removes models without interrupting requests.
+Changes to `[daemon]` and `[listeners.NAME]` take effect after a restart, except for `drain_timeout`,
+`accounting_interval` and `max_batch_seconds`."""
 
 _GATEWAY_DESCRIPTION = """\
-The file that `weightd gateway` reads, in TOML. Every key has a default, but nobody may ask before `tokens`,
-`anonymous`, or one of the tables `[certificates]` and `[users]` says who. A key that is unknown, or a value that a key
-does not take, is refused with its name and what was expected, all of them at once, and `weightd gateway --check` says
-so without serving anything. Paths are absolute, or relative to the directory of this file; `~` is not expanded.
+The configuration file of `weightd gateway`, in TOML. Every key has a default, but the gateway rejects all callers until
+`tokens`, `anonymous`, or one of the tables `[certificates]` and `[users]` admits them. Unknown keys and invalid values
+are errors. The gateway reports all errors of the file at once, each with its key and the expected value; `weightd
+gateway --check` does so without serving anything. Paths are absolute, or relative to the directory of this file; `~` is
+not expanded.
 
-SIGHUP has the file and that of the tokens read again: `tokens`, `anonymous` and the two tables hold from then on, also
-for who is connected; all else takes a restart. A gateway that was started in the foreground of a terminal stops when
-the terminal closes, unless it runs under nohup(1)."""
+SIGHUP reads this file and the file of tokens again. Changes to `tokens`, `anonymous` and the two tables take effect at
+once, also for connected callers; all other changes take effect after a restart. A gateway in the foreground of a
+terminal stops when the terminal closes, unless it runs under nohup(1)."""
 
 _CALLERS = """\
-A caller asks for a tenant of the daemon's configuration, which has to let the gateway do so (`acts_for`), or, where "-"
-stands in the place of a tenant, for the gateway itself. A token goes before a certificate, that before a user, and that
-before `anonymous`."""
+Each caller acts for a tenant of the daemon's configuration, which must allow the gateway to act for this tenant
+(`acts_for`), or, with "-" instead of a tenant, for the gateway's own tenant. If a caller has several credentials, a
+token takes precedence over a certificate, a certificate over a user, and a user over `anonymous`."""
 
 _CERTIFICATES = (
-    "With `client_ca`: the common name of a certificate, and the tenant that its owner asks for, as in "
+    "With `client_ca`: maps the common name of a client certificate to the tenant of its owner, as in "
     '`"shop.example.org" = "sales"`.'
 )
 
 _USERS = (
-    "With a unix: address among `http`: a user of this host by name or number, as the kernel tells of who has "
-    'connected, and its tenant, as in `alice = "research"`.'
+    "With a unix: address in `http`: maps a user of this host, by name or number, to its tenant, as in "
+    '`alice = "research"`. The kernel identifies the user of each connection.'
 )
 
-# What may stand for a key without a default, or with one that is empty.
+# Example values for keys without a default, and for keys whose default is empty or 0.
 EXAMPLES: Mapping[str, str] = {
     "accounting_interval": "3600",
     "acts_for": '["shop-*"]',
@@ -192,18 +193,18 @@ workers = 8
 
 _GATEWAY_EXAMPLE = """\
 [gateway]
-anonymous = "-"                 # whoever is on this host may ask, as a client of weightd's may
+anonymous = "-"                 # every user of this host may send requests
 """
 
 _WEIGHTD_FILE_HEADER = """\
-# The configuration of weightd, see weightd.toml(5); `weightd check FILE` says what is wrong with it.
-# What is commented out shows the default, or where there is none that could be written down, what may stand there.
-# Only `path` is needed.
+# The configuration of weightd, see weightd.toml(5). `weightd check FILE` reports all errors in this file.
+# Commented-out keys show their defaults or, if a key has no default to write down, an example.
+# Only `path` is required.
 """
 
 _GATEWAY_FILE_HEADER = """\
-# The configuration of the gateway, see weightd-gateway.toml(5); `weightd gateway --check FILE` says what is wrong with
-# it. What is commented out shows the default.
+# The configuration of the gateway, see weightd-gateway.toml(5). `weightd gateway --check FILE` reports all errors in
+# this file. Commented-out keys show their defaults.
 [gateway]
 """
 
@@ -219,9 +220,9 @@ _REFERENCE_HEADER = """\
 <!-- `make manual` writes this page from the classes of the configuration. -->
 # Configuration
 
-For whoever writes `weightd.toml` or `gateway.toml`: every key, with its type, its default, an example and its meaning.
-The same is in the man pages weightd.toml(5) and weightd-gateway.toml(5). [operations.md](operations.md) says which keys
-a task needs.
+For administrators who write `weightd.toml` or `gateway.toml`: every key, with its type, bounds, default and meaning.
+The man pages weightd.toml(5) and weightd-gateway.toml(5) have the same content.
+[operations.md](operations.md) lists the keys for each task.
 """
 
 
@@ -235,7 +236,7 @@ def weightd_page() -> str:
         page.text(_TABLE_DESCRIPTIONS[table])
         _write_keys(page, cls)
     page.heading("FILES")
-    page.entry(bold("/etc/weightd/weightd.toml"), "What `weightd serve` reads where it is given no other file.")
+    page.entry(bold("/etc/weightd/weightd.toml"), "The default configuration file of `weightd serve`.")
     page.heading("EXAMPLE")
     page.code(_WEIGHTD_EXAMPLE)
     page.see_also([("weightd", 8), ("weightctl", 1)])
@@ -254,7 +255,7 @@ def gateway_page() -> str:
     for name, meaning in (("certificates", _CERTIFICATES), ("users", _USERS)):
         page.entry(bold(f"[{name}]"), meaning)
     page.heading("FILES")
-    page.entry(bold("/etc/weightd/gateway.toml"), "What `weightd gateway` reads where it is given no other file.")
+    page.entry(bold("/etc/weightd/gateway.toml"), "The default configuration file of `weightd gateway`.")
     page.heading("EXAMPLE")
     page.code(_GATEWAY_EXAMPLE)
     page.see_also([("weightd", 8), ("weightd.toml", 5)])
@@ -263,7 +264,7 @@ def gateway_page() -> str:
 
 def _write_keys(page: ManPage, cls: type[Any]) -> None:
     for key in iterate_keys(cls):
-        # Where a default is empty, or none, the text says what that means.
+        # The text explains an empty or missing default.
         default = f"; default {key.default}" if key.default.strip('"') else ""
         page.entry(
             f"{bold(key.name)} ({italic(key.kind + ('; required' if key.is_required else default))})", key.meaning
@@ -286,7 +287,7 @@ def weightd_file() -> str:
 
 
 def gateway_file() -> str:
-    """Return a configuration in which whoever is on this host may ask, and each other key is a comment."""
+    """Return a configuration that admits every user of this host; all other keys are comments."""
     lines = [_GATEWAY_FILE_HEADER]
     for key in iterate_keys(GatewayConfig):
         lines += _explain(key)
@@ -302,25 +303,26 @@ def reference() -> str:
     """Return docs/configuration.md."""
     parts = [_REFERENCE_HEADER, "## weightd.toml\n", _WEIGHTD_DESCRIPTION, ""]
     for table, cls in TABLES.items():
-        parts += [f"### `[{table}]`\n", _TABLE_DESCRIPTIONS[table], "", *_markdown_table(cls)]
+        parts += [f"### `[{table}]`\n", _TABLE_DESCRIPTIONS[table], "", *_markdown_list(cls)]
     parts += [f"### Example\n\n```toml\n{_WEIGHTD_EXAMPLE}```\n", "## gateway.toml\n", _GATEWAY_DESCRIPTION, ""]
-    parts += ["### `[gateway]`\n", _CALLERS, "", *_markdown_table(GatewayConfig)]
+    parts += ["### `[gateway]`\n", _CALLERS, "", *_markdown_list(GatewayConfig)]
     parts += [f"### `[certificates]`\n\n{_CERTIFICATES}\n", f"### `[users]`\n\n{_USERS}\n"]
     return "\n".join([*parts, f"### Example\n\n```toml\n{_GATEWAY_EXAMPLE}```"]) + "\n"
 
 
-def _markdown_table(cls: type[Any]) -> Iterator[str]:
-    yield "| key | type | default | example | meaning |"
-    yield "|---|---|---|---|---|"
+def _markdown_list(cls: type[Any]) -> Iterator[str]:
     for key in iterate_keys(cls):
-        default = "required" if key.is_required else f"`{key.default}`" if key.default.strip('"') else ""
-        cells = (f"`{key.name}`", key.kind, default, f"`{example_of(key)}`", " ".join(key.meaning.split()))
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+        default = "required" if key.is_required else f"default `{key.default}`" if key.default.strip('"') else ""
+        example = example_of(key)
+        has_example = example != f"{key.name} = {key.default}"
+        head = "; ".join(filter(None, (key.kind, default)))
+        meaning = " ".join(key.meaning.split())
+        yield f"- **`{key.name}`** ({head}): {meaning}{f' Example: `{example}`.' if has_example else ''}"
     yield ""
 
 
 def example_of(key: Key) -> str:
-    """Return an assignment of a key as it may stand in the file."""
+    """Return an example of the key's line in the file."""
     is_telling = key.default not in ("", '""', "[]", "0", "0.0", "false")
     value = EXAMPLES.get(key.name, "true" if key.kind == "boolean" else key.default)
     return f"{key.name} = {key.default if is_telling else value}"
@@ -330,11 +332,11 @@ class Key(NamedTuple):
     """One key of a table.
 
     Attributes:
-        name: as in the file.
-        kind: what it takes.
-        default: as it would stand in the file; "" where there is none that could.
-        is_required: whether it must be given.
-        meaning: what it is for.
+        name: the name in the file.
+        kind: the type and the bounds in words.
+        default: the default in TOML; "" if TOML has no such value.
+        is_required: whether the key must be given.
+        meaning: the description.
     """
 
     name: str
@@ -345,7 +347,7 @@ class Key(NamedTuple):
 
 
 def iterate_keys(cls: type[Any]) -> Iterator[Key]:
-    """Yield the keys of a table of the configuration, without those that are tables themselves."""
+    """Yield the keys of a configuration table, without those that are tables themselves."""
     meanings = _docstrings(cls)
     for field in toml_schema.table_keys(cls):
         if field.metadata["field_type"].record:
@@ -356,14 +358,14 @@ def iterate_keys(cls: type[Any]) -> Iterator[Key]:
 
 
 def _toml(value: object) -> str:
-    """JSON is TOML for all that a default can be."""
+    """Return a default in TOML: JSON is valid TOML for all types of defaults."""
     return json.dumps(value)
 
 
 def _docstrings(cls: type[Any]) -> dict[str, str]:
-    """The text below each field: Python drops it, so it is read from the source."""
+    """Return the docstring of each field from the source, because Python does not keep these docstrings."""
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(definition, ast.ClassDef)  # noqa: S101 - a class is nothing else
+    assert isinstance(definition, ast.ClassDef)  # noqa: S101 - the source of a class is a class definition
     body = definition.body
     return {
         field.target.id: inspect.cleandoc(text.value.value)

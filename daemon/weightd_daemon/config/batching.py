@@ -23,16 +23,16 @@ class BatchingConfig:
     """The table [models.NAME.batching]."""
 
     max_rows: int = field(default=1, metadata=integer(1, MAX_ROWS))
-    """The most rows of one predict that requests share, a row being one entry of the first dimension. Default: 1, each
-    request is a predict of its own; with `sizes` the largest of them."""
+    """Maximum rows of a batch that combines several requests. A row is one entry of the first dimension of each input.
+    With 1, every request runs alone. Default: 1; with `sizes`, the largest of them."""
 
     exact: bool = field(default=True, metadata=boolean())
-    """Whether requests share a predict only where that was tested to leave every bit of their answers as it is. With
-    false they share it anyway, but never with a request of another client."""
+    """Whether requests are combined only if a test at load has shown that every bit of their outputs stays the same.
+    With false, requests are combined without this proof, but never those of different clients."""
 
     sizes: tuple[int, ...] = field(default=(), metadata=list_of(integer(1, MAX_ROWS), limits.MAX_TENSORS))
-    """On a card: the only numbers of rows that the model's graph was made for, ascending. What is fewer is padded, and
-    what was added is cut off the answer. Default: any number of rows."""
+    """On a card: the only batch sizes, in rows, for which the model's graph was compiled, in ascending order. A smaller
+    batch is padded, and the padding is removed from the outputs. Empty: any size."""
 
     def fill_defaults(self) -> BatchingConfig:
         """Return this table with its defaults filled in."""
@@ -60,15 +60,15 @@ class SplitConfig:
     """The table [models.NAME.split]."""
 
     part_rows: int = field(default=0, metadata=integer(0, MAX_ROWS))
-    """The most rows of one part: a request with more is cut into parts that run side by side, on all devices of the
-    model. Default: 0, requests are never cut."""
+    """Maximum rows of one part. A request with more rows is split into parts that run in parallel on all devices of the
+    model. 0: requests are not split."""
 
     max_rows: int = field(default=65536, metadata=integer(1, _MAX_REQUEST_ROWS))
-    """The most rows of one request; one with more is answered INVALID_ARGUMENT."""
+    """Maximum rows of one request; larger requests fail with INVALID_ARGUMENT."""
 
     exact: bool = field(default=True, metadata=boolean())
-    """Whether requests are cut only where that was tested to leave every bit of their answers as it is: of the
-    self-test's dimensions."""
+    """Whether requests are split only if a test at load, with the dimensions of the self-test, has shown that every bit
+    of their outputs stays the same."""
 
     def problems(self, batching: BatchingConfig) -> Iterator[FieldError]:
         """Yield errors for keys that contradict each other or the batching table, or have no effect."""

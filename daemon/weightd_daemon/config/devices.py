@@ -21,17 +21,18 @@ class DeviceConfig:
     """A table [devices.NAME], for a NAME such as "ascend:0" or "cpu:0"."""
 
     memory_mib: int = field(default=0, metadata=integer(0, 2**40))
-    """MiB that weightd may use of a card. Default: what is free when the first model is loaded."""
+    """Memory of a card in MiB that weightd may use. 0: the memory that is free when the first model is loaded."""
 
     processes: int = field(default=ranktable.MAX_PROCESSES, metadata=integer(1, 4096))
-    """Processes that may use a card: the driver's limit is 63 on training cards, 32 in virtual machines."""
+    """Maximum processes on a card. The driver allows 63 on training cards and 32 in virtual machines."""
 
     cpus: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
-    """The cores of a set of cores, of those that weightd may use: "0-3,8". Required there, and only there."""
+    """Cores of a set of cores such as "cpu:0", out of the cores that weightd may use: "0-3,8". Required for a set of
+    cores, invalid for a card."""
 
     ip: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
-    """The address of a card's own network port, for the rank tables that weightd writes. Default: what /etc/hccn.conf
-    says; without it none, which will do for cards of one host."""
+    """Address of the card's own network port, for the rank tables that weightd writes. Default: the address in
+    /etc/hccn.conf. Without an address, ranks can use only the cards of one host."""
 
     @property
     def cores(self) -> frozenset[int]:

@@ -29,15 +29,15 @@ class GroupConfig:
     """A table [groups.NAME]."""
 
     models: tuple[str, ...] = field(metadata=list_of(_NAME, limits.MAX_GROUP_MODELS))
-    """The models, by name, at least two: on each of their devices, one process serves all of them, one predict after
-    another. Where one fails so that its process has to go, all of them come up again."""
+    """Names of the models, at least two. On each of their devices, one process serves all of them, one predict at a
+    time. If this process has to be replaced, all models of the group are loaded again."""
 
     share: str = field(default=WORKSPACE, metadata=one_of([WORKSPACE, WEIGHTS, BOTH]))
-    """What they have in common: the "workspace", as large as the largest of them needs; the "weights", which pays only
-    for models with the same `path`; or both."""
+    """Memory that the models share. "workspace": the working memory, as large as the largest model needs. "weights":
+    the weights, useful only for models with the same `path`. "both": both."""
 
     devices: tuple[str, ...] = field(default=(), metadata=derived(list_of(_NAME, limits.MAX_DEVICES)))
-    """The devices of its models, which are the same for all."""
+    """The devices of the group's models, the same for each of them."""
 
     @property
     def shares_workspace(self) -> bool:

@@ -38,25 +38,28 @@ class ListenerConfig:
     """A table [listeners.NAME]."""
 
     address: str = field(metadata=user_path(limits.MAX_PATH_BYTES))
-    """Where its clients connect: ipc:///ABSOLUTE/PATH or tcp://HOST:PORT."""
+    """Address on which the daemon listens for ZeroMQ clients: ipc:///ABSOLUTE/PATH or tcp://HOST:PORT."""
 
     security: str = field(default=NONE, metadata=one_of(SECURITY_MODES))
-    """"curve": all is encrypted, and clients have to prove that they have a key of a tenant's `keys`."""
+    """"curve": connections are encrypted, and a client must prove that it has one of the keys in a tenant's `keys`, or
+    any key if there is a table [tenants.default]. "none": connections are not encrypted."""
 
     key: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
-    """The file with its secret key, for "curve", which weightctl keygen makes; only its owner may read that."""
+    """File with the listener's secret key, required with "curve". `weightctl keygen` creates it. Only its owner may
+    have access to it."""
 
     insecure: bool = field(default=False, metadata=boolean())
-    """Needed for tcp:// without "curve": whoever reaches the port may ask, and read and change what others say."""
+    """Must be true for tcp:// without "curve": any client that reaches the port may then send requests, and anyone on
+    the network path may read and change all messages."""
 
     tenants: tuple[str, ...] = field(default=(), metadata=list_of(text(limits.MAX_NAME_BYTES), limits.MAX_TENANTS))
-    """The tenants for which it is; others are refused there. None: all."""
+    """Tenants that may use this listener; the daemon rejects others. Empty: all tenants."""
 
     max_connections: int = field(default=0, metadata=integer(0, _MAX_COUNT))
-    """Clients that may be connected there. 0: as many as there are descriptors for."""
+    """Maximum connections to this listener. 0: limited only by the available file descriptors."""
 
     secret: str = field(default="", repr=False, metadata=derived(text(KEY_CHARACTERS, empty=True)))
-    """What is in `key`."""
+    """The content of the file `key`."""
 
 
 def read_listeners(

@@ -64,110 +64,117 @@ class ModelConfig:
     """A table [models.NAME]."""
 
     path: str = field(metadata=user_path(limits.MAX_PATH_BYTES))
-    """The model file, absolute or relative to the configuration file: .onnx or .mindir."""
+    """The model file, .onnx or .mindir; absolute, or relative to the configuration file."""
 
     engine: str = field(default="", metadata=one_of(["", *ENGINES]))
-    """The library that runs it. Default: onnxruntime for .onnx, mindspore_lite for .mindir."""
+    """Engine that runs the model. Default: onnxruntime for .onnx, mindspore_lite for .mindir."""
 
     python: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
-    """The interpreter that has the engine: a command, or a path as `path` is. Default: the daemon's own."""
+    """Python interpreter in which the engine is installed: a command, or a path (absolute, or relative to the
+    configuration file). Default: the daemon's interpreter."""
 
     start: str = field(default="fork", metadata=one_of(["fork", "spawn"]))
-    """How processes come to be on the CPU: "fork" makes them within milliseconds of one that has loaded the engine, or
-    built the model; "spawn" starts an interpreter for each, as is always done for a card."""
+    """How processes start on the CPU. "fork": within milliseconds, from a process that has loaded the engine or built
+    the model. "spawn": a new interpreter for each process. Processes on a card are always spawned."""
 
     workers: int = field(default=1, metadata=integer(1, 1024))
-    """Worker processes, on each device."""
+    """Worker processes on each device."""
 
     threads: int = field(default=1, metadata=integer(1, 1024))
     """Threads that one predict uses."""
 
     spares: int | None = field(default=None, metadata=integer(0, 1024))
-    """Further processes that are attached, and take requests when a worker of their device is lost. Default: 0, on
-    Ascend 1."""
+    """Additional attached workers on each device that serve requests only after another worker of the device has
+    exited. Default: 0 on the CPU, 1 on Ascend."""
 
     devices: tuple[str, ...] = field(default=(CPU,), metadata=list_of(text(limits.MAX_NAME_BYTES), limits.MAX_DEVICES))
-    """Where the model runs: ["cpu"], or sets of cores as in ["cpu:0", "cpu:1"], or cards as in ["ascend:0",
-    "ascend:1"], each with workers of its own. A set of cores has a table [devices."cpu:N"]."""
+    """Devices that run the model: ["cpu"], sets of cores such as ["cpu:0", "cpu:1"], or cards such as ["ascend:0",
+    "ascend:1"]. Each device has its own workers. A set of cores needs a table [devices."cpu:N"]."""
 
     copies: str = field(default="one", metadata=one_of(["one", "each"]))
-    """Of the weights, on sets of cores: "one" for all of them, or one for "each", in memory near to it. A card always
-    has its own."""
+    """Copies of the weights on sets of cores: "one" for all sets together, or one for "each" set, in memory near its
+    cores. Each card always has its own copy."""
 
     sharing: str = field(default="", metadata=one_of(["", "on", "auto", "off"]))
-    """Whether the weights are shared. On a card "on" fails where they cannot be, "auto" then loads them per worker.
-    Default: "on"; "off" for a model with ranks or in a group, which has no processes to share them with."""
+    """Whether workers share the weights. "on": yes; the model fails if its weights cannot be shared. "auto": yes, but
+    on a card whose weights cannot be shared, each worker loads its own copy. "off": each worker loads its own copy.
+    Default: "on"; "off" for a model with ranks or in a model group."""
 
     process_mib: int = field(default=0, metadata=integer(0, 2**30))
-    """MiB of a card that each process takes beside the weights. Default: 0, then what the first generation takes."""
+    """Memory of a card in MiB that each process needs besides the weights. 0: measured on the first generation."""
 
     policy: str = field(default="auto", metadata=one_of([each.value for each in ReplacementPolicy]))
-    """How workers that cannot be replaced one by one are replaced: beside the old ones, in their place, or auto."""
+    """How to replace a generation whose workers cannot be restarted one by one. "overlap": load the new generation
+    beside the old one. "replace": stop the old generation first; requests wait meanwhile. "auto": overlap if the device
+    has enough memory, otherwise replace."""
 
     holder_loss: str = field(default="strict", metadata=one_of(["strict", "frozen"]))
-    """On a card, when the process that built the weights dies: "strict" takes them for invalid, "frozen" goes on."""
+    """On a card: what to do when the holder exits. "strict": the weights are considered invalid, and the generation is
+    replaced. "frozen": the workers continue with the weights."""
 
     timeout: float = field(default=30.0, metadata=number(limits.MAX_TIMEOUT_US / 1e6, positive=True))
-    """Seconds until a request that names no timeout of its own is answered DEADLINE_EXCEEDED."""
+    """Seconds after which a request without a timeout of its own fails with DEADLINE_EXCEEDED."""
 
     required: bool = field(default=False, metadata=boolean())
-    """Whether weightd is ready, for a service manager, only once this model serves. If it fails, so does the start."""
+    """Whether the daemon reports readiness to the service manager only after this model is ready. The start fails if
+    the model fails."""
 
     load_timeout: float = field(default=600.0, metadata=number(MAX_SECONDS, positive=True))
-    """Seconds that one process may take to copy the model, or to build it, and before that to come up: it imports the
-    engine and reads the whole model for its digest. For coming up it has a minute in any case."""
+    """Maximum seconds for one process to start (import the engine and read the whole model for its digest), and again
+    to copy or build the model. The start is always allowed at least 60 seconds."""
 
     predict_timeout: float = field(default=60.0, metadata=number(MAX_SECONDS, positive=True))
-    """Seconds after which a worker that computes one answer is held to hang: it is aborted and replaced."""
+    """Maximum seconds of one predict. After it, the worker is considered hung; the daemon kills and replaces it."""
 
     watchdog: float = field(default=30.0, metadata=number(MAX_SECONDS, positive=True))
-    """Seconds within which each worker has to be heard of; the model is ready while one of them is. Idle ones are
-    pinged. Longer than the longest predict."""
+    """Maximum seconds without a message from a worker; idle workers are pinged. The model is ready while at least one
+    worker responds. Must be longer than the longest predict."""
 
     selftest: SelfTestSetting = field(default=selftest_config.AUTO, metadata=selftest_config.field_metadata())
-    """What a worker has to answer as the holder did before it serves: "auto" looks for inputs that the model runs on, a
-    table such as {x = [1, 3, 48, 320]} gives their shapes, a path that of an .npz with an array for each input. "off":
-    nothing is asked; then nobody notices a worker that answers wrongly, and what an engine arranges in its first
-    predict is not shared."""
+    """Inputs for which each worker must reproduce the holder's outputs before it serves requests. "auto": the daemon
+    searches for inputs that the model accepts. A table gives their shapes, such as {x = [1, 3, 48, 320]}. A path names
+    an .npz file with one array for each input. "off": no self-test; wrong outputs of a worker stay undetected, and
+    memory that the engine arranges in its first predict is not shared."""
 
     selftest_tolerance: float = field(default=0.0, metadata=number(1.0))
-    """How far answers to the self-test may be apart, as a share of the largest value of that output, for a model that
-    does not repeat itself to the last bit. Default: 0, not at all."""
+    """Maximum difference between outputs in the self-test, as a fraction of the largest value of that output; for
+    models that are not deterministic to the last bit. 0: outputs must be equal."""
 
     selftest_interval: float = field(default=0.0, metadata=number(MAX_SECONDS))
-    """Seconds after which each worker runs the self-test again, and is replaced if its answer is wrong. 0: never."""
+    """Interval in seconds at which each worker repeats the self-test; a worker with wrong outputs is replaced. 0:
+    never."""
 
     max_queue: int = field(default=1024, metadata=integer(1, 1_000_000))
-    """Requests that may wait; further ones are answered RESOURCE_EXHAUSTED."""
+    """Maximum queued requests; further requests fail with RESOURCE_EXHAUSTED."""
 
     max_queue_bytes: int = field(default=1024**3, metadata=integer(1, 2**62))
-    """Tensor bytes that may wait; further ones are answered RESOURCE_EXHAUSTED."""
+    """Maximum tensor bytes of the queued requests; further requests fail with RESOURCE_EXHAUSTED."""
 
     priority_levels: int = field(default=1, metadata=integer(1, limits.MAX_PRIORITY))
-    """Levels of priority of requests, of which 1 is the highest. Default: 1, all are alike."""
+    """Number of request priorities; 1 is the highest priority. With 1 level, all requests are equal."""
 
     default_priority: int = field(default=0, metadata=integer(0, limits.MAX_PRIORITY))
-    """The level of a request that names none. Default: 0, the middle one."""
+    """Priority of a request that names none, at most `priority_levels`. 0: the middle level."""
 
     batching: BatchingConfig = field(default=BatchingConfig(), metadata=record(BatchingConfig))
-    """Which requests share a predict."""
+    """Which requests are combined in one batch."""
 
     split: SplitConfig = field(default=SplitConfig(), metadata=record(SplitConfig))
-    """Which requests are cut into parts that run side by side."""
+    """Which requests are split into parts that run in parallel."""
 
     mindspore_lite: MindSporeLiteOptions = field(default=MindSporeLiteOptions(), metadata=record(MindSporeLiteOptions))
-    """More for this engine."""
+    """Options for MindSpore Lite."""
 
     ranks: RanksConfig | None = field(default=None, metadata=record(RanksConfig))
-    """The processes that compute this model together, each with a slice of it."""
+    """The ranks that run this model together, each with one slice of it."""
 
     cores: tuple[str, ...] = field(
         default=(), metadata=derived(list_of(text(limits.MAX_NAME_BYTES), limits.MAX_DEVICES))
     )
-    """The cores of each of its devices, if they are sets of cores."""
+    """The cores of each of the model's devices, if they are sets of cores."""
 
     group: Membership | None = field(default=None, metadata=derived(record(Membership)))
-    """The group whose process serves it, if it is of one."""
+    """The model group that the model belongs to, if any."""
 
     @property
     def is_on_cards(self) -> bool:

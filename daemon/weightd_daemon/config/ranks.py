@@ -77,53 +77,58 @@ class RanksConfig:
     """The table [models.NAME.ranks]; derived fields combine its keys with the model's."""
 
     devices: tuple[tuple[str, ...], ...] = field(default=(), metadata=_devices_metadata())
-    """The device of each rank, in the order of ranks: ["ascend:0", "ascend:1"]. Several groups, each with the whole
-    model, serve side by side: [["ascend:0", "ascend:1"], ["ascend:2", "ascend:3"]]. On the CPU "cpu" for each rank, or
-    sets of cores."""
+    """The device of each rank, in the order of ranks: ["ascend:0", "ascend:1"]. Several rank groups, each with the
+    whole model, serve in parallel: [["ascend:0", "ascend:1"], ["ascend:2", "ascend:3"]]. On the CPU: "cpu" for each
+    rank, or sets of cores."""
 
     size: int = field(default=0, metadata=integer(0, MAX_RANKS))
-    """On the CPU: the number of ranks of one group, in the place of `devices`. Default: as many as `devices` has."""
+    """On the CPU: number of ranks of one group, instead of `devices`. 0: as many as `devices` has."""
 
     rank_table: str = field(default="", metadata=_PATH_METADATA)
-    """On cards with MindSpore Lite: the rank table of the vendor's communication library, absolute or relative to this
-    file; {group} in it stands for the number of the group, from 0. Default: "generate", weightd writes one."""
+    """On cards with MindSpore Lite: the rank table of the communication library (HCCL), absolute or relative to the
+    configuration file. {group} in it stands for the number of the rank group, from 0. Default: "generate", weightd
+    writes the table."""
 
     device_ports: tuple[int, ...] = field(default=(), metadata=list_of(integer(1, 65535), 2))
-    """Where weightd writes the rank table: the port on which a card's communication listens. With two, a new group
-    comes up on the other one, beside the old group, where card and driver allow it. Default: the library's, 16666."""
+    """Ports on which a card listens for the other ranks, for the rank tables that weightd writes. With two ports, a new
+    rank group starts beside the old one on the other port, if card and driver allow it. Empty: HCCL's default,
+    16666."""
 
     group_info_file: str = field(default="", metadata=_PATH_METADATA)
-    """On cards with MindSpore Lite: the groups of ranks within the model, as its export has written them, absolute or
-    relative to this file; {rank} in it stands for the rank. Default: none, there is no group but that of all ranks."""
+    """On cards with MindSpore Lite: the file about communication groups within the model, as written by its export,
+    absolute or relative to the configuration file. {rank} in it stands for the rank. Default: none; the only
+    communication group is that of all ranks."""
 
     reply: ReplySetting = field(default=LAST, metadata=_reply_metadata())
-    """Whose outputs are the answer: those of the "last" rank, right for a model cut by operators or by layers, those of
-    a rank by its number, or "concat", those of all ranks in their order, joined along the first dimension."""
+    """Whose outputs are the result. "last": those of the last rank, correct for a model that is split by operators or
+    layers. A number: those of this rank. "concat": those of all ranks, concatenated in their order along the first
+    dimension."""
 
     connect_timeout: int = field(default=120, metadata=integer(1, 7200))
-    """Seconds within which all ranks have to find each other: HCCL_CONNECT_TIMEOUT, from 120 on cards, or
-    MS_TOPO_TIMEOUT. Their first predict, and what it compiles, is within it."""
+    """Maximum seconds for all ranks to connect to each other and to compile and run their first predict. Sets
+    HCCL_CONNECT_TIMEOUT on cards (at least 120), MS_TOPO_TIMEOUT on the CPU."""
 
     exec_timeout: int = field(default=68, metadata=integer(1, 17340))
-    """Seconds for which a rank waits for another one in a predict: HCCL_EXEC_TIMEOUT, or MS_NODE_TIMEOUT. From 68 on
-    cards, some of which take whole multiples of 68 and round down. More than `predict_timeout`."""
+    """Maximum seconds for which a rank waits for another rank in a predict; must be longer than `predict_timeout`. Sets
+    HCCL_EXEC_TIMEOUT on cards (at least 68; some cards round down to a multiple of 68), MS_NODE_TIMEOUT on the CPU."""
 
     buffer_mib: int = field(default=200, metadata=integer(1, 2**20))
-    """On cards: HCCL_BUFFSIZE. Each group of ranks within the model takes twice as many MiB of each card."""
+    """On cards: HCCL_BUFFSIZE in MiB. Each communication group takes twice this memory on each card."""
 
     communicators: int = field(default=1, metadata=integer(1, 1024))
-    """On cards: the groups of ranks within the model that one rank belongs to. Default: 1, that of all ranks."""
+    """On cards: number of communication groups within the model that each rank belongs to. With 1, the only group is
+    that of all ranks."""
 
     groups: tuple[tuple[str, ...], ...] = field(default=(), metadata=derived(_GROUPS_METADATA))
-    """The device of each rank, for each group; all have the same number of ranks."""
+    """The device of each rank, for each group; all groups have the same number of ranks."""
 
     paths: tuple[str, ...] = field(default=(), metadata=derived(list_of(_PATH_METADATA, MAX_RANKS)))
-    """The file of each rank."""
+    """The model file of each rank."""
 
     device_ips: Mapping[str, str] = field(
         default_factory=dict[str, str], metadata=derived(mapping(_NAME_METADATA, limits.MAX_DEVICES))
     )
-    """The addresses that the tables [devices.NAME] give, by device."""
+    """The addresses in the tables [devices.NAME], by device."""
 
     def problems(self) -> Iterator[FieldError]:
         """Yield errors in the devices, on which all other checks depend."""

@@ -88,69 +88,73 @@ class TenantConfig:
     """A table [tenants.NAME]."""
 
     uids: tuple[str, ...] = field(default=(), metadata=list_of(_account_metadata(), _MAX_ENTRIES))
-    """Users of this host, by name or number: who has connected to a unix socket, as the kernel says."""
+    """Users of this host, by name or number. The kernel identifies the user of a client on a Unix socket."""
 
     groups: tuple[str, ...] = field(default=(), metadata=list_of(_account_metadata(), _MAX_ENTRIES))
-    """Groups of this host, by name or number: whoever is in one, and is in no tenant's `uids`."""
+    """Groups of this host, by name or number. A member of a group belongs to the tenant unless its user is in a
+    tenant's `uids`."""
 
     keys: tuple[str, ...] = field(default=(), metadata=list_of(user_path(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
-    """Files with public keys, of clients that connect to a listener with `security = "curve"`; see weightctl keygen."""
+    """Files with the public keys of clients that connect to a listener with `security = "curve"`. `weightctl keygen`
+    creates them."""
 
     models: tuple[str, ...] = field(default=(ALL_MODELS,), metadata=list_of(_pattern_metadata(), _MAX_ENTRIES))
-    """The models that there are for it, by name or by a pattern with * and ?."""
+    """Models that the tenant can see and use, by name or by a pattern with * and ?."""
 
     may: tuple[str, ...] = field(default=(INFER,), metadata=list_of(one_of(RIGHTS), len(RIGHTS)))
-    """What it may do: "infer"; "status", to see what concerns others, too; "operate", to update its models and, where
-    these are all models ("*"), to reload, on the daemon's unix socket."""
+    """Rights of the tenant. "infer": send requests to its models. "status": also see data of other tenants. "operate":
+    update its models and, if `models` is ["*"], reload the configuration, through the daemon's Unix socket."""
 
     model_dirs: tuple[str, ...] = field(default=(), metadata=list_of(user_path(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
-    """Directories with models to which it may update: every file below them, also one that its user may not read.
-    Elsewhere an update takes files that the user may read, and no others."""
+    """Directories from which the tenant may update its models, including files that its user cannot read. Outside these
+    directories, an update accepts only files that the user can read."""
 
     acts_for: tuple[str, ...] = field(default=(), metadata=list_of(_pattern_metadata(), _MAX_ENTRIES))
-    """Tenants for which it may ask, by name or pattern: its requests say for whom they are, as those of a gateway."""
+    """Tenants on whose behalf this tenant may send requests, by name or pattern, as the gateway does. Each request
+    names its tenant."""
 
     weight: float = field(default=1.0, metadata=number(_MAX_WEIGHT, positive=True))
-    """Its share of the seconds of each device, among those who wait for some: 2 is twice as many as 1. At least
-    0.001."""
+    """Share of the time of each device, relative to the weights of the other tenants with queued requests: weight 2
+    gets twice the time of weight 1. At least 0.001."""
 
     max_in_flight: int = field(default=0, metadata=integer(0, _MAX_COUNT))
-    """Requests that wait or run. 0: as many as the models take."""
+    """Maximum requests that are queued or running. 0: limited only by the models."""
 
     max_queue: int = field(default=0, metadata=integer(0, _MAX_COUNT))
-    """Requests that wait, of all models. 0: as many as the models take."""
+    """Maximum queued requests, counted over all models. 0: limited only by the models."""
 
     max_queue_bytes: int = field(default=0, metadata=integer(0, _MAX_BYTES))
-    """Bytes of their tensors. 0: as many as the models take."""
+    """Maximum tensor bytes of the queued requests. 0: limited only by the models."""
 
     max_rate: float = field(default=0.0, metadata=number(1e6))
-    """Requests of any kind a second, of which it may save up for one. 0: no bound."""
+    """Maximum requests of any kind per second; after a pause, a burst of one second's requests is accepted. 0: no
+    limit."""
 
     max_rows: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
-    """Rows of a request. 0: as many as the model takes."""
+    """Maximum rows of one request. 0: limited only by the model."""
 
     max_shared_bytes: int = field(default=0, metadata=integer(0, _MAX_BYTES))
-    """Bytes of memory that it may share with the workers. 0: `max_shm_bytes` of the daemon."""
+    """Maximum bytes of shared memory that the tenant may register. 0: `max_shm_bytes` of the table [daemon]."""
 
     max_connections: int = field(default=0, metadata=integer(0, _MAX_COUNT))
-    """Connections. 0: as many as the daemon has room for."""
+    """Maximum connections of the tenant. 0: limited only by the daemon."""
 
     priority_max: int = field(default=0, metadata=integer(0, limits.MAX_PRIORITY))
-    """The first level of priority that it may ask for: 1 goes first. 0: any."""
+    """Highest priority that the tenant may request; 1 is the highest of all. 0: any priority."""
 
     user_ids: tuple[int, ...] = field(default=(), metadata=derived(list_of(integer(0, 2**32 - 1), _MAX_ENTRIES)))
-    """What `uids` are."""
+    """The user ids of `uids`."""
 
     group_ids: tuple[int, ...] = field(default=(), metadata=derived(list_of(integer(0, 2**32 - 1), _MAX_ENTRIES)))
-    """What `groups` are."""
+    """The group ids of `groups`."""
 
     public_keys: tuple[str, ...] = field(default=(), metadata=derived(list_of(text(40), _MAX_ENTRIES)))
-    """What is in `keys`, in Z85."""
+    """The public keys in the files `keys`, in Z85."""
 
     model_directories: tuple[str, ...] = field(
         default=(), metadata=derived(list_of(text(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
     )
-    """What is in `model_dirs`, as absolute paths."""
+    """`model_dirs` as absolute paths."""
 
     def absolute_model_dirs(self, base: Path) -> tuple[str, ...]:
         """Return `model_dirs` as absolute paths."""

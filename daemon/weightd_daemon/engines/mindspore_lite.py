@@ -37,40 +37,42 @@ class MindSporeLiteOptions(EngineOptions):
     """The table [models.NAME.mindspore_lite]."""
 
     provider: str = field(default="", metadata=one_of(["", "ge"]))
-    """On Ascend: "ge" runs the model by the graph engine, which shares no weights. Default: ACL, which can."""
+    """On Ascend: "ge" runs the model with the graph engine, which cannot share weights. Default: ACL, which can."""
 
     precision_mode: str = field(default="", metadata=one_of(["", *_PRECISIONS]))
-    """On Ascend: how exactly to compute. Default: the library's, enforce_fp16."""
+    """On Ascend: precision of the computation. Default: MindSpore Lite's default, enforce_fp16."""
 
     thread_affinity_mode: int = field(default=0, metadata=integer(0, 2))
-    """On the CPU: 1 binds threads to the fast cores first, 2 to the slow ones. Default: 0, they are not bound."""
+    """On the CPU: 1 binds threads to the fast cores first, 2 to the slow cores first. 0: threads are not bound."""
 
     thread_affinity_cores: tuple[int, ...] = field(default=(), metadata=list_of(integer(0, 65535), 4096))
-    """On the CPU: the cores that threads are bound to. Default: none."""
+    """On the CPU: cores to which threads are bound. Empty: threads are not bound."""
 
     inter_op_parallel: int = field(default=0, metadata=integer(0, 1024))
-    """On the CPU: operators that run at once. Default: 0, the library's choice."""
+    """On the CPU: number of operators that run in parallel. 0: MindSpore Lite's default."""
 
     parallel_workers: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
-    """On the CPU: predicts that each process runs at once, by workers of the library's own that share its weights, each
-    with the model's `threads`. The library takes five for each core at most."""
+    """On the CPU: number of predicts that each process runs in parallel, each with the model's `threads`. MindSpore
+    Lite's own parallel workers run them and share the weights of the process. MindSpore Lite allows at most five for
+    each core."""
 
     max_shape: Mapping[str, tuple[int, ...]] | None = field(default=None, metadata=_SHAPES)
-    """On the CPU: the largest shape of each input, such as `{ x = [16, 3, 224, 224] }`. Each process computes it first
-    and keeps memory for it, and larger requests are refused. Default: none; a process builds the model again when a
-    request is larger than all before."""
+    """On the CPU: the largest shape of each input, such as `{ x = [16, 3, 224, 224] }`. Each process runs this shape
+    first and keeps the memory for it; larger requests are rejected. Default: none; a process rebuilds the model
+    whenever a request is larger than all requests before."""
 
     config_file: str = field(default="", metadata=_PATH)
-    """A configuration file of the library's own, absolute or relative to this file."""
+    """Configuration file of MindSpore Lite, absolute or relative to this file."""
 
     dec_key_file: str = field(default="", metadata=_PATH)
-    """The key of an encrypted model: all bytes of this file, which only weightd's user or root may read (mode 0600)."""
+    """File whose bytes are the key of an encrypted model. Only weightd's user or root may be able to read it (mode
+    0600)."""
 
     dec_mode: str = field(default="AES-GCM", metadata=one_of(_DEC_MODES))
-    """The cipher of an encrypted model."""
+    """Cipher of an encrypted model."""
 
     variable_weights: bool = field(default=False, metadata=boolean())
-    """On Ascend: the model was converted so that its weights can be changed. Such a model shares no weights."""
+    """On Ascend: whether the model was converted with variable weights. Such a model cannot share weights."""
 
     def resolve_paths(self, base: Path) -> MindSporeLiteOptions:
         """Return the options with absolute paths."""
