@@ -39,7 +39,7 @@ WORKERS = 2
 # A holder, a worker, and the starts of a worker that may fail in a row.
 MOST_PROCESSES = 1 + 1 + 3
 
-NO_ONNX_RUNTIME = "No module named 'onnxruntime'; install it with: pip install 'weightd[onnxruntime]'"
+NO_ONNX_RUNTIME = "No module named 'onnxruntime'; install it from a checkout: pip install './weightd[onnxruntime]'"
 NO_MINDSPORE_LITE = "No module named 'mindspore_lite'; install the vendor's wheel of mindspore_lite"
 
 
@@ -76,7 +76,10 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bad]:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(made / "venv")], check=True, timeout=60)
     venv = made / "venv" / "bin" / "python"
     cases = {
-        "without-weightd": Bad(venv, ("exited with status 1", f"install weightd there: {venv} -m pip install weightd")),
+        "without-weightd": Bad(
+            venv,
+            ("exited with status 1", f"install weightd there, from a checkout: {venv} -m pip install ./weightd"),
+        ),
         "missing": Bad(made / "nothing", (f"cannot start {made}/nothing: No such file or directory",)),
         "exit-3": Bad(executable(made / "three", b"#!/bin/sh\necho oh no\nexit 3\n"), ("status 3: oh no",)),
         "no-workers": Bad(

@@ -52,7 +52,7 @@ def test_an_extra_that_is_missing(
     monkeypatch.setattr(GatewayServer, "run", run)
     monkeypatch.setitem(sys.modules, "weightd_gateway.http.server", None)
     assert main([str(config)]) == 78
-    assert "pip install 'weightd[gateway]'" in capsys.readouterr().err
+    assert "pip install './weightd[gateway]'" in capsys.readouterr().err
 
 
 def test_a_wrong_command_line() -> None:

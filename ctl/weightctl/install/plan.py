@@ -34,8 +34,8 @@ _PROGRAM = re.compile(rb"(?m)^(Exec\w+=.*?)/usr/bin/(weightd|weightctl)(?![\w-])
 _MARKER = "weightctl install-units"
 
 _HINT = (
-    "the daemon needs Python 3.10 or later: `pip install 'weightd[daemon]'` in an environment with it, such as "
-    "/opt/weightd, and run the weightctl of that one"
+    "the daemon needs Python 3.10 or later: `pip install './weightd[daemon]'` (from a checkout) in an environment with "
+    "it, such as /opt/weightd, and run the weightctl of that one"
 )
 
 # The unit hides these directories (ProtectHome=, PrivateTmp=), and other users usually have no access to them.

@@ -31,7 +31,7 @@ What an input is read from:
               inputs by their names. Numbers must be in the range of the input's datatype.
   .csv        Numbers between commas, a row a line; they are checked likewise.
   pictures    PNG, JPEG, WebP, BMP, GIF and TIFF of 8 bits a channel, with Pillow: pip install
-              'weightd[images]'.
+              './weightd[images]'.
               They are turned as they are to be seen, made gray, RGB or RGBA, stretched to the
               input's size, and put into [1, C, H, W] or [1, H, W, C], as the model has it. A float
               is (value * scale - mean) / std, of values from 0 to 255; without these options

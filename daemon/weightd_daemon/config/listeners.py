@@ -122,7 +122,7 @@ def _check_security(listener: ListenerConfig, tenants: Mapping[str, TenantConfig
                 ".key"
             )
         if importlib.util.find_spec("nacl") is None:
-            yield FieldError('"curve" needs PyNaCl, which is not installed: pip install "weightd[daemon]"').at(
+            yield FieldError('"curve" needs PyNaCl, which is not installed: pip install "./weightd[daemon]"').at(
                 ".security"
             )
         if listener.insecure:

@@ -60,21 +60,26 @@ _DROP_IN_ADVICE = (
 )
 
 
+def _install_hint(python: str) -> str:
+    """Return the command that installs the daemon's version; no package registry has weightd."""
+    return f"{python} -m pip install ./weightd, from a checkout of version {VERSION}"
+
+
 def _check_interpreter(host: Host) -> Verdict:
     """Check that the interpreter runs and has the same version of weightd as the daemon."""
     python, report = host.options.python, host.report
     if "python" not in report.steps:
         found = f"{python}: {report.exit_description or 'it reported nothing'}"
         found += f": {report.log_tail}" if report.log_tail else ""
-        return failed(found, f"{python} -m pip install weightd=={VERSION}; or name another with --python")
+        return failed(found, f"{_install_hint(python)}; or name another with --python")
     found = f"{python}: Python {report.value('python', 'version')}"
     error = report.error("weightd")
     if error:
-        return failed(f"{found}; weightd cannot run there: {error}", f"{python} -m pip install weightd")
+        return failed(f"{found}; weightd cannot run there: {error}", _install_hint(python))
     version = report.value("weightd", "version")
     if version != VERSION:
         found += f" has weightd {version}, the daemon is {VERSION}"
-        return failed(found, f"{python} -m pip install weightd=={VERSION}")
+        return failed(found, _install_hint(python))
     return passed(f"{found}, weightd {version}")
 
 

@@ -319,7 +319,7 @@ class ProcessSupervisor:
         python = self._interpreters.pop(name, "")
         event_handler = self.messenger.remove(name)
         if python and _MISSING_MODULE.search(exit_cause.detail):
-            hint = f"install weightd there: {python} -m pip install weightd"
+            hint = f"install weightd there, from a checkout: {python} -m pip install ./weightd"
             exit_cause = dataclasses.replace(exit_cause, detail=f"{exit_cause.detail}; {hint}")
         # The children that this one was asked to fork are failed first: its handler would otherwise kill them.
         self._fork_coordinator.on_parent_exit(name)

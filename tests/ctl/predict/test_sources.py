@@ -93,5 +93,5 @@ def test_a_picture_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WrongImage, match="expected a picture of at most 3 pixels, got 2 x 2"):
         load(written(PICTURE), signature(1, 3, 2, 2), Pixels())
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(WrongImage, match="Pillow is not installed: pip install 'weightd\\[images\\]'"):
+    with pytest.raises(WrongImage, match=r"Pillow is not installed: pip install '\./weightd\[images\]'"):
         load(io.BytesIO(b"\x89PNG\r\n"), signature(1, 3, 2, 2), Pixels())

@@ -200,5 +200,5 @@ def test_a_listener_with_curve_needs_pynacl(keys: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         curve(keys, {"ann": ANN})
-    expected = 'listeners.lan.security: "curve" needs PyNaCl, which is not installed: pip install "weightd[daemon]"'
+    expected = 'listeners.lan.security: "curve" needs PyNaCl, which is not installed: pip install "./weightd[daemon]"'
     assert caught.value.problems == (expected,)

@@ -78,15 +78,20 @@ VM = {"is_virtual_machine": True}
             "interpreter",
             {"report": InterpreterReport(exit_description="died", log_tail="No module")},
             FAIL,
-            ["p: died: No module", "pip install"],
+            ["p: died: No module", "pip install ./weightd"],
         ),
         ("interpreter", {"report": InterpreterReport()}, FAIL, ["it reported nothing"]),
-        ("interpreter", {"report": report(weightd="no such thing")}, FAIL, ["no such thing", "-m pip install weightd"]),
+        (
+            "interpreter",
+            {"report": report(weightd="no such thing")},
+            FAIL,
+            ["no such thing", "-m pip install ./weightd"],
+        ),
         (
             "interpreter",
             {"report": report(weightd={"version": "0.0.1"})},
             FAIL,
-            ["weightd 0.0.1", f"the daemon is {VERSION}", f"weightd=={VERSION}"],
+            ["weightd 0.0.1", f"the daemon is {VERSION}", f"./weightd, from a checkout of version {VERSION}"],
         ),
         ("service", {"unit": OSError("no systemd")}, OPEN, ["no systemd: this shell's environment and user were"]),
         (

@@ -49,7 +49,7 @@ def test_it_tells_its_version_and_its_pid_before_the_build(engine: Engine) -> No
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("onnxruntime", "pip install 'weightd[onnxruntime]'"), ("mindspore_lite", "vendor's wheel of mindspore_lite")],
+    [("onnxruntime", "pip install './weightd[onnxruntime]'"), ("mindspore_lite", "vendor's wheel of mindspore_lite")],
 )
 def test_a_library_that_is_not_there_is_an_error_with_a_hint(
     name: str, hint: str, monkeypatch: pytest.MonkeyPatch

@@ -194,7 +194,7 @@ def _import_mindspore(role: str, rendezvous: RankRendezvous) -> Any:
     try:
         import mindspore  # noqa: PLC0415 - only an interpreter that runs this engine has it
     except ImportError as error:
-        raise EngineMissing(f"{error}; install it with: pip install 'weightd[mindspore]'") from None
+        raise EngineMissing(f"{error}; install it from a checkout: pip install './weightd[mindspore]'") from None
     return mindspore
 
 

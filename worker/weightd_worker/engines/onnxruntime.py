@@ -59,7 +59,7 @@ class OnnxRuntime(CpuEngine):
             import onnxruntime  # noqa: PLC0415 - only an interpreter that runs this engine has it
             from onnxruntime.capi import onnxruntime_pybind11_state  # noqa: PLC0415
         except ImportError as error:
-            raise EngineMissing(f"{error}; install it with: pip install 'weightd[onnxruntime]'") from None
+            raise EngineMissing(f"{error}; install it from a checkout: pip install './weightd[onnxruntime]'") from None
         self._library = onnxruntime
         self._errors = onnxruntime_pybind11_state
 
