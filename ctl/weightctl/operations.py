@@ -190,7 +190,7 @@ def _reload(options: argparse.Namespace, connect: Connect) -> int:
         if names:
             print(f"{what}: {', '.join(map(clean, names))}")
     if not any(changes.values()):
-        print("no model changes")
+        print("configuration in force; no model changed")
     return exit_codes.OK
 
 

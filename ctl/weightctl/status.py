@@ -179,7 +179,7 @@ def _model_lines(model: ModelStatus) -> Iterator[str]:
     if model.unexpected_exits or model.quarantined:
         yield f"  {count(model.unexpected_exits, 'unexpected death')}, {model.quarantined:,} requests in quarantine"
     if model.retry_s is not None:
-        yield f"  next attempt to load it in {model.retry_s:.0f} s"
+        yield f"  next attempt to load the model in {model.retry_s:.0f} s"
     if model.note:
         yield from paragraph("note", model.note, "  ")
     if model.group:

@@ -138,7 +138,7 @@ def test_reload(ctl: Ctl, daemon: FakeDaemon) -> None:
         "retried": [],
     }
     daemon.handle = lambda message, _: [encode(ReloadResponse(message.id, (), (), ()))]
-    assert ctl("reload").out == "no model changes\n"
+    assert ctl("reload").out == "configuration in force; no model changed\n"
     daemon.handle = fails("INVALID_ARGUMENT", "weightd.toml: not TOML")
     assert ctl("reload") == (exit_codes.ERROR, "", "INVALID_ARGUMENT: weightd.toml: not TOML\n")
 

@@ -157,7 +157,7 @@ def test_a_card_has_a_line_for_the_communication_of_ranks_where_there_is_some() 
 
 
 def test_a_loading_model_shows_how_far_it_is_and_a_failed_one_its_cause() -> None:
-    assert "  next attempt to load it in 13 s" in lines(replace(FAILED, retry_s=12.7))
+    assert "  next attempt to load the model in 13 s" in lines(replace(FAILED, retry_s=12.7))
     assert lines(LOADING, FAILED)[2:] == [
         "large: ATTACHING, mindspore_lite, /models/large.mindir",
         "  served 0, failed 0, queued 0",

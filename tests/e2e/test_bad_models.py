@@ -170,13 +170,13 @@ def test_a_model_that_kills_its_process_by_some_sizes_is_served_and_never_tried_
     with Service(tables) as service, service.client() as client:
         cause = cause_of_failure(service, "deadly")
         assert "SIGSEGV" in cause
-        assert "it ran the configured self-test, x [1, 3, 64, 64]" in cause
+        assert "the holder was running the configured self-test, x [1, 3, 64, 64]" in cause
         assert client.infer("auto", {"x": image})["y"].shape == (1, 3, 3, 4)
         model = model_status(service, "auto")
         [generation] = model.generations
         assert generation.selftest == "x [1, 3, 224, 224] and x [2, 3, 448, 448]"
         assert model.unexpected_exits == 0
-        assert "the holder is lost while it tries x [" in service.log
+        assert "the holder was lost while trying x [" in service.log
 
 
 def test_what_an_output_is_declared_to_be_costs_no_answer_and_no_worker(tmp_path: Path) -> None:

@@ -118,4 +118,4 @@ def test_an_input_without_rows_goes_with_each_part(tmp_path: Path) -> None:
         status = model_status(service, "mlp")
     assert status.executions
     assert (status.executions.count, status.executions.split) == (8, 1)
-    assert status.generations[0].batching_note.endswith("none are batched: input s has no rows")
+    assert status.generations[0].batching_note.endswith("no requests are batched: input s has no rows")

@@ -109,7 +109,7 @@ WEIGHTCTL = {
     "advise": Use("tiny --rows 8 --seconds 0.5", 0, "equal"),
     "update": Use("tiny {other}", 0, "tiny"),
     "update-weights": Use("tiny {weights}", 1, "cannot update weights on the CPU"),
-    "reload": Use("", 0, "no model changes"),
+    "reload": Use("", 0, "no model changed"),
     "keygen": Use("{none}", 0, ".key: the secret key"),
     "install-units": Use("--dry-run --prefix {prefix}", 0, "weightd.service"),
 }

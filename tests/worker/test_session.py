@@ -413,7 +413,8 @@ def test_what_cannot_be_forked_or_may_not_repeat_itself_or_is_small_is_no_templa
     _, socket = play(fake(sequence(*answers * 6)), BUILD, FORK, STOP, sharing_plan=SharingPlan(2, cast(Any, forker)))
     built = only(Built, socket)
     assert (built.is_template, built.handle) == (False, handle)
-    assert handle or built.note.startswith("weights are not shared: 31 MiB, by 2 processes, are less than the 32 MiB")
+    unshared = "sharing 31 MiB among 2 processes would save 31 MiB, and the holder would use 32 MiB"
+    assert handle or built.note == f"weights are not shared: {unshared}"
     assert (only(Forked, socket).pid, forker.given) == (0, [])
 
 

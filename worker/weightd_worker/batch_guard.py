@@ -152,7 +152,7 @@ class BatchGuard:
             return
         if not new:
             return  # this batch ran before the principals were known
-        _log.warning("requests of %d principal_ids are not batched any more: %s", len(new), note)
+        _log.warning("requests of %d principal_ids are no longer batched: %s", len(new), note)
         self._unbatchable_principals = {**self._unbatchable_principals, **dict.fromkeys(new, note)}
         self._reply((BatchMismatch(note, tuple(new)), ()))
 

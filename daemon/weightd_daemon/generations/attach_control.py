@@ -148,7 +148,7 @@ class AttachControl(Machine[AttachState, AttachEvent]):
     def on_holder_lost(self) -> None:
         """Close the access if attaching or forking needs the holder; the existing workers continue."""
         if self.is_fork_only:
-            self._close_attach(AttachEvent.ORPHAN, "the template is lost, of which they would be forked")
+            self._close_attach(AttachEvent.ORPHAN, "the template has exited, and workers can only be forked from it")
         elif self.state in (AttachState.LISTED, AttachState.ALLOW_PENDING, AttachState.CLOSED):
             self.advance(AttachEvent.LOSE_HOLDER)
 
@@ -165,7 +165,7 @@ class AttachControl(Machine[AttachState, AttachEvent]):
     def tick(self, now: float) -> None:
         """Close the access if the holder has not replied in time."""
         if now >= self.deadline:
-            self._close_attach(AttachEvent.REFUSE, f"the holder has not answered for {ALLOW_TIMEOUT_S:g} s")
+            self._close_attach(AttachEvent.REFUSE, f"the holder has not replied for {ALLOW_TIMEOUT_S:g} s")
 
     # --- actions ------------------------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class AttachControl(Machine[AttachState, AttachEvent]):
     def _close_attach(self, event: AttachEvent, reason: str) -> None:
         self.advance(event)
         self.closed_reason = reason
-        self._logger.log(f"lost workers are not replaced, they wait for the next generation: {reason}")
+        self._logger.log(f"workers that exit are not replaced before the next generation: {reason}")
 
     # --- persistence --------------------------------------------------------------------------------------------
 

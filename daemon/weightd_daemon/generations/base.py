@@ -347,5 +347,5 @@ def hello_mismatch(hello: Hello, sha256: str) -> str:
             f"its interpreter has weightd {worker_version}, the daemon is {VERSION}: install the same version in both"
         )
     if hello.sha256 != sha256:
-        return f"it would load a model of sha256 {hello.sha256:.12}, the snapshot has {sha256:.12}"
+        return f"expected a model with sha256 {sha256:.12}, got {hello.sha256:.12}"
     return ""

@@ -34,7 +34,7 @@ _LISTEN_FAILED_STATUS = 1
 def rank_mismatch(hello: Hello, rank: int) -> str:
     """Return why a process with this HELLO is not the rank that was started, or ""."""
     if hello.slice is None:
-        return f"expected rank {rank} of a model that is cut, got a process that names none"
+        return f"expected rank {rank} of a sliced model, got a process without a rank"
     if hello.slice.rank != rank:
         return f"expected rank {rank}, got rank {hello.slice.rank}"
     return ""
@@ -46,7 +46,7 @@ def signature_mismatch(signatures: Mapping[str, RankSlice | JoinedGroup | GroupM
     for name, other in others:
         for what, ours, theirs in (("input", model.inputs, other.inputs), ("output", model.outputs, other.outputs)):
             if ours != theirs:
-                return f"{name} and {first} are not ranks of one model: {_describe_difference(what, theirs, ours)}"
+                return f"{name} and {first} are not ranks of the same model: {_describe_difference(what, theirs, ours)}"
     return ""
 
 
@@ -54,7 +54,7 @@ def unverified_rank(selftests: Mapping[int, SelfTestDone], spec: RankGroupSpec) 
     """Return an error for a rank that answers requests without having verified the known answer, or ""."""
     for rank in range(spec.size) if spec.reply_rank == CONCAT else [spec.reply_rank]:
         if not selftests[rank].selftest_digest:
-            return f"rank {rank} answers requests, and has compared nothing with the self-test's known answer"
+            return f"rank {rank} returns results, but has not compared any with the self-test's known answer"
     return ""
 
 
@@ -130,7 +130,7 @@ def _joined_outputs(outputs: tuple[TensorSignature, ...], spec: RankGroupSpec) -
 
 def _describe_difference(what: str, ours: tuple[TensorSignature, ...], theirs: tuple[TensorSignature, ...]) -> str:
     if len(ours) != len(theirs):
-        return f"{len(ours)} {what}s here, {len(theirs)} there"
+        return f"{what}s: {len(ours)} here, {len(theirs)} there"
     index = next(index for index, each in enumerate(ours) if each != theirs[index])
     here, there = ours[index], theirs[index]
     return f"{what} {index} is {_describe_tensor(here)} here, {_describe_tensor(there)} there"

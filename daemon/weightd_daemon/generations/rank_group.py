@@ -46,7 +46,7 @@ class RankGroup(GenerationBase):
         super().__init__(setup)
         label, rank_group = setup.label, setup.spec.rank_group
         if rank_group is None:
-            raise ValueError(f"{label}: expected terms of ranks, got those of workers")
+            raise ValueError(f"{label}: expected a specification of ranks, got one of workers")
         self.group_spec: RankGroupSpec = rank_group
         self.models: tuple[Built, ...] = ()
         self.step = 0
@@ -187,8 +187,8 @@ class RankGroup(GenerationBase):
         if len(self._reconnect_steps) < self.group_spec.size:
             return
         if len({*self._reconnect_steps.values()}) > 1:
-            steps = ", ".join(f"{each} the step {self._reconnect_steps[each]}" for each in self._rank_names)
-            self.fail(FailureReason(f"the ranks are out of step: the last that was run is of {steps}"), now)
+            steps = ", ".join(f"{each} at step {self._reconnect_steps[each]}" for each in self._rank_names)
+            self.fail(FailureReason(f"the ranks have run different steps: {steps}"), now)
             return
         self.step = step
         self._start_serving()
@@ -286,7 +286,7 @@ class RankGroup(GenerationBase):
             reason = str(replace(exit_cause, initiator=ExitInitiator.UNKNOWN))
             self.failure = replace(self.failure, reason=reason, child=child.name, log_tail="")
             self._is_consequential = False
-            self._log.log(f"the first that was lost is {self.failure}", child.name)
+            self._log.log(f"first failure: {self.failure}", child.name)
 
 
 def rank_name(label: str, rank: int) -> str:

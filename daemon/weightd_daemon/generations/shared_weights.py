@@ -93,10 +93,10 @@ class Generation(GenerationBase):
             hello_count = sum(child.hello is not None for child in self.children.values())
             return f"spawned, {hello_count}/{1 if self.spec.can_fork_from_holder else wanted_count + 1} processes up"
         if self.state is GenerationState.SERVING and self.attach_control.is_frozen:
-            return f"serving {ready_count}/{wanted_count}, frozen: the holder is lost"
+            return f"serving {ready_count}/{wanted_count}, frozen: the holder has exited"
         if ready_count < wanted_count and self.state is GenerationState.SERVING:
             if self.attach_control.is_attach_closed:
-                return f"serving {ready_count}/{wanted_count}, nobody can attach any more"
+                return f"serving {ready_count}/{wanted_count}, no worker can attach any more"
             if self._starts.backoff_delay_s:
                 return f"serving {ready_count}/{wanted_count}, backing off"
         if ready_count < wanted_count and self.state in (
@@ -131,13 +131,13 @@ class Generation(GenerationBase):
                     (number, UnmergedPrincipal(name, note)) for number, name in new_principals.items()
                 )
                 self.processes.counters.on_batch_mismatch()
-                self._log.log(f"requests of {', '.join(new_principals.values())} are not batched any more: {note}")
+                self._log.log(f"requests of {', '.join(new_principals.values())} are no longer batched: {note}")
         elif built is not None and built.row_support is not None and built.row_support.is_equal:
             self.built = dataclasses.replace(
                 built, row_support=dataclasses.replace(built.row_support, is_equal=False, note=note)
             )
             self.processes.counters.on_batch_mismatch()
-            self._log.log(f"requests are not batched any more: {note}")
+            self._log.log(f"requests are no longer batched: {note}")
 
     def on_store_lost(self, cause: str, now: float) -> None:
         """Fail the generation, because the page store that its workers have mapped was changed."""
@@ -168,7 +168,7 @@ class Generation(GenerationBase):
             case _, Hello() | Reconnected() | AnnounceSelfTest() | Built() | Attached():
                 pass  # from a child that was given up, or a repeated message
             case _:
-                reason = f"it sent {type_name(message)}, and belongs to no rank group"
+                reason = f"unexpected message {type_name(message)} from a process outside a rank group"
                 self._on_process_failed(child, ProcessFailed(reason), now)
 
     def _on_built(self, holder: WorkerProcess, built: Built, now: float) -> None:
@@ -177,12 +177,12 @@ class Generation(GenerationBase):
             return
         if self.spec.is_sharing and holder.hello.sharing_traits.attach_rewrites_weights and not built.selftest_digest:
             # Only the self-test can show that a worker computes on the right weights.
-            reason = f"no self-test: {built.selftest_note}; name an input with the key selftest, or set sharing to off"
+            reason = f"no self-test: {built.selftest_note}; set the key selftest, or turn sharing off"
             self.selftest_search.current_cases = ()
             self._on_process_failed(holder, ProcessFailed(clip(reason)), now)
             return
         if built.is_template and not (self.spec.can_fork_from_holder and self.attach_control.state is AttachState.OPEN):
-            reason = "it says that workers are to be forked of it, and was not asked for that"
+            reason = "the holder offered to fork workers, which the daemon had not requested"
             self._on_process_failed(holder, ProcessFailed(reason), now)
             return
         self.built = built
@@ -206,7 +206,7 @@ class Generation(GenerationBase):
             return
         if self.built.selftest_digest and attached.selftest_digest != self.built.selftest_digest:
             self.processes.counters.on_selftest_failed()
-            reason = "the self-test answer differs from the holder's: the worker would answer wrongly"
+            reason = "the self-test answer differs from the holder's: the worker would return wrong results"
             self._on_process_failed(worker, ProcessFailed(reason), now)
             return
         worker.note, worker.shared_bytes = attached.note, attached.shared_bytes
@@ -238,7 +238,7 @@ class Generation(GenerationBase):
             if self._starts.is_given_up:
                 self.fail(self.failure, now)
             elif self.attach_control.is_attach_closed:
-                reason = "every worker is lost, and nobody can attach any more"
+                reason = "all workers have exited, and no worker can attach any more"
                 self.fail(
                     self.failure.with_prefix(f"{reason}; ") if self.failure.reason else FailureReason(reason), now
                 )
@@ -311,7 +311,7 @@ class Generation(GenerationBase):
         if child.state is ChildState.READY:
             # The worker exits in order and has announced it, so its successor starts without a delay.
             self.processes.counters.on_lost()
-            self._log.log(f"{child.name} leaves: a predict failed and may have spoilt its model", child.name)
+            self._log.log(f"{child.name} exits: a failed predict may have damaged its model", child.name)
             self._stop(child, now)
 
     def _on_hung(self, child: WorkerProcess, reason: str, now: float, *, has_answered: bool) -> None:
@@ -349,10 +349,10 @@ class Generation(GenerationBase):
         if child.role is Role.WORKER and self.state in ACTIVE:
             if self._starts.on_worker_lost(child, loss, now):
                 was_ready = loss.previous_state is ChildState.READY
-                prefix = "workers die before they have answered anything; the last: " if was_ready else ""
+                prefix = "workers exit before they answer any request; the last one: " if was_ready else ""
                 self.failure = FailureReason.from_loss(loss, child.name).with_prefix(prefix)
             if self._starts.backoff_delay_s:
-                self._log.log(f"the next worker is started in {self._starts.backoff_delay_s:.1f} s")
+                self._log.log(f"starting the next worker in {self._starts.backoff_delay_s:.1f} s")
 
     def _on_holder_lost(self, holder: WorkerProcess, loss: LossReason, now: float) -> None:
         tried_inputs = describe_cases(self.selftest_search.current_cases)
@@ -360,16 +360,16 @@ class Generation(GenerationBase):
             has_timed_out=loss.has_timed_out, is_external=loss.is_external
         ):
             self._log.log(
-                f"the holder is lost while it tries {tried_inputs} as self-test input: {loss.reason}", holder.name
+                f"the holder was lost while trying {tried_inputs} as self-test input: {loss.reason}", holder.name
             )
             self.advance(GenerationEvent.RETRY)
         elif self.built is None or holder.hello is None:
             may_succeed = loss.is_signaled and not (tried_inputs and not loss.is_external)
-            consequence = f"; it ran the configured self-test, {tried_inputs}" if tried_inputs else ""
+            consequence = f"; the holder was running the configured self-test, {tried_inputs}" if tried_inputs else ""
             retry_hint = RetryHint.after(loss, may_succeed=may_succeed)
             self.fail(FailureReason.from_loss(loss, holder.name, retry_hint, suffix=consequence), now)
         elif holder.name == self.attach_control.required_holder:
-            consequence = "; the shared weights are invalid without it"
+            consequence = "; the shared weights are invalid without the holder"
             self._invalidate(FailureReason(loss.reason, holder.name, suffix=consequence), now)
         else:
             self.attach_control.on_holder_lost()

@@ -79,7 +79,7 @@ class Admission:
             return False
         if generation.label not in self._placement.waiting:
             labels = ", ".join(sorted(self._placement.leaving))
-            _log.info("%s waits for memory of %s", generation.label, labels, extra=generation.log_extra())
+            _log.info("%s waits for the memory of %s", generation.label, labels, extra=generation.log_extra())
             self._placement.wait_for_release(generation.label, self._on_released)
         return True
 

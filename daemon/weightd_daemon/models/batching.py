@@ -60,7 +60,7 @@ def describe_batching(config: ModelConfig, generation: GenerationBase) -> str:
         texts.append("tested bit-equal" if row_support.is_equal else "not tested to be exact")
     if config.batching.max_rows > 1:
         texts += [
-            f"none are batched: input {name} has no rows"
+            f"no requests are batched: input {name} has no rows"
             for name in _inputs_without_rows(generation)[:1]
             if row_support.inputs
         ]

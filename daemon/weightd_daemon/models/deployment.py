@@ -159,7 +159,9 @@ class Deployment(DeploymentView):
         self._wanted_source = None
         for generation in (self.serving, self.loading):
             if generation is not None:
-                _log.info("%s leaves: another one is to take its place", generation.label, extra=generation.log_extra())
+                _log.info(
+                    "%s stops: a changed model is to take its place", generation.label, extra=generation.log_extra()
+                )
                 self._drain_generation(generation, now)
         self.loading = self._pending_snapshot = None
 
@@ -236,9 +238,7 @@ class Deployment(DeploymentView):
             vacate_reason = reason or "policy replace"
             reason = self.placement.rejection_reason(coming.label, need, excluding=[old.label])
             if not reason:
-                _log.info(
-                    "%s leaves before %s is loaded: %s", old.label, coming.label, vacate_reason, extra=old.log_extra()
-                )
+                _log.info("%s stops before %s loads: %s", old.label, coming.label, vacate_reason, extra=old.log_extra())
                 if self.is_updating:
                     # If the update fails, the source that serves now is loaded again.
                     self._wanted_source = old.source
@@ -261,7 +261,7 @@ class Deployment(DeploymentView):
             return
         if self.is_updating:
             if loading.is_complete and not loading.has_all_workers:
-                loading.fail(loading.failure.with_prefix("not every worker could load it: "), now)
+                loading.fail(loading.failure.with_prefix("not every worker could load the model: "), now)
                 self._on_loading_failed(loading, now)
         elif self.serving is None or loading.is_complete:
             self.take_over(now)
@@ -282,7 +282,7 @@ class Deployment(DeploymentView):
             self._retry_or_fail(failed)
         elif self._rollout_policy.should_fall_back and self.spec.is_sharing and _may_sharing_be_why(failed):
             _log.warning(
-                "%s: cannot share weights, so each worker gets its own: %s",
+                "%s: weights cannot be shared, so each worker loads its own copy: %s",
                 failed.label,
                 failed.cause,
                 extra=failed.log_extra(),
@@ -292,7 +292,7 @@ class Deployment(DeploymentView):
             return
         elif failed.built is not None and failed.built.is_template and not failed.failure.is_transient:
             _log.warning(
-                "%s: no worker that is forked of the template can serve, so each builds for itself: %s",
+                "%s: workers forked from the template cannot serve, so each worker builds the model: %s",
                 failed.label,
                 failed.cause,
                 extra=failed.log_extra(),
@@ -313,7 +313,7 @@ class Deployment(DeploymentView):
             # A deployment that has served before is never given up, whatever the failure.
             self._wanted_source = failed.source
             delay_s = self._backoff.delay_s
-            _log.warning("%s is followed by another one in %.1f s", failed.label, delay_s, extra=failed.log_extra())
+            _log.warning("%s: starting the next generation in %.1f s", failed.label, delay_s, extra=failed.log_extra())
         else:
             self._fail(failed)
 
@@ -323,7 +323,7 @@ class Deployment(DeploymentView):
         consequence = (
             ""
             if last.failure.is_transient
-            else f"; nothing is loaded on {self.placement.name} before a reload or an update"
+            else f"; no further attempt on {self.placement.name} before a reload or an update"
         )
         _log.error("%s failed: %s%s", last.label, last.cause, consequence, extra=last.log_extra())
 

@@ -152,7 +152,7 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
         """The generation that represents the deployment in reports: the serving, the loading or the last one."""
         generation = self.serving or self.loading or self._last_generation
         if generation is None:
-            raise RuntimeError("asked before the start")
+            raise RuntimeError("the deployment has not started")
         return generation
 
     @property

@@ -158,7 +158,7 @@ class ServedModel:
         """Perform everything that is due at `now`."""
         self.dispatcher.expire(now, self.readiness.explain_error)
         for source in self.versions.snapshots.take_overdue(now):
-            cause = f"no snapshot within load_timeout, {self.config.load_timeout:g} s"
+            cause = f"no snapshot within load_timeout ({self.config.load_timeout:g} s)"
             self.on_snapshot_failed(source, cause, now, is_transient=True)
         self.deployments.tick(now)
         if now >= self._load_backoff.due_at:
@@ -271,7 +271,7 @@ class ServedModel:
         elif backoff.due_at == NEVER and readiness.has_transient_failures:
             backoff.on_failure(now)
             extra = readiness.main_generation.log_extra()
-            _log.warning("%s: next attempt to load it in %g s", self.name, backoff.due_at - now, extra=extra)
+            _log.warning("%s: next attempt to load the model in %g s", self.name, backoff.due_at - now, extra=extra)
 
     def _set_timer(self) -> None:
         """Schedule `tick` for the next known event.

@@ -87,7 +87,7 @@ class ProcessEvents:
         Return False if its page store has changed, so that the generation has to be loaded again.
         """
         if not self._process_manager.resume(self, generation, record.store_fingerprint):
-            text = "%s: loaded anew: the page store was changed while no daemon was there"
+            text = "%s: loading again: the page store was changed while no daemon was running"
             _log.error(text, generation.label, extra=generation.log_extra())
             return False
         self._by_process.update((child, (deployment, generation)) for child in generation.children)
@@ -186,7 +186,7 @@ class ProcessEvents:
         """Fail the generation if clients of the serving model could not use it; return whether that is so."""
         difference = self._use.dispatchers[0].signature.difference(built)
         if difference:
-            reason = f"the new model is not a drop-in for the one that serves: {difference}"
+            reason = f"the new model is not compatible with the serving one: {difference}"
             generation.fail(FailureReason(reason), now)
         return bool(difference)
 
@@ -196,7 +196,9 @@ class ProcessEvents:
         expected = "" if generation.built is None else generation.built.selftest_digest
         if pong.selftest_digest and expected and pong.selftest_digest != expected:
             generation.processes.counters.on_selftest_failed()
-            self.end_process(child, "the self-test answer differs from the holder's: it would answer wrongly", now)
+            self.end_process(
+                child, "the self-test answer differs from the holder's: the worker would return wrong results", now
+            )
 
     def on_exit(self, child: str, exit_cause: ExitCause, now: float) -> None:
         """Handle the exit of a child, for which the dispatchers may blame the batch that it was running."""
@@ -250,7 +252,7 @@ class ProcessEvents:
                 for generation in serving:
                     self.verify_store(generation, now)
                 for process in list(dispatcher.processes.ping_idle(now)):
-                    self.end_process(process, "it has not answered a ping", now)
+                    self.end_process(process, "no reply to a ping", now)
 
     def end_process(self, process: str, reason: str, now: float) -> None:
         """Release the slot of a hung or faulty process, and end the process."""
@@ -271,9 +273,7 @@ class ProcessEvents:
         if generation.attach_control.can_trust_answers(
             self._process_manager.is_alive
         ) and not self._storage.is_store_intact(generation):
-            generation.on_store_lost(
-                "the page store was changed or truncated by somebody: its pages are not trusted", now
-            )
+            generation.on_store_lost("the page store was changed or truncated: its pages are not trusted", now)
             self._reconcile(now)
 
     # --- private ------------------------------------------------------------------------------------------------

@@ -171,6 +171,6 @@ class Readiness:
         if silence_s is None:
             return ""
         if silence_s == float("inf"):
-            return f"{self._name}: no worker is there; they are being replaced"
+            return f"{self._name}: all workers have exited and are being replaced"
         period_s = processes.watchdog_period_s
-        return f"{self._name}: no worker has answered for {silence_s:.1f} s, watchdog is {period_s:g} s"
+        return f"{self._name}: no worker has answered for {silence_s:.1f} s, the watchdog period is {period_s:g} s"

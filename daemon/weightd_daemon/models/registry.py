@@ -47,7 +47,7 @@ class ConfigDiff(NamedTuple):
 
     def __str__(self) -> str:
         texts = [f"{what} {', '.join(names)}" for what, names in zip(self._fields, self, strict=True) if names]
-        return "; ".join(texts) or "no model changes"
+        return "; ".join(texts) or "no model changed"
 
 
 class ModelRegistry:
@@ -116,7 +116,7 @@ class ModelRegistry:
             self.models[record.name].resume(record, now)
         diff = self.compare(configs)
         if any(diff):
-            _log.info("the configuration has changed since: %s", diff)
+            _log.info("the configuration has changed since the previous daemon: %s", diff)
         self.apply(diff, configs, now)
 
     def records(self) -> list[ModelRecord]:
@@ -141,7 +141,7 @@ class ModelRegistry:
         )
         for name in (*diff.changed, *diff.removed):
             if self.models[name].is_updating:
-                raise Unavailable(f"{name} is being updated: try again once that is over")
+                raise Unavailable(f"{name} is being updated: try again after the update")
         return diff
 
     def apply(self, diff: ConfigDiff, configs: Mapping[str, ModelConfig], now: float) -> None:
@@ -212,7 +212,7 @@ class ModelRegistry:
         model.note = ""
         if model.config != config and model.reconfigure(config):
             _log.info(
-                "%s: the changed configuration is in force, nothing had to be loaded", name, extra=subject_extra(name)
+                "%s: the changed configuration is in force; nothing had to be loaded", name, extra=subject_extra(name)
             )
         elif model.config != config:
             self.changing.append(model)
@@ -255,4 +255,4 @@ class ModelRegistry:
             snapshots.drop_all()
             self.changing.remove(model)
             self._past_deaths += model.deployments.deaths
-            _log.info("%s: a model that is served no more has left", model.name, extra=subject_extra(model.name))
+            _log.info("%s: the old model has stopped", model.name, extra=subject_extra(model.name))

@@ -79,8 +79,8 @@ class Rollouts:
         if group is not None:
             other_models = ", ".join(each for each in group.models if each != self._name)
             raise FailedPrecondition(
-                f"{self._name} is in one process with {other_models}, the group {group.name}: it cannot be updated "
-                "alone; change the configuration and reload"
+                f"{self._name} shares its processes with {other_models} (group {group.name}) and cannot be "
+                "updated alone; change the configuration and reload"
             )
 
     def start(  # noqa: PLR0913
@@ -92,7 +92,7 @@ class Rollouts:
             RequestError: the update is rejected; nothing has changed.
         """
         if self._current is not None:
-            raise Unavailable(f"{self._name} is being updated already")
+            raise Unavailable(f"{self._name} is already being updated")
         for each in self._deployments:
             if not (each.has_failed or each.is_lost or each.is_being_replaced) and (
                 each.serving is None or each.is_busy
@@ -126,7 +126,7 @@ class Rollouts:
     def _abort(self, rollout: _Rollout, failed_deployment: Deployment, now: float) -> None:
         cause = failed_deployment.cause or "weightd is stopping"
         for deployment in self._deployments:
-            deployment.abandon(f"given up: {cause}", now)
+            deployment.abandon(f"update abandoned: {cause}", now)
         self._versions.drop(rollout.source)
         error_type = Unavailable if failed_deployment.may_recover else FailedPrecondition
         self._update_sink.reply_failed(rollout.client, rollout.request_id, error_type(f"not updated: {cause}"))
@@ -160,9 +160,11 @@ class Rollouts:
             return versions.previous
         if versions.rolled_back is not None:
             went = f"from {versions.rolled_back} to {versions.current}"
-            raise FailedPrecondition(f"{self._name} was rolled back already, {went}: update it to go forth again")
+            raise FailedPrecondition(
+                f"{self._name} was already rolled back {went}: update the model to use a newer version"
+            )
         raise FailedPrecondition(
-            f"there is nothing to go back to: {self._name} serves {versions.current}, and nothing before it is kept"
+            f"no version to roll back to: {self._name} serves {versions.current}, and no earlier version is kept"
         )
 
     def _check_file(self, path: str) -> None:
@@ -176,5 +178,5 @@ class Rollouts:
             raise InvalidArgument(f"expected a {suffix} file for engine {self._config.engine}, got {path!r}")
         if path and self._config.ranks is not None and RANK_PLACEHOLDER not in path:
             raise InvalidArgument(
-                f"expected {RANK_PLACEHOLDER} in the path, for each rank has a file of its own, got {path!r}"
+                f"expected {RANK_PLACEHOLDER} in the path, because each rank has a separate file, got {path!r}"
             )

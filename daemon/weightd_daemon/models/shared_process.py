@@ -126,7 +126,7 @@ class SharedProcess(ProcessUse):
             generation.children[name].device,
             threads=config.threads,
             sharing=False,
-            spawn_reason="what drives a card does not survive a fork",
+            spawn_reason="the driver of a card does not survive a fork",
             members_json=GroupMembers(self.group.share, tuple(members)).json(),
         )
 

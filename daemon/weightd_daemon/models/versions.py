@@ -243,5 +243,5 @@ class Snapshots:
     def __getitem__(self, source: ModelSource) -> Snapshot:
         snapshot = self._by_source[source]
         if snapshot is None:
-            raise RuntimeError(f"{source.path}: a process was to be started before the snapshot was taken")
+            raise RuntimeError(f"{source.path}: a process cannot start before the snapshot is taken")
         return snapshot

@@ -133,7 +133,7 @@ def worker_program(config: ModelConfig, generation: GenerationBase, snapshot: Sn
 
 def _spawn_reason(config: ModelConfig) -> str:
     if config.is_on_cards:
-        return "what drives a card does not survive a fork"
+        return "the driver of a card does not survive a fork"
     return "" if config.can_fork else 'start = "spawn"'
 
 

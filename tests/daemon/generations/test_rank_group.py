@@ -135,7 +135,7 @@ def test_where_each_has_a_share_a_client_gets_as_many_rows_as_all_have() -> None
 
 
 def test_terms_of_workers_make_no_unit() -> None:
-    with pytest.raises(ValueError, match="expected terms of ranks"):
+    with pytest.raises(ValueError, match="expected a specification of ranks"):
         RankGroup(GenerationSetup("m.7", GenerationSpec(1, 10.0)))
 
 
@@ -144,8 +144,8 @@ def test_terms_of_workers_make_no_unit() -> None:
 HELLOS: dict[str, tuple[str, dict[str, Any], str]] = {
     "another version": (R1, {"versions": {"weightd": "9"}}, f"has weightd 9, the daemon is {VERSION}"),
     "no version": (BROKER, {"versions": {}}, f"has weightd unknown, the daemon is {VERSION}"),
-    "another slice": (R1, {"sha256": digest(0)}, "a model of sha256 000000000000, the snapshot has 111111111111"),
-    "no rank": (R1, {"slice": None}, "expected rank 1 of a model that is cut, got a process that names none"),
+    "another slice": (R1, {"sha256": digest(0)}, "expected a model with sha256 111111111111, got 000000000000"),
+    "no rank": (R1, {"slice": None}, "expected rank 1 of a sliced model, got a process without a rank"),
     "another rank": (R1, {"slice": RankSlice(0, (X,), (Y,))}, "expected rank 1, got rank 0"),
 }
 
@@ -165,14 +165,14 @@ OTHERS: dict[str, tuple[Any, Any, str]] = {
     "input": ((replace(X, shape=(-1, 5)),), (Y,), "input 0 is x FP32 [-1, 5] here, x FP32 [-1, 4] there"),
     "name": ((X,), (replace(Y, name="z"),), "output 0 is z FP32 [2, 3] here, y FP32 [2, 3] there"),
     "datatype": ((X,), (replace(Y, datatype="FP16"),), "output 0 is y FP16 [2, 3] here, y FP32 [2, 3] there"),
-    "number": ((X, X), (Y,), "2 inputs here, 1 there"),
+    "number": ((X, X), (Y,), "inputs: 2 here, 1 there"),
 }
 
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_ranks_that_say_different_things_of_the_model_are_not_of_one(what: str) -> None:
     inputs, outputs, words = OTHERS[what]
-    expected = f"{R1} and {R0} are not ranks of one model: {words}"
+    expected = f"{R1} and {R0} are not ranks of the same model: {words}"
     by_file, by_engine = RankGroupHarness().spawned(), RankGroupHarness().loading()
     by_file.hello(BROKER, R0)
     assert by_file.hello(R1, slice=RankSlice(1, inputs, outputs)) == kills(BROKER, R0, R1)
@@ -189,7 +189,7 @@ def test_who_answers_must_have_compared_its_answer_with_the_known_one(reply: int
         group.warmed(name, warmed=replace(WARMED, selftest_digest="" if name == silent else "canary"))
     assert group.state is GenerationState.FAILED
     assert (
-        group.cause == f"rank {silent[-1]} answers requests, and has compared nothing with the self-test's known answer"
+        group.cause == f"rank {silent[-1]} returns results, but has not compared any with the self-test's known answer"
     )
     assert group.unit.processes.slots == {}
 
@@ -277,7 +277,7 @@ def test_who_had_ended_by_itself_is_the_cause_of_what_was_noticed_first(caplog: 
     assert group.cause == f"{R0}: Launch kernel failed; its log ends: Launch kernel failed"
     group.exits(R1, end=ExitCause(-signal.SIGSEGV, "a bad address", ExitInitiator.DAEMON))
     assert group.cause == f"{R1}: killed by SIGSEGV: a bad address"
-    assert f"the first that was lost is {R1}" in caplog.text
+    assert f"first failure: {R1}" in caplog.text
     # Only one can be the first.
     group.exits(R2, end=ExitCause(9))
     group.exits(BROKER, end=ExitCause(2))
@@ -409,7 +409,7 @@ def test_ranks_that_are_not_in_step_would_mix_requests() -> None:
     group = RankGroupHarness().serving().resumed()
     group.back(R0, step=41)
     assert group.back(R1, step=42) == kills(BROKER, R0, R1)
-    assert group.cause == f"the ranks are out of step: the last that was run is of {R0} the step 41, {R1} the step 42"
+    assert group.cause == f"the ranks have run different steps: {R0} at step 41, {R1} at step 42"
 
 
 @pytest.mark.parametrize("missing", [BROKER, R0, R1])

@@ -282,7 +282,7 @@ def test_what_has_lost_its_holder_stays_frozen() -> None:
     assert recorded(life) == [W1, W2]
     assert life.resumed().back(W1, W2) == [AddSlot(W1), AddSlot(W2)]
     assert (life.generation.attach_control.is_frozen, life.generation.should_be_replaced) == (True, True)
-    assert life.generation.progress == "serving 2/2, frozen: the holder is lost"
+    assert life.generation.progress == "serving 2/2, frozen: the holder has exited"
     assert life.exits(W1) + life.after(1000.0) == []
 
 

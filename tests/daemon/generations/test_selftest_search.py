@@ -158,7 +158,7 @@ def test_a_configured_canary_that_kills_is_the_cause_and_not_tried_again(end: Ex
     search.try_(x(7))
     search.exits(HOLDER, end=end)
     assert (search.state, search.generation.failure.retry_hint) == (GenerationState.FAILED, RetryHint.SAME_FAILURE)
-    assert search.cause == f"{HOLDER}: {end}; it ran the configured self-test, x [1, 7]"
+    assert search.cause == f"{HOLDER}: {end}; the holder was running the configured self-test, x [1, 7]"
 
 
 @pytest.mark.parametrize("end", [SEGV, ExitCause(3)])

@@ -196,7 +196,7 @@ def test_where_the_memory_is_the_holders_all_is_lost_with_it() -> None:
     life, leaving = GenerationHarness(1, CARD).serving(), GenerationHarness(2, CARD).serving()
     # Who computes on it gets no time to finish: that may be anything. Nor does who was told to leave.
     assert life.exits(HOLDER, end=CRASH) == [RemoveSlot(W1), Kill(W1)]
-    assert life.cause == f"{HOLDER}: killed by SIGSEGV; the shared weights are invalid without it"
+    assert life.cause == f"{HOLDER}: killed by SIGSEGV; the shared weights are invalid without the holder"
     leaving.drain()
     assert leaving.exits(HOLDER) == [Kill(W1), Kill(W2)]
     assert [each.generation.attach_control.is_valid for each in (life, leaving)] == [False, False]
@@ -207,9 +207,7 @@ def test_where_the_memory_is_the_holders_all_is_lost_with_it() -> None:
 def test_where_attaching_rewrites_the_weights_nothing_is_shared_without_a_canary(traits: SharingTraits) -> None:
     life = GenerationHarness(1, traits).building()
     life.built(replace(BUILT, selftest_digest="", selftest_cases=(), selftest_note="it is not deterministic"))
-    cause = (
-        f"{HOLDER}: no self-test: it is not deterministic; name an input with the key selftest, or set sharing to off"
-    )
+    cause = f"{HOLDER}: no self-test: it is not deterministic; set the key selftest, or turn sharing off"
     expected = (GenerationState.FAILED, cause) if traits is CARD else (GenerationState.ATTACHING, "")
     assert (life.state, life.cause) == expected
 
@@ -228,7 +226,7 @@ def test_where_pids_are_fixed_the_build_waits_for_every_worker_and_for_who_repla
 @pytest.mark.parametrize(
     ("sha256", "versions", "cause"),
     [
-        ("6" * 64, VERSION, "it would load a model of sha256 666666666666, the snapshot has 555555555555"),
+        ("6" * 64, VERSION, "expected a model with sha256 555555555555, got 666666666666"),
         (SHA, "0.0.9", f"its interpreter has weightd 0.0.9, the daemon is {VERSION}: install the same version in both"),
         (SHA, "", f"its interpreter has weightd unknown, the daemon is {VERSION}: install the same version in both"),
     ],
@@ -273,7 +271,7 @@ def test_the_next_one_attaches_when_one_dies_attaching_and_it_settles_after_the_
 def test_a_worker_that_does_not_reproduce_the_canary_never_serves() -> None:
     life, without = GenerationHarness().attaching(), GenerationHarness(1).building()
     assert life.attached(W1, attached=Attached("another", 0)) == [stop(W1), attach(W2)]
-    assert life.cause == f"{W1}: the self-test answer differs from the holder's: the worker would answer wrongly"
+    assert life.cause == f"{W1}: the self-test answer differs from the holder's: the worker would return wrong results"
     without.built(replace(BUILT, selftest_digest=""))
     assert without.attached(W1, attached=Attached("whatever", 0))[0] == AddSlot(W1)
 
@@ -357,7 +355,7 @@ def test_those_that_serve_go_on_while_it_tries_the_others_again(caplog: pytest.L
         assert life.generation.progress == "attaching 1/2"
         life.exits(worker(number))
     assert (waits[0] > 0.25, 22.5 <= max(waits) <= 30.0) == (True, True)
-    assert "m.7: the next worker is started in" in caplog.text
+    assert "m.7: starting the next worker in" in caplog.text
     # Whatever was wrong is over.
     life.when_due()
     life.hello(worker(25))
@@ -382,7 +380,7 @@ def test_one_whose_workers_die_as_soon_as_they_serve_is_not_given_up() -> None:
         seen = life.exits(worker(number))
         if number > 1:
             assert life.generation.progress == "serving 0/1, backing off"
-            assert life.cause.startswith(f"workers die before they have answered anything; the last: {worker(number)}")
+            assert life.cause.startswith(f"workers exit before they answer any request; the last one: {worker(number)}")
         assert seen or life.when_due() == [spawn(worker(number + 1))]
         waits.append(life.now - died)
         life.hello(worker(number + 1))
@@ -457,7 +455,7 @@ def test_workers_outlive_their_template_and_the_next_one_that_is_needed_brings_a
     assert life.generation.progress == "serving"
     assert life.exits(W1) == []
     assert life.generation.should_be_replaced
-    assert life.generation.progress == "serving 1/2, nobody can attach any more"
+    assert life.generation.progress == "serving 1/2, no worker can attach any more"
 
 
 @pytest.mark.parametrize(
@@ -469,7 +467,7 @@ def test_one_that_must_be_no_template_is_broken(life: GenerationHarness) -> None
     life.building()
     life.built(TEMPLATE)
     assert life.state is GenerationState.FAILED
-    assert "was not asked for that" in life.cause
+    assert "which the daemon had not requested" in life.cause
 
 
 # --- a replacement where pids are fixed at the build ----------------------------------------------------------------
@@ -498,7 +496,7 @@ def test_one_that_crashes_while_it_attaches_is_replaced_and_who_replaces_it_is_l
 
 REFUSALS: dict[str, Event] = {
     "no pids after the build": lambda life: life.allowed("no pids after the build"),
-    "the holder has not answered for 10 s": GenerationHarness.when_due,
+    "the holder has not replied for 10 s": GenerationHarness.when_due,
 }
 
 
@@ -508,14 +506,14 @@ def test_where_the_holder_lets_nobody_in_it_is_closed(why: str) -> None:
     assert life.generation.next_tick_at == life.now + ALLOW_TIMEOUT_S
     assert REFUSALS[why](life) == [stop(W4), stop(W5)]
     assert (life.generation.attach_control.closed_reason, life.generation.should_be_replaced) == (why, True)
-    assert life.generation.progress == "serving 1/3, nobody can attach any more"
+    assert life.generation.progress == "serving 1/3, no worker can attach any more"
     # What it says after that opens nothing.
     assert life.allowed() + life.exits(W4, W5) == []
     assert (life.state, life.generation.next_tick_at) == (GenerationState.SERVING, FOREVER)
     # The last one: nothing can be done but by another generation.
     life.exits(W3)
     assert life.state is GenerationState.FAILED
-    assert life.cause.startswith("every worker is lost, and nobody can attach any more")
+    assert life.cause.startswith("all workers have exited, and no worker can attach any more")
 
 
 def test_a_closed_one_needs_renewal_only_when_its_spares_are_used_up() -> None:
@@ -553,7 +551,10 @@ def test_frozen_stops_those_who_are_not_attached_and_goes_on() -> None:
     # Who is attaching may be in time.
     assert life.attached(W2) == [AddSlot(W2)]
     assert (life.generation.attach_control.is_frozen, life.generation.should_be_replaced) == (True, True)
-    assert (life.generation.is_complete, life.generation.progress) == (True, "serving 2/3, frozen: the holder is lost")
+    assert (life.generation.is_complete, life.generation.progress) == (
+        True,
+        "serving 2/3, frozen: the holder has exited",
+    )
     # Nobody is started in the place of who is lost.
     assert (life.exits(W1), life.state) == ([], GenerationState.SERVING)
     life.exits(W2)

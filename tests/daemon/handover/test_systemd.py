@@ -440,7 +440,7 @@ def test_workers_that_are_replaced_are_a_sign_of_life_however_long_the_pauses_ar
     model = FakeModel()
     stage = Stage(model.serving(2), watchdog=3.0)
     stage.look()
-    model.serving(0).why_unready = "no worker is there; they are being replaced"
+    model.serving(0).why_unready = "all workers have exited and are being replaced"
     for _ in range(20):
         for model.main_generation.progress in ("serving 0/2, backing off", "attaching 0/2"):
             assert signs(stage, 30.0)[-1] > 27.0

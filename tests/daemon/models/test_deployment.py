@@ -189,7 +189,7 @@ def test_a_first_holder_that_is_killed_is_tried_again_a_few_times(caplog: pytest
         ("WARNING", "m.2 failed: m.2.holder: killed by SIGSEGV"),
         (
             "ERROR",
-            "m.3 failed: m.3.holder: killed by SIGSEGV; nothing is loaded on ascend:0 before a reload or an update",
+            "m.3 failed: m.3.holder: killed by SIGSEGV; no further attempt on ascend:0 before a reload or an update",
         ),
     ]
 
@@ -278,7 +278,7 @@ def test_it_waits_for_the_room_of_who_will_leave_and_is_told(caplog: pytest.LogC
     life.settled()
     assert (list(life.device.reserved), life.coming) == (["m.2"], "m.2")
     assert life.now < life.deployment.next_tick_at < FOREVER
-    assert caplog.messages.count("m.2 waits for memory of m.1") == 1
+    assert caplog.messages.count("m.2 waits for the memory of m.1") == 1
     leaving.device.release("m.1")
     assert life.woken == 1
 
@@ -416,7 +416,7 @@ def test_an_update_that_not_every_worker_can_load_does_not_take_over() -> None:
     for name in ("m.2.w3", "m.2.w4"):
         life.tick_when_due().exit(name)
     assert life.standing == ("m.1", "", ["m.2"])
-    assert life.deployment.cause.startswith("not every worker could load it: m.2.w4: killed by SIGSEGV")
+    assert life.deployment.cause.startswith("not every worker could load the model: m.2.w4: killed by SIGSEGV")
 
 
 def test_an_update_can_be_abandoned_once_and_is_not_tried_again() -> None:

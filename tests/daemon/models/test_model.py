@@ -115,7 +115,7 @@ def test_requests_with_an_input_without_rows_run_in_parts_but_never_together() -
     assert (seat.policy.max_rows, seat.policy.max_split_rows) == (1, 4)
     [generation] = stage.model.generations
     assert describe_batching(stage.model.config, generation) == (
-        "requests of more than 4 rows are split, tested bit-equal, none are batched: input s has no rows"
+        "requests of more than 4 rows are split, tested bit-equal, no requests are batched: input s has no rows"
     )
 
 
@@ -192,7 +192,7 @@ def test_what_takes_too_long_is_given_up_at_the_moment_that_it_has_told() -> Non
     stage.model.on_snapshot_failed(stage.host.pinned[0], "killed by SIGKILL", stage.now)
     assert (stage.model.readiness.has_failed, stage.model.readiness.main_generation.cause) == (
         True,
-        "no snapshot within load_timeout, 600 s",
+        "no snapshot within load_timeout (600 s)",
     )
 
 
@@ -292,14 +292,14 @@ def test_it_is_ready_while_a_worker_has_been_heard_of() -> None:
     assert stage.model.readiness.unready_reason(stage.now + 30.0) == ""
     assert (
         stage.model.readiness.unready_reason(stage.now + 30.1)
-        == "digits: no worker has answered for 30.1 s, watchdog is 30 s"
+        == "digits: no worker has answered for 30.1 s, the watchdog period is 30 s"
     )
     [number] = stage.some(1)
     stage.now += 20.0
     stage.answers(W1, number)
     assert stage.model.readiness.unready_reason(stage.now + 30.0) == ""
     stage.dies(W1)
-    assert stage.model.readiness.unready_reason(stage.now) == "digits: no worker is there; they are being replaced"
+    assert stage.model.readiness.unready_reason(stage.now) == "digits: all workers have exited and are being replaced"
 
 
 def test_a_deadline_while_nobody_serves_tells_why_nobody_does() -> None:
@@ -314,7 +314,9 @@ def test_a_deadline_while_nobody_serves_tells_why_nobody_does() -> None:
     stage.dies(HOLDER)
     numbers += stage.submit(request(deadline=1015.0))
     stage.goes(1).passes(5.0)
-    spawned = f"spawned, 0/2 processes up, {HOLDER}: killed by SIGSEGV; the shared weights are invalid without it"
+    spawned = (
+        f"spawned, 0/2 processes up, {HOLDER}: killed by SIGSEGV; the shared weights are invalid without the holder"
+    )
     assert stage.host.refusals == [
         (numbers[0], "UNAVAILABLE", "digits has no worker: snapshotting, not ready yet"),
         (numbers[1], "DEADLINE_EXCEEDED", "was running at its deadline"),
@@ -329,7 +331,7 @@ def test_an_update_takes_over_when_it_is_complete_and_who_asked_is_told_once() -
     stage = ModelHarness().serving().update("", weights="/w.npz")
     host = stage.host
     assert host.pinned[1:] == [ModelSource("/models/digits.onnx", "/w.npz", 2)]
-    with pytest.raises(Unavailable, match="digits is being updated already"):
+    with pytest.raises(Unavailable, match="digits is already being updated"):
         stage.update()
     stage.pinned().builds(2).says("digits.2.w1", ATTACHED)
     first, second = stage.some(2)
@@ -361,9 +363,7 @@ def no_worker(stage: ModelHarness) -> None:
 
 
 OTHER = Built("/store", (Y,), (Y,), ({"x": (2,)},), "canary", 4096)
-NO_DROP_IN = (
-    "the new model is not a drop-in for the one that serves: inputs: expected x FP32 [-1, 2], got y FP32 [-1, 3]"
-)
+NO_DROP_IN = "the new model is not compatible with the serving one: inputs: expected x FP32 [-1, 2], got y FP32 [-1, 3]"
 PRECONDITION, UNAVAILABLE = "FAILED_PRECONDITION", "UNAVAILABLE"
 HOLDER_2 = "digits.2.holder"
 FAILURES: dict[str, tuple[Callable[[ModelHarness], object], str, str]] = {
@@ -419,7 +419,7 @@ SUFFIX = "expected a .onnx file for engine onnxruntime, got "
     ("loaded", "path", "error", "text"),
     [
         (False, "/models/new.onnx", Unavailable, "digits is loading on cpu: try again once it serves"),
-        (True, "", FailedPrecondition, "nothing to go back to: digits serves /models/digits.onnx"),
+        (True, "", FailedPrecondition, "no version to roll back to: digits serves /models/digits.onnx"),
         (True, "/models/new.bin", InvalidArgument, SUFFIX + "'/models/new.bin'"),
         (True, "/models/new", InvalidArgument, SUFFIX + "'/models/new'"),
         (True, "/models/new.ONNX", InvalidArgument, SUFFIX + "'/models/new.ONNX'"),
@@ -449,7 +449,7 @@ def test_a_rollback_loads_the_old_bytes_again_and_a_second_one_is_refused() -> N
     with pytest.raises(FailedPrecondition) as caught:
         stage.rollback()
     went = "from /models/new.onnx to /models/digits.onnx"
-    assert str(caught.value) == f"digits was rolled back already, {went}: update it to go forth again"
+    assert str(caught.value) == f"digits was already rolled back {went}: update the model to use a newer version"
     # A further update is one that can be gone back from.
     stage.updated(5).rollback().loads(6)
     assert stage.model.versions.current == first
@@ -591,7 +591,7 @@ def test_an_update_of_a_model_that_has_failed_serves_and_leaves_nothing_to_go_ba
         True,
         ["/models/new.onnx"],
     )
-    with pytest.raises(FailedPrecondition, match="nothing to go back to"):
+    with pytest.raises(FailedPrecondition, match="no version to roll back to"):
         stage.rollback()
 
 

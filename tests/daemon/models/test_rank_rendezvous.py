@@ -399,7 +399,7 @@ def test_a_model_that_takes_something_else_does_not_take_over() -> None:
     stage = Cut(dataclasses.replace(ON_CARDS, device_ports=(1, 2))).serving()
     stage.model.update(b"o", "u", stage.now, path="/new{rank}.mindir", weights="", rollback=False, grant=OPERATOR)
     stage.pinned().greet(2, 2).enters(2, TensorSignature("y", "FP32", (-1, 4)))
-    assert "is not a drop-in for the one that serves" in stage.host.errors[0][2]
+    assert "is not compatible with the serving one" in stage.host.errors[0][2]
     assert stage.model.readiness.main_generation.label == "big.1"
 
 
@@ -437,7 +437,7 @@ def test_the_next_daemon_goes_on_with_a_group_whose_ranks_are_in_step(steps: tup
     assert following.host.killed == ([] if goes_on else [R0, R1])
     if not goes_on:
         [cause] = [each.cause for each in following.model.generations if each.label == "big.1"]
-        assert cause.startswith("the ranks are out of step")
+        assert cause.startswith("the ranks have run different steps")
         following.ends(R0, R1)
         following.now += 10.0
         following.model.tick(following.now)

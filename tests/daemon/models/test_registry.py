@@ -101,7 +101,7 @@ class Yard:
 
 def test_what_has_not_changed_is_not_touched_and_a_new_model_takes_requests_at_once() -> None:
     yard = Yard(a=ONE)
-    assert str(yard.reload(a=ONE)) == "no model changes"
+    assert str(yard.reload(a=ONE)) == "no model changed"
     assert str(yard.reload(b=TWO, a=ONE)) == "added b"
     assert [each.done for each in yard.made] == [[], ["start"]]
     assert yard.serving() == [("b", TWO), ("a", ONE)]
@@ -210,7 +210,7 @@ def test_a_model_that_is_removed_takes_what_loads_for_it_along_and_leaves_nothin
 def test_while_a_model_is_updated_nothing_changes(configs: dict[str, ModelConfig]) -> None:
     yard = Yard(a=ONE)
     yard.made[0].is_updating = True
-    with pytest.raises(Unavailable, match=r"^a is being updated: try again once that is over$"):
+    with pytest.raises(Unavailable, match=r"^a is being updated: try again after the update$"):
         yard.reload(**configs)
     assert (yard.serving(), len(yard.made)) == ([("a", ONE)], 1)
 

@@ -164,7 +164,7 @@ def test_a_page_store_that_was_changed_meanwhile_is_not_trusted(caplog: pytest.L
     daemon.host.seals["m.1"] = SealRecord(SEAL.size, SEAL.mtime_ns + 1)
     with caplog.at_level(logging.ERROR, "weightd"):
         following = daemon.resumed(records, m=ONE)
-    assert caplog.messages == ["m.1: loaded anew: the page store was changed while no daemon was there"]
+    assert caplog.messages == ["m.1: loading again: the page store was changed while no daemon was running"]
     # The snapshot is still good; the number is not used again.
     assert (following.host.pinned, following.host.spawned) == ([], ["m.2.holder", "m.2.w1", "m.2.w2"])
     model = following.fleet.models["m"]
@@ -184,7 +184,7 @@ def test_a_rollback_needs_no_file_after_a_restart_either() -> None:
     assert daemon.generation().source == ModelSource("/models/one.onnx", number=1)
     [record] = daemon.records()
     assert (record.source, record.previous, [each.number for each in record.sources]) == (1, 0, [1])
-    with pytest.raises(FailedPrecondition, match=r"m serves /models/one\.onnx, and nothing before it is kept"):
+    with pytest.raises(FailedPrecondition, match=r"m serves /models/one\.onnx, and no earlier version is kept"):
         daemon.restarted(m=ONE).backs().update(rollback=True)
 
 

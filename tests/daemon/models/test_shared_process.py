@@ -198,7 +198,9 @@ def test_a_group_that_failed_of_a_transient_cause_is_loaded_again_once_for_all_i
 
 def test_none_is_updated_alone() -> None:
     home = Home().serving()
-    with pytest.raises(FailedPrecondition, match="one is in one process with two, the group g"):
+    with pytest.raises(
+        FailedPrecondition, match=r"one shares its processes with two \(group g\) and cannot be updated alone"
+    ):
         home.models["one"].update(b"o", "u", home.now, path="/x.mindir", weights="", rollback=False, grant=OPERATOR)
 
 

@@ -124,7 +124,7 @@ def test_a_source_is_taken_once_and_is_there_until_it_is_dropped() -> None:
         None,
         [],
     )
-    with pytest.raises(RuntimeError, match=r"/m\.onnx: a process was to be started before the snapshot was taken"):
+    with pytest.raises(RuntimeError, match=r"/m\.onnx: a process cannot start before the snapshot is taken"):
         _ = shelf[SOURCE]
     shelf.on_taken(SOURCE, THERE)
     shelf.request(SOURCE, 2000.0)

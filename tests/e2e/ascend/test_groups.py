@@ -66,7 +66,7 @@ def test_one_process_serves_all_and_is_replaced_for_all(service: Service, paths:
             second.wait_for(20)
         until(lambda: pid not in {each.pid for each in service.processes()}, "it is gone")
         assert len({each.pid for each in service.processes()}) == 1
-        with pytest.raises(FailedPrecondition, match="the group both: it cannot be updated alone"):
+        with pytest.raises(FailedPrecondition, match=r"\(group both\) and cannot be updated alone"):
             client.update(NAMES[0], path=str(paths[NAMES[1]]))
 
 

@@ -98,7 +98,7 @@ def test_where_nobody_can_be_let_in_the_next_generation_comes(cards: Cards, serv
     generation = number(service)
     cards.host.switch(acl_set_pid="missing")
     kill(service, "worker")
-    until(lambda: "nobody can attach any more" in status(service).generations[0].progress, "it is closed")
+    until(lambda: "no worker can attach any more" in status(service).generations[0].progress, "it is closed")
     load.wait_for(20)
     assert number(service) == generation, "the spare is enough"
     kill(service, "worker")
@@ -137,7 +137,7 @@ def test_a_snapshot_that_was_tampered_with_is_not_loaded(
     shutil.copyfile(cards.mlp("other", seed=9), snapshot)
     with Load(service.address, MODEL, right) as load:
         kill(service, "worker")
-        until(lambda: "it would load a model of sha256" in service.log, "the replacement is refused")
+        until(lambda: "expected a model with sha256" in service.log, "the replacement is refused")
         load.wait_for(50)
 
 

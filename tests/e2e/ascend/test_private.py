@@ -28,7 +28,7 @@ def test_auto_falls_back_to_weights_of_their_own_where_they_cannot_be_shared(car
     with cards.service(tables) as service, service.client() as client:
         ask_all(client, MODEL, questions(bundle))
         until(lambda: serves(service, 2), "all that is left serves")
-        assert "cannot share weights, so each worker gets its own" in service.log
+        assert "weights cannot be shared, so each worker loads its own copy" in service.log
         kinds = [each.kind for each in cards.host.card_state(0).allocations if "weights" in each.kind]
         assert kinds == ["private weights"] * 2
         # Nobody has to be let in: a lost worker is replaced as on the CPU.

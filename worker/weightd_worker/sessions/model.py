@@ -215,11 +215,15 @@ class WorkerSession(Session):
         if forker is not None:
             forker.freeze_memory()
         built_bytes, holder_cost_bytes = private_bytes() - bytes_before, HOLDER_COST_BYTES[self._origin.origin]
-        if not is_holder_worthwhile(built_bytes, self._sharing_plan.sharer_count, holder_cost_bytes):
-            text = "weights are not shared: %d MiB, by %d processes, are less than the %d MiB of one that holds them"
-            return SharedWeights(
-                "", 0, text % (built_bytes >> 20, self._sharing_plan.sharer_count, holder_cost_bytes >> 20)
+        sharer_count = self._sharing_plan.sharer_count
+        if not is_holder_worthwhile(built_bytes, sharer_count, holder_cost_bytes):
+            processes_text = "1 process" if sharer_count == 1 else f"{sharer_count} processes"
+            saved_mib, cost_mib = built_bytes * (sharer_count - 1) >> 20, holder_cost_bytes >> 20
+            text = (
+                f"weights are not shared: sharing {built_bytes >> 20} MiB among {processes_text} would save"
+                f" {saved_mib} MiB, and the holder would use {cost_mib} MiB"
             )
+            return SharedWeights("", 0, text)
         if forker is None:
             return self._engine.sharing.export(self._store_path)
         self._template_model = InheritedModel(self._engine, self._sha256, built_bytes)

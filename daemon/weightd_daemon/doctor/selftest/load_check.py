@@ -86,7 +86,7 @@ def _evaluate(built: Built, attached: Attached | None, *, must_share: bool) -> t
     if must_share and not built.handle:
         return f'the library shares no weights: {built.note or "it gave no handle"}; sharing = "auto" allows that', ""
     if must_share and not built.selftest_digest:
-        return f"no self-test: {built.selftest_note}; name an input with the key selftest, or set sharing to off", ""
+        return f"no self-test: {built.selftest_note}; set the key selftest, or turn sharing off", ""
     if attached is not None and attached.selftest_digest != built.selftest_digest:
         return "a worker does not give the holder's answer", ""
     shared_text = f"{built.shared_bytes / MIB:,.0f} MiB shared" if built.shared_bytes else "nothing shared"
