@@ -1,4 +1,4 @@
-"""weightd on Ray Serve: one daemon on each node, while Serve handles everything between nodes (docs/cluster.md).
+"""weightd on Ray Serve: one daemon on each node, while Serve handles everything between nodes (docs/ray.md).
 
 Ray is imported only when it is needed, because the daemon supervisor is part of this package and must stay small.
 """

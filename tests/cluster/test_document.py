@@ -1,4 +1,4 @@
-"""docs/cluster.md and the example are held to the code: arguments, bounds, what a YAML says."""
+"""docs/ray.md, docs/kubernetes.md and the example agree with the code: arguments, limits, links."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from weightd_ray import daemon_supervisor, model_cache
 from weightd_ray.options import Arguments, parse_arguments
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGE = (REPOSITORY / "docs" / "cluster.md").read_text("utf-8")
+PAGE = (REPOSITORY / "docs" / "ray.md").read_text("utf-8")
+KUBERNETES_PAGE = (REPOSITORY / "docs" / "kubernetes.md").read_text("utf-8")
 EXAMPLE = (REPOSITORY / "examples" / "ray" / "serve.yaml").read_text("utf-8")
 
 
@@ -31,7 +32,7 @@ def test_bounds_are_those_of_the_code() -> None:
 
 
 def test_links_to_files_of_the_repository_lead_to_some() -> None:
-    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", PAGE):
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", PAGE + KUBERNETES_PAGE):
         assert (REPOSITORY / "docs" / target).exists(), target
 
 

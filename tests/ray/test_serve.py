@@ -252,7 +252,7 @@ def test_who_has_asked_a_replica_that_dies_is_told_so_that_it_may_ask_again(slow
         with pytest.raises(RayActorError):
             by_handle.result()
         reply = by_http.result()
-    # Serve's own words, and not weightd's: see docs/cluster.md.
+    # The text comes from Serve, not from weightd: see docs/ray.md.
     assert (reply.status, reply.is_ours) == (500, False)
 
 
