@@ -48,7 +48,7 @@ def test_each_code_is_there_with_its_status() -> None:
 
 def test_the_bounds_are_those_of_the_configuration() -> None:
     defaults = {field.name: field.default for field in toml_schema.table_keys(GatewayConfig)}
-    for key, by_default, _ in rows("Bounds"):
+    for key, by_default, _ in rows("Limits"):
         number = int(re.sub(r"\D.*", "", by_default.replace(",", "")))
         unit = {"MiB": 2**20, "GiB": 2**30}.get(by_default.split()[1], 1)
         assert defaults[key] == number * unit, key
@@ -59,7 +59,7 @@ def test_so_are_those_of_no_configuration() -> None:
     for sentence in (
         f"JSON of more than {infer_json.MAX_JSON_BYTES >> 20} MiB, of more than {tensors.MAX_VALUES:,} values",
         f"or of more than {infer_json.MAX_KEYS:,} keys of maps",
-        f"429 where {app.MAX_PROBES} wait for that already",
+        f"429 where {app.MAX_PROBES} requests already wait for the daemon",
     ):
         assert sentence in text
 

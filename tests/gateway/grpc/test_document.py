@@ -21,21 +21,23 @@ def test_each_method_is_there_once() -> None:
 def test_each_bound_is_there() -> None:
     text = " ".join(SECTION.split())
     pings = server.KEEPALIVE_S + server.KEEPALIVE_TIMEOUT_S
+    reflection_s = f"{public_services.REFLECTION_TIMEOUT_S:.0f}"
     for sentence in (
-        f"{streams.MAX_STREAMS} streams, of all callers, may be open",
-        f"{server.MAX_CALLS_PER_CONNECTION} calls of one connection",
-        f"metadata of a call is {server.MAX_METADATA_BYTES // 1024} KiB at most",
-        f"more often than every {server.MIN_PING_INTERVAL_S} s is hung up, and so is who answers no ping for {pings} s",
-        f"{handlers.MAX_PROBES} calls, whose message has to come within a second",
-        f"{streams.MAX_WATCH_STREAMS} that watch, and {streams.MAX_REFLECTION_STREAMS} that reflect",
-        f"with a question every {public_services.REFLECTION_TIMEOUT_S:.0f} s",
-        f"has no tensors is {handlers.MAX_SMALL_MESSAGE_BYTES // 1024} KiB at most",
-        f"raw content has {requests.MAX_HEADER_BYTES >> 20} MiB, and {tensors.MAX_VALUES:,} values, at most",
-        f"{requests.MAX_PARAMETERS:,} parameters of a request or of a tensor",
-        f"at most {wire_format.MAX_FIELDS:,} fields beside raw content",
-        f"{requests.MAX_UNUSUAL_BYTES >> 20} MiB in a message of more than {wire_format.MAX_FAST_FIELDS} fields",
+        f"| streams of all callers | {streams.MAX_STREAMS} |",
+        f"| calls of one connection | {server.MAX_CALLS_PER_CONNECTION} |",
+        f"| metadata of a call | {server.MAX_METADATA_BYTES // 1024} KiB |",
+        f"| interval of pings | {server.MIN_PING_INTERVAL_S} s | disconnected |",
+        f"| reply to a ping | {pings} s | disconnected |",
+        f"| calls without token (message within {handlers.RECEIVE_GRACE_S:.0f} s) | {handlers.MAX_PROBES} |",
+        f"| calls of `Watch` | {streams.MAX_WATCH_STREAMS} |",
+        f"| reflection streams | {streams.MAX_REFLECTION_STREAMS}, a request every {reflection_s} s |",
+        f"| message without tensors | {handlers.MAX_SMALL_MESSAGE_BYTES // 1024} KiB |",
+        f"| message without raw contents | {requests.MAX_HEADER_BYTES >> 20} MiB and {tensors.MAX_VALUES:,} values |",
+        f"| parameters of a request or tensor | {requests.MAX_PARAMETERS:,} |",
+        f"| fields of a message, nested ones included (a packed list is one) | {wire_format.MAX_FIELDS:,} |",
+        f"| message of more than {wire_format.MAX_FAST_FIELDS} fields | {requests.MAX_UNUSUAL_BYTES >> 20} MiB |",
         f"`max_in_flight` + {handlers.MAX_UNSENT_CALLS} calls",
         f"Answers of {handlers.MIN_RESERVED_BYTES // 1024} KiB and more",
-        f"a text of {handlers.MAX_TEXT_BYTES:,} bytes at most",
+        f"a text of at most {handlers.MAX_TEXT_BYTES:,} bytes",
     ):
         assert sentence in text
