@@ -1,7 +1,8 @@
 """docs/protocol.md describes each client message, field, limit, error code and example as the code has them.
 
-The messages between the daemon and its children are listed in docs/architecture.md. Their fields and examples are in
-child_messages.json: the bytes on the wire, which may change only together with CHILD_PROTOCOL_VERSION.
+client_examples.json has the examples that the page does not show. The messages between the daemon and its children are
+listed in docs/architecture.md. Their fields and examples are in child_messages.json: the bytes on the wire, which may
+change only together with CHILD_PROTOCOL_VERSION.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import inspect
 import json
 import re
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Type
+from typing import Any, Dict, Iterator, List, Mapping, Tuple, Type
 
 import msgpack
 import pytest
@@ -32,6 +33,8 @@ DOCS = Path(__file__).parents[2] / "docs"
 WIRE = (DOCS / "protocol.md").read_text("utf-8")
 ARCHITECTURE = (DOCS / "architecture.md").read_text("utf-8")
 CHILD: Dict[str, Any] = json.loads(Path(__file__).with_name("child_messages.json").read_text("utf-8"))
+# The frames of an example in hex, for each message without an example in protocol.md.
+CLIENT_EXAMPLES: Dict[str, List[str]] = json.loads(Path(__file__).with_name("client_examples.json").read_text("utf-8"))
 
 CLIENT_CHAPTERS: Mapping[str, Mapping[str, Type[Any]]] = {
     "Client to daemon": FROM_CLIENT,
@@ -144,23 +147,66 @@ def test_every_child_field_is_described_in_the_code() -> None:
     assert {field.name for cls in classes for field in dataclasses.fields(cls)} - described == set()
 
 
+def listed_fields(section: str) -> List[Tuple[str, str, str]]:
+    """Return name, type and meaning of the fields that a section of protocol.md lists."""
+    return re.findall(r"^- `(\w+): ([^`]+)`: (.+)$", section, re.MULTILINE)
+
+
+def notation(kind: str, names: Mapping[str, str]) -> str:
+    """Return the kind of a field as protocol.md writes it, with the names that the page gives to some kinds."""
+    if kind in names:
+        return names[kind]
+    for pattern, template in (
+        (r"nil, or (?P<item>.*)", "nil or {item}"),
+        (r"list of at most (\d+): (?P<item>.*)", "{item}[{0}]"),
+        (r"map of at most (\d+) names to (?P<item>.*)", "map[{0}] of {item}"),
+        (r"text, (\d+) to (\d+) bytes", "text({0}..{1})"),
+        (r"integer, (-?\d+) to (\d+)", "int({0}..{1})"),
+        (r"number of at least (0) and at most (1)", "number({0}..{1})"),
+        (r"number of at least 0", "number"),
+        (r"boolean", "bool"),
+        (r"((?:one of )?\w+(?:, \w+)*)", "{0}"),
+    ):
+        matched = re.fullmatch(pattern, kind)
+        if matched:
+            item = matched.groupdict().get("item")
+            return template.format(*matched.groups(), item=item and notation(item, names))
+    raise AssertionError(kind)
+
+
+def typed(kind: str, value: object, names: Mapping[str, str]) -> str:
+    """Return the type of a field with its default, as protocol.md writes it."""
+    suffix = {"required": "", "absent": "?"}.get(default(value), f" = {default(value)}".replace("`", ""))
+    return notation(kind, names) + suffix
+
+
 @pytest.mark.parametrize(
     ("heading", "cls"), [*((f"`{tag}`", cls) for tag, cls in CLIENT_MESSAGES.items()), *CLIENT_RECORDS.items()]
 )
-def test_each_field_is_described_with_its_kind_and_default(heading: str, cls: Type[Any]) -> None:
-    described = rows(SECTION[heading])
-    assert [row[:3] for row in described] == [
-        [f"`{name}`", kind, default(value)] for name, kind, value in describe_fields(cls)
+def test_each_field_is_described_with_its_type_and_default(heading: str, cls: Type[Any]) -> None:
+    names = {row[1]: row[0].strip("`") for row in rows(SECTION["Types"]) if row[1].startswith(("one of ", "integer, "))}
+    [envelope_id] = [
+        row[1] for row in rows(CHAPTER["Messages and frames"].partition("Every envelope")[2]) if "id" in row[0]
     ]
-    assert all(len(row) == 4 and row[3] for row in described)
-    assert described or "It has no fields." in SECTION[heading]
+    fields = [(name, typed(kind, value, names)) for name, kind, value in describe_fields(cls)]
+    described = listed_fields(SECTION[heading])
+    assert [(name, kind) for name, kind, _ in described] == [field for field in fields if field != ("id", envelope_id)]
+    assert described or "It has only `id`." in SECTION[heading]
 
 
 def example_frames(tag: str) -> List[bytes]:
     """Return the frames of the example of a message."""
     if tag in CHILD_MESSAGES:
         return [bytes.fromhex(frame) for frame in CHILD["messages"][tag]["frames"]]
+    if tag in CLIENT_EXAMPLES:
+        return [bytes.fromhex(frame) for frame in CLIENT_EXAMPLES[tag]]
     return examples(SECTION[f"`{tag}`"])
+
+
+def test_each_client_message_has_one_example() -> None:
+    shown = [tag for tag in CLIENT_MESSAGES if examples(SECTION[f"`{tag}`"])]
+    assert sorted([*shown, *CLIENT_EXAMPLES]) == sorted(CLIENT_MESSAGES)
+    assert {"infer", "infer_response", "error"} <= {*shown}
 
 
 @pytest.mark.parametrize("tag", MESSAGES)
@@ -208,7 +254,7 @@ def test_each_error_code_is_there_with_its_meaning_and_occasion() -> None:
 
 
 def test_each_question_is_there_with_the_codes_that_it_may_end_in_and_whether_it_may_be_sent_again() -> None:
-    described = rows(CHAPTER["Error codes"].partition("What each message may end in")[2])
+    described = rows(SECTION["Codes of each message"])
     assert [row[0] for row in described] == [f"`{tag}`" for tag in FROM_CLIENT]
     for _, codes, *_ in described:
         named = codes.split(", ")

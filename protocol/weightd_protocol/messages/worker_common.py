@@ -29,7 +29,7 @@ _NAMES = list_of(text(limits.MAX_NAME_BYTES), limits.MAX_TENSORS)
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of a card in bytes, used by all processes of all users."""
+    """Memory of a card in bytes: `total_bytes` is the capacity, `free_bytes` what no process of any user has."""
 
     total_bytes: int = field(metadata=BYTES)
     free_bytes: int = field(metadata=BYTES)
