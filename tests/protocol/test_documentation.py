@@ -297,7 +297,7 @@ def test_the_page_shows_an_error_as_it_is() -> None:
     assert f"\n```\n{caught.value}\n```\n" in SECTION["Strictness"]
 
 
-@pytest.mark.parametrize("page", ["protocol.md", "architecture.md"])
+@pytest.mark.parametrize("page", ["protocol.md", "architecture.md", "reliability.md"])
 def test_links_lead_somewhere(page: str) -> None:
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", (DOCS / page).read_text("utf-8")):
         assert (DOCS / (target or page)).exists()
