@@ -50,14 +50,15 @@ class InheritedModel(NamedTuple):
 
 
 MakeChildMain = Callable[[Sequence[str], Optional[InheritedModel]], Callable[[], int]]
-"""Returns what lives the life of a child with these arguments, and with what is made already, up to its exit status.
+"""Returns the main function of a child with these arguments and this inherited model. The function returns the exit
+status.
 
-What can be found out before the fork a process has in common with those that are forked later. Raises SystemExit where
-the arguments are wrong.
+It runs before the fork, so that later forked processes share its memory. It raises SystemExit if the arguments are
+invalid.
 """
 
 ReportForked = Callable[[Forked], bool]
-"""Tells the daemon; returns whether it can have heard."""
+"""Reports to the daemon. Returns False if the report was lost."""
 
 
 class Forker:

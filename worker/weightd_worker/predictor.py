@@ -28,10 +28,10 @@ _MAX_MERGED_REQUESTS = 64
 _MAX_MERGED_ITEMS = 64
 
 Reply = Tuple[object, Sequence[Any]]
-"""A message, and its tensors."""
+"""A message and its tensors."""
 
 PredictItem = Tuple[Predict, Sequence[Any]]
-"""A request, and its tensors that have frames."""
+"""A request, and the tensors of it that are sent in frames."""
 
 _layout_of = operator.attrgetter("shape", "dtype", "flags.c_contiguous")
 

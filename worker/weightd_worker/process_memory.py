@@ -119,7 +119,7 @@ def unchanged_mappings(lines: Iterable[str]) -> Iterator[Tuple[int, int]]:
 
 
 HOLDER_COST_BYTES: Mapping[str, int] = {"spawned": 32 << 20, "forked": 8 << 20}
-"""What a holder takes for itself, in bytes, by its origin: measured with both engines, and some more."""
+"""The private memory of a holder in bytes, by its origin: measured with both engines, with a margin."""
 
 _LARGE_MODEL_FACTOR = 8
 

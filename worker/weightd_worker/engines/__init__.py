@@ -19,7 +19,7 @@ ENGINES: Dict[str, Callable[[BuildSettings], Engine]] = {
     "onnxruntime": OnnxRuntime,
     "mindspore_lite": mindspore_lite.make_engine,
 }
-"""What makes an engine: raises `EngineMissing` or, where the settings cannot be, `BuildError`."""
+"""Factories of the engines. They raise `EngineMissing` or, for invalid settings, `BuildError`."""
 
 RANK_ENGINES: Dict[str, Type[RankEngine]] = {"mindspore": MindSporeRank, "mindspore_lite": MindSporeLiteRank}
-"""What runs one rank of a model; raises as above."""
+"""Engines of the ranks of a model. Their constructors raise the same errors."""

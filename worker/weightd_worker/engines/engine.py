@@ -20,10 +20,10 @@ from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.worker_common import DeviceMemory, SelfTestCase, SharingTraits
 
 Arrays = Dict[str, Any]
-"""Tensors by name: numpy arrays. As inputs in native byte order, in C order and aligned; as outputs in any form."""
+"""Numpy arrays by tensor name. Inputs are in native byte order, in C order and aligned; outputs may have any layout."""
 
 Gears = Tuple[Tuple[int, ...], ...]
-"""The sizes that a model was converted for: each gear gives those of all free dimensions, in the inputs' order."""
+"""The sizes that a model was converted for. Each gear has the sizes of all free dimensions, in the inputs' order."""
 
 
 class BuildSettings(NamedTuple):
@@ -72,14 +72,14 @@ class Engine(abc.ABC):
     sharing: WeightSharing
     can_rebuild: ClassVar[bool] = True
     may_corrupt: ClassVar[bool] = True
-    """Whether a predict may leave the model so that a later answer is wrong in silence."""
+    """Whether a predict may corrupt the model, so that a later answer is wrong without an error."""
     is_limited_by_first_shape: ClassVar[bool] = False
-    """Whether a model's first predict decides which shapes it can compute: the engine builds a new model for a shape
+    """Whether a model's first predict determines which shapes it can compute: the engine builds a new model for a shape
     that the first one does not cover."""
     was_rebuilt_larger: bool = False
-    """Whether that has happened since `build`, or since somebody set it to False."""
+    """Whether the engine has built a model for larger shapes since `build`, or since a caller reset this to False."""
     should_rebuild_per_shape: bool = False
-    """Whether the engine builds a new model at each change of shape, set where answers depend on the shapes before."""
+    """Whether the engine builds a new model at each change of shape. Set if answers depend on the shapes before."""
 
     @property
     def has_unshared_weights(self) -> bool:

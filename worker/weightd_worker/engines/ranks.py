@@ -61,7 +61,7 @@ class RankEngine(abc.ABC):
 
     name: ClassVar[str]
     needs_broker: ClassVar[bool] = False
-    """Whether a group needs a process beside the ranks, that runs `serve_broker`."""
+    """Whether a group needs an additional process that runs `serve_broker`."""
 
     def __init__(self, rendezvous: RankRendezvous) -> None:
         self._rendezvous = rendezvous

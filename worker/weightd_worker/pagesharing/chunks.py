@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 MAX_REGIONS = 100000
-"""More regions than this are refused: the list of them must stay below 1 MiB, see above. (The kernel's
-usual limit is 65,530.)"""
+"""A process with more regions is not supported: the list of them must stay below 1 MiB, see above. (The kernel's usual
+limit is 65,530.)"""
 
 _MAPS = Path("/proc/self/maps")
 _ENTRY_BYTES = 8
@@ -53,7 +53,7 @@ class AddressRange(NamedTuple):
     start: int
     end: int
     is_anonymous: bool
-    """Whether it is plain memory, of no file, and not the heap or a stack."""
+    """Whether it is plain memory: not of a file, the heap or a stack."""
 
 
 def parse_region(line: bytes) -> Optional[AddressRange]:
@@ -133,15 +133,15 @@ class Pagemap:
 
 
 POOL_BYTES = 256 << 20
-"""MindSpore Lite's runner takes memory from the kernel itself, by libnuma, in pieces of so many bytes, and packs
-weights into them. Such a piece that came with the model, and is just that, is the library's: malloc takes none so, no
-stack is as large, and what lies beside other memory is not told from it and left alone."""
+"""The size of a pool. MindSpore Lite's runner allocates pools from the kernel, by libnuma, and packs weights into them.
+A region of exactly this size (or a multiple) that the build has added is the library's: malloc makes none of this size,
+and no stack is as large. A pool beside other memory cannot be told apart from it, and is not used."""
 
 LARGE_BLOCK_BYTES = 1 << 20
-"""Blocks from this many bytes on are looked at in any case: the interpreter has none."""
+"""Blocks of at least this size in bytes are always used, because the interpreter has none."""
 
 MIN_BLOCK_BYTES = 128 << 10
-"""Blocks below this many bytes are left alone: what they would save, their first pages and mappings cost."""
+"""Blocks below this size in bytes are not used: their first pages and mappings would cost what they save."""
 
 _IS_MMAPPED = 2
 _HEADER = struct.Struct("<QQ")
@@ -150,10 +150,10 @@ _PROBE_BYTES = (32 << 20) + 1
 _SCAN_WINDOW_BYTES = 8192 * PAGE  # scanned at once: numpy then needs 64 KiB, which malloc takes from its heap
 
 Extent = Tuple[int, int]
-"""Start and end of a piece of memory, at page boundaries."""
+"""Start and end of a range of memory, at page boundaries."""
 
 MappingStarts = FrozenSet[int]
-"""Where the mappings are that malloc had made before a model was built."""
+"""Start addresses of malloc's mappings, and of pools, before a model was built."""
 
 
 class Chunk(NamedTuple):
@@ -169,7 +169,7 @@ class MemoryReader(NamedTuple):
     populated: Callable[[int, int], NDArray[np.bool_]]
     """(start, end) -> for each page, whether it exists."""
     read_header: Callable[[int, int], Optional[bytes]]
-    """(address, length) -> the bytes there, if there are any."""
+    """(address, length) -> the bytes, or None if they are not mapped."""
 
 
 def find_extents(libc: Libc, starts_before: Optional[MappingStarts] = None) -> List[Extent]:

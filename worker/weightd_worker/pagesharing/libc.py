@@ -67,9 +67,9 @@ class MappedBlocks(NamedTuple):
 
     block_count: int
     total_bytes: int
-    """Their bytes."""
+    """The size of all blocks."""
     modulus: int
-    """``total_bytes`` is known modulo this: the older call counts in 32 bits."""
+    """``total_bytes`` is known modulo this value, because the older call counts in 32 bits."""
 
 
 class _MallInfo(ctypes.Structure):
@@ -90,7 +90,7 @@ class Libc:
     def __init__(self, library: ctypes.CDLL) -> None:
         """Declare the signatures of the functions of ``library`` that are used."""
         self.mmap_threshold_bytes: Optional[int] = None
-        """The size from which malloc gives blocks mappings of their own; None: malloc decides."""
+        """The size from which malloc puts blocks in separate mappings; None: malloc decides."""
         self._mmap = library.mmap
         self._mmap.argtypes = (_address, _size, _int, _int, _int, ctypes.c_long)
         self._mmap.restype = _address

@@ -17,7 +17,7 @@ from . import chunks
 from .libc import PAGE, Libc
 
 BLOCK_BYTES = 16 << 20
-"""Bytes compared and exchanged in one go: few enough to keep that moment short, and enough to cost nothing."""
+"""How many bytes are compared and replaced at once: few enough for a short critical time, many enough for speed."""
 
 _MAPPINGS_PER_EXCHANGE = 2  # replacing the middle of a mapping splits it in three
 

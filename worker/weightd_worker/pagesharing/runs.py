@@ -13,21 +13,21 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MAX_TRIED_COPIES = 8
-"""Of many equal pages in the store this many are tried, for the one at which the longest run begins."""
+"""How many of several equal pages in the store are tried, to find the one at which the longest run begins."""
 
 _FIRST_COMPARED = 64
-"""Pages compared at first to see how long a run is; then twice as many, and so on: short runs stay cheap."""
+"""How many pages are compared first to measure a run. The number is doubled each time, so short runs are cheap."""
 
 
 class Run(NamedTuple):
     """Consecutive pages of this process."""
 
     address: int
-    """Of the first of them."""
+    """The address of the first page."""
     first_page: int
-    """The page of the store that it seems equal to; those after it are equal to those after it there."""
+    """The page of the store with the same hash as the first page. The pages that follow match in the same way."""
     page_count: int
-    """How many they are."""
+    """The number of pages."""
 
 
 def run_starts(addresses: NDArray[np.uint64], page: int) -> NDArray[np.intp]:

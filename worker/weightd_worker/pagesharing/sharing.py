@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _MIN_ZERO_PAGES = 16
-"""Fewer zero pages in a row are treated as any other page: to leave them out would cut a mapping in three."""
+"""Shorter runs of zero pages are treated like other pages, because leaving them out would split a mapping."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class PageSharingResult:
     shared_bytes: int
     """Bytes of this process that are now mapped from the store."""
     zero_bytes: int
-    """Bytes that were all zeros and were given back."""
+    """Bytes that were all zeros and were freed."""
     examined_bytes: int
-    """Bytes of this process that were looked at."""
+    """Bytes of this process that were examined."""
     duration_s: float
 
 

@@ -30,7 +30,7 @@ Runs = Tuple[SelfTestRun, SelfTestRun]
 """Two runs on the same cases."""
 
 AnnounceCases = Callable[[SelfTestCases, SelfTestCases], None]
-"""Tells the daemon what is tried next, and what has been in vain."""
+"""Reports to the daemon the cases that run next, and the cases that have failed."""
 
 # Sizes of free dimensions, including the batch. They are also tried on a card whose gears are not known.
 _SIZES = (1, 2, 4, 8, 16, 32, 48, 64, 224)

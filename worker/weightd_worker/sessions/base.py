@@ -46,7 +46,7 @@ _log = logging.getLogger("weightd.worker")
 # Seconds between two checks of the log and the memory that predicts leave behind, while predicts arrive.
 HOUSEKEEPING_INTERVAL_S = 1.0
 Entry = Tuple[ChildOrder, Sequence[Any]]
-"""An order, and what belongs to it: the tensors of a predict, or those of a batch, each with its own."""
+"""An order with its tensors. A batch has, instead, its predicts, each with its tensors."""
 
 
 class Session(abc.ABC):

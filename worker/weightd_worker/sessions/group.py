@@ -43,7 +43,7 @@ class GroupSession(Session):
     """Base class of the sessions of groups."""
 
     _member_kind: ClassVar[str]
-    """What this process is, for the text of an error."""
+    """The kind of this process, for error messages."""
 
     def _handle_order(self, order: ChildOrder) -> None:
         if isinstance(order, JoinGroup):

@@ -40,10 +40,10 @@ from weightd_worker.sessions.group import GroupSession
 
 _log = logging.getLogger("weightd.worker")
 NO_MODEL_DIGEST = "none"
-"""What a broker says in the place of a digest."""
+"""The digest in a broker's HELLO, because it has no model."""
 
 RANK_LOST = 1
-"""The exit status of one whose ranks have not come, or were lost."""
+"""Exit status of a broker whose ranks have not joined in time, or were lost."""
 
 
 class RankInputs(NamedTuple):

@@ -55,8 +55,8 @@ from weightd_worker.nativelog import NativeLog
 _log = logging.getLogger("weightd.worker")
 _VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"  # the cards that a process sees, which it then numbers from 0
 OUT_OF_MEMORY_MARKS = ("Acl open device", "207001", "EI0019")
-"""What the log says of a card that is full: no place for a process (model_process.cc:118), no memory (ACL's number), a
-port that another process has (HCCL's number)."""
+"""Marks in the log of a full card: no place for a process (model_process.cc:118), no memory (a code of ACL), a port
+that another process uses (a code of HCCL)."""
 
 
 class MindSporeLiteAscend(MindSporeLite):

@@ -57,7 +57,7 @@ class MindSporeLite(Engine):
 
     name = "mindspore_lite"
     resize_error_type: ClassVar[Type[RequestError]] = ModelCorrupted
-    """What a refused resize is, where nothing has run yet."""
+    """The error of a rejected resize, before any predict of the request."""
 
     def __init__(self, settings: BuildSettings) -> None:
         self._settings = settings
