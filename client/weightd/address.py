@@ -21,7 +21,7 @@ _UNIX_SCHEME, _IPC_SCHEME = "unix://", "ipc://"
 _UNIX_SUFFIX = endpoints.unix_path(_IPC_SCHEME)
 
 EXPECTED_FORMS = f"/PATH, unix:///PATH, ipc:///PATH or {endpoints.TCP_ADDRESS_FORM}"
-"""For people: what `parse_address` takes."""
+"""The forms of an address that `parse_address` accepts, for error texts."""
 
 
 class Address(NamedTuple):
@@ -133,7 +133,7 @@ def new_unix_socket() -> socket.socket:
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:
-        raise Unavailable(f"cannot make a socket: {error.strerror}") from None
+        raise Unavailable(f"cannot create a socket: {error.strerror}") from None
     connection.setblocking(False)
     return connection
 
@@ -164,7 +164,8 @@ def connect_unix(connection: socket.socket, path: str) -> bool:
 def _connect_error(error: OSError, path: str) -> RequestError:
     if error.errno in (errno.EACCES, errno.EPERM):
         return PermissionDenied(
-            f"this user may not connect to {path}: {error.strerror}; ask for membership of the socket's group"
+            f"this user may not connect to {path}: {error.strerror}; ask the administrator to add the user to the "
+            "socket's group"
         )
     if error.errno == errno.ENOENT:
         return NoDaemon(path, "there is no socket")
@@ -219,8 +220,8 @@ def read_keys(key: Optional[KeyFile], server_key: Optional[KeyFile]) -> Optional
     if key is None and server_key is None:
         return None
     if key is None or server_key is None:
-        missing = "key, the client's secret one" if key is None else "server_key, the listener's public one"
-        raise InvalidArgument(f"expected the files of both keys of CURVE, or none: {missing}, is missing")
+        missing = "key (the client's secret key)" if key is None else "server_key (the listener's public key)"
+        raise InvalidArgument(f"expected both key files of CURVE, or neither: {missing} is missing")
     try:
         return CurveKeys(read_public(_to_path("server_key", server_key)), read_secret(_to_path("key", key)))
     except KeyFileError as error:

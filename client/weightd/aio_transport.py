@@ -57,10 +57,10 @@ class AsyncTransport:
         try:
             running = asyncio.get_running_loop()
         except RuntimeError:
-            raise WrongLoop("an AsyncClient needs an event loop of asyncio that runs; Client needs none") from None
+            raise WrongLoop("AsyncClient requires a running asyncio event loop; without one, use Client") from None
         if self._loop is not running:
             if self._loop is not None and not self._session.connection.closed:
-                raise WrongLoop("this client belongs to the event loop that it is connected in; make one for each loop")
+                raise WrongLoop("this client is connected in another event loop; create one client for each event loop")
             self._loop = running
         return running
 

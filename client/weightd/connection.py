@@ -61,9 +61,9 @@ class DaemonConnection(abc.ABC):
         self.sent_count: int = 0
 
     send: Callable[..., bool]
-    """Send the frames of a message, and descriptors; return whether all of it has gone.
+    """Send the frames of a message, and descriptors; return whether all of it was sent.
 
-    What has not, and what comes after it, goes with `flush`: `left` is told. Large frames are not copied.
+    `flush` sends the rest, and the messages that follow. Large frames are not copied.
 
     Raises:
         OSError: the connection is lost.
@@ -115,7 +115,7 @@ class DaemonConnection(abc.ABC):
         return ConnectionLost(self._lost_text())
 
     def _lost_text(self) -> str:
-        return f"the connection to {self.address} is lost: the daemon has ended, or has hung up"
+        return f"lost the connection to {self.address}: the daemon exited or closed the connection"
 
 
 class NotConnected(DaemonConnection):
@@ -197,7 +197,7 @@ class UnixConnection(DaemonConnection):
             raise self.lost_error() from None
         except RemoteProtocolError as error:
             raise RemoteProtocolError(
-                f"what answers at {self.address} does not speak as weightd does: {error}"
+                f"the peer at {self.address} does not speak weightd's protocol: {error}"
             ) from None
 
     def is_idle(self) -> bool:

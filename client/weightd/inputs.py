@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     # mypy infers a sequence of objects for a nested list that mixes integers and floats.
     Value = Union[ArrayLike, Sequence[Any]]
     Inputs = Union[Mapping[str, Value], Value]
-    """Of a request: an array, list or number for each input by its name, or one alone where the model has one input."""
+    """Inputs of a request: an array, list or number for each input name, or a single one if the model has one input."""
 
 # numpy scalars count as values too: `list(array)` consists of them.
 UNTYPED_TYPES = (bool, int, float, list, tuple, range, np.generic)
-"""What has no datatype, or one that says nothing of what was meant."""
+"""Types without a datatype, or with one that the caller has not chosen."""
 
 _SEQUENCE_TYPES = (list, tuple, range)
 
@@ -66,7 +66,7 @@ def to_typed_inputs(inputs: Inputs, model: str, signatures: Sequence[TensorSigna
 def _sole_input_name(inputs: object, model: str, signatures: Sequence[TensorSignature]) -> str:
     if len(signatures) != 1:
         raise InvalidArgument(
-            f'inputs: expected each by its name, as in {{"x": array}}, got {type(inputs).__name__}: '
+            f'inputs: expected a mapping by name, as in {{"x": array}}, got {type(inputs).__name__}; model '
             f"{label(model)} has the inputs {_list_names(signatures)}"
         )
     return signatures[0].name
@@ -80,7 +80,7 @@ def _convert_input(datatypes: Mapping[str, str], name: str, value: Any, model: s
     datatype = datatypes.get(name)
     if datatype is None:
         names = ", ".join(map(label, datatypes)) or "none"
-        raise InvalidArgument(f"input {label(name)}: {label(model)} has none of this name; it has {names}")
+        raise InvalidArgument(f"input {label(name)}: model {label(model)} has no input of this name; it has {names}")
     return as_array(f"input {label(name)}", value, datatype)
 
 
@@ -121,7 +121,7 @@ def _flatten(description: str, value: Any, item_bytes: int) -> Tuple[List[Any], 
     size = 1
     while any(issubclass(kind, _SEQUENCE_TYPES) for kind in set(map(type, level))):
         if len(shape) == limits.MAX_RANK:
-            raise InvalidArgument(f"{description}: expected lists in at most {limits.MAX_RANK} levels")
+            raise InvalidArgument(f"{description}: expected at most {limits.MAX_RANK} levels of lists")
         length = _common_length(description, shape, level)
         shape += (length,)
         size *= length
@@ -139,8 +139,10 @@ def _common_length(description: str, shape: Tuple[int, ...], level: List[Any]) -
     length = len(level[0]) if _is_list(level[0]) else -1
     for index, each in enumerate(level):
         if not _is_list(each) or len(each) != length:
-            expected = f"a list of {length}, as the first one" if length >= 0 else "a list, as others beside it are"
-            found = f"one of {len(each)}" if _is_list(each) else describe_value(each)
+            expected = (
+                f"a list of length {length}, like the first one" if length >= 0 else "a list, like other elements"
+            )
+            found = f"length {len(each)}" if _is_list(each) else describe_value(each)
             raise InvalidArgument(f"{description}{_format_index(shape, index)}: expected {expected}, got {found}")
     return length
 
@@ -163,8 +165,8 @@ def _stack_arrays(description: str, arrays: List[Any], shape: Tuple[int, ...]) -
     first = next(kind for kind in array_types if kind)
     for index, kind in enumerate(array_types):
         if kind != first:
-            found = f"one of {kind}" if kind else describe_value(arrays[index])
-            expected = f"an array of {first}, as others beside it are"
+            found = f"an array of {kind}" if kind else describe_value(arrays[index])
+            expected = f"an array of {first}, like other elements"
             raise InvalidArgument(f"{description}{_format_index(shape, index)}: expected {expected}, got {found}")
     stacked: Any = np.array(arrays)
     return stacked.reshape(shape + stacked.shape[1:])

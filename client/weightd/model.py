@@ -157,7 +157,7 @@ def _call_inputs(positional: Tuple[Any, ...], named: Mapping[str, Any]) -> Any:
     if len(positional) == 1 and not named:
         return positional[0]
     found = f"{len(positional)} without a name" + (f" and {', '.join(named)}" if named else "")
-    raise InvalidArgument(f"inputs: expected each by its name, as in model(x=array), or one without, got {found}")
+    raise InvalidArgument(f"inputs: expected inputs by name, as in model(x=array), or one without a name, got {found}")
 
 
 def _unwrap_single(outputs: Dict[str, NDArray[Any]]) -> Any:
@@ -199,7 +199,7 @@ def check_map_arguments(inputs: object, in_flight: Any, iterable_types: Tuple[ty
         )
     kind = type(inputs)
     if issubclass(kind, (abc.Mapping, str)) or not issubclass(kind, iterable_types):
-        raise InvalidArgument(f"inputs: expected one after another, as in [array, array], got {kind.__name__}")
+        raise InvalidArgument(f"inputs: expected an iterable of inputs, as in [array, array], got {kind.__name__}")
 
 
 def map_ordered(

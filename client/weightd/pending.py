@@ -31,7 +31,7 @@ class Uncopied:
         """
         raise NotCopyable(
             f"{type(self).__name__} objects cannot be copied or pickled: each belongs to a connection of its process. "
-            "Threads share a client; another process creates its own, with the address"
+            "Share a client between threads; in another process create another client"
         )
 
 

@@ -275,7 +275,7 @@ class ClientCore:
         """Process a message that is not an `InferResponse`."""
         if isinstance(message, Error):
             if not message.id:
-                raise RemoteProtocolError(f"the daemon ends this connection: {message.error}")
+                raise RemoteProtocolError(f"the daemon closed this connection: {message.error}")
             retry_after_s = None if message.retry_after_us is None else message.retry_after_us / 1e6
             if not self.shm_tensors.on_refused(message.id):
                 self._fail_call(message.id, request_error(message.code, message.error, retry_after=retry_after_s))
@@ -387,8 +387,8 @@ def _check_out(out: Any) -> None:
     arguments.check_mapping("out", out)
     for name, array in out.items():
         if not isinstance(array, np.ndarray) or not array.flags.writeable:
-            found = "one that cannot" if isinstance(array, np.ndarray) else type(array).__name__
-            raise InvalidArgument(f"out: {label(name)}: expected a numpy array that can be written to, got {found}")
+            found = "a read-only one" if isinstance(array, np.ndarray) else type(array).__name__
+            raise InvalidArgument(f"out: {label(name)}: expected a writable numpy array, got {found}")
 
 
 def _encode_checked(message: ClientMessage) -> List[Any]:

@@ -79,7 +79,7 @@ class ClientSession:
         self._addresses = [*map(parse_address, addresses)]
         self.address: Address = self._addresses[0]
         if curve is not None and not self.address.text.startswith(_TCP_SCHEME):
-            raise InvalidArgument(f"expected no keys for {self.address.text}: the kernel tells who connects there")
+            raise InvalidArgument(f"expected no keys for {self.address.text}: only tcp:// listeners use keys")
         self._curve = curve
         self.timeout = arguments.parse_seconds("timeout", timeout, _MAX_TIMEOUT_S)
         self.default_timeout_and_grace = self.resolve_timeout(self.timeout)
@@ -203,7 +203,7 @@ class ClientSession:
     def drop_connection(self, error: BaseException) -> None:
         """Close the connection because of `error`, and fail all calls in progress with that error."""
         kind = type(error) if isinstance(error, CONNECTION_LOST_ERRORS) else Unavailable
-        text = str(error) or f"the connection to {self.connection.address} was given up in the middle of a message"
+        text = str(error) or f"the connection to {self.connection.address} was closed in the middle of a message"
         self.connection.close()
         self._deferred.clear()
         self.protocol_error = error if isinstance(error, RemoteProtocolError) else None
@@ -221,20 +221,20 @@ class ClientSession:
     def unusable_error(self) -> WeightdError:
         """Return the error for using a client that is closed or belongs to another process."""
         if self.is_forked_copy:
-            return WrongProcess("this client belongs to the process that made it; make one in each process")
+            return WrongProcess("this client was created in another process; create one client in each process")
         return ClientClosed("this client is closed")
 
     def connect_timeout_error(self) -> DeadlineExceeded:
         """Return the error for a connection attempt that has timed out."""
-        return DeadlineExceeded(f"no handshake with {self.address.text} in time: the daemon hangs")
+        return DeadlineExceeded(f"handshake with {self.address.text} timed out: the daemon does not respond")
 
     def send_timeout_error(self) -> DeadlineExceeded:
         """Return the error for a message that could not be sent in time."""
-        return DeadlineExceeded(f"could not send to {self.address.text} in time: the daemon does not read")
+        return DeadlineExceeded(f"sending to {self.address.text} timed out: the daemon does not read")
 
     def answer_timeout_error(self) -> DeadlineExceeded:
         """Return the error for a response that has not arrived in time."""
-        return DeadlineExceeded(f"no answer from {self.address.text} in time: the daemon does not answer")
+        return DeadlineExceeded(f"request to {self.address.text} timed out: the daemon does not respond")
 
 
 def extended_deadline(started_at: float, deadline: float) -> Optional[float]:

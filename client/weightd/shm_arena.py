@@ -165,7 +165,7 @@ class ShmArena:
             numpy_dtype: Any = np.dtype(dtype)
         except Exception as error:
             # numpy also calls code of the object itself, which may raise anything.
-            raise InvalidArgument(f"dtype: expected one of numpy, got {describe_value(dtype)}: {error}") from error
+            raise InvalidArgument(f"dtype: expected a numpy dtype, got {describe_value(dtype)}: {error}") from error
         nbytes: int = numpy_dtype.itemsize
         for dim in sizes:
             nbytes *= dim

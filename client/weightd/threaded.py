@@ -46,7 +46,7 @@ class ThreadedTransport:
         try:
             self._waker = Waker()
         except OSError as error:
-            raise Unavailable(f"cannot make a pipe: {error.strerror}") from None
+            raise Unavailable(f"cannot create a pipe: {error.strerror}") from None
         self._poller = self._waker.make_poller(())
         self._is_connecting = False
 

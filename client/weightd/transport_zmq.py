@@ -38,8 +38,8 @@ _MONITORED_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _CO
 
 
 _UNAUTHENTICATED_TEXT = (
-    "no handshake with {}: either no tenant there has the client's key, or the server_key is not the listener's, or "
-    "only one of the two speaks CURVE"
+    "handshake with {} failed: no tenant has the client's key, server_key is not the listener's key, or only one side "
+    "uses CURVE"
 )
 
 
@@ -137,9 +137,11 @@ class ZeroMqConnection(DaemonConnection):
             ):
                 raise Unauthenticated(_UNAUTHENTICATED_TEXT.format(self.address))
             if event != _CONNECT_RETRIED:
-                raise Unavailable(f"who listens at {self.address} hung up: it is stopping, overloaded, or no weightd")
+                raise Unavailable(
+                    f"the peer at {self.address} closed the connection: it is stopping, overloaded, or not weightd"
+                )
             if self.address.startswith("tcp://"):
-                raise Unavailable(f"no daemon at {self.address}: no answer")
+                raise Unavailable(f"no daemon at {self.address}: no response")
             # libzmq retries by itself, which is right if only the backlog of the socket is full.
             addresses.check_reachable(self.address)
 
@@ -241,7 +243,7 @@ def connect_steps(address: str, curve: Optional[CurveKeys] = None) -> ConnectSte
     try:
         connection = ZeroMqConnection(address, curve)
     except zmq.ZMQError as error:
-        raise Unavailable(f"cannot make a socket: {error.strerror}") from None
+        raise Unavailable(f"cannot create a socket: {error.strerror}") from None
     try:
         yield from connection.handshake_steps()
     except BaseException:

@@ -45,7 +45,7 @@ def to_wire(array: Any) -> Any:
     dtype = array.dtype.newbyteorder("<")
     if dtype.str not in _DATATYPES_BY_DTYPE:
         names = ", ".join(NUMPY_DTYPE)
-        raise InvalidArgument(f"dtype {array.dtype} has no datatype on the wire; expected one of {names}")
+        raise InvalidArgument(f"dtype {array.dtype} is not a supported datatype; expected one of {names}")
     _check_size(array)
     # `ascontiguousarray` would change the shape of a scalar to (1,).
     return np.asarray(array, dtype=dtype, order="C")

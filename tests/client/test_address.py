@@ -60,7 +60,7 @@ def test_permission_on_the_socket_and_on_its_directory(directory: Path) -> None:
         each.stop()
     for group, everybody, closed in zip(*[iter(done.stdout.decode().splitlines())] * 3):
         assert group.startswith("PERMISSION_DENIED this user may not connect to")
-        assert "membership" in group
+        assert "add the user to the socket's group" in group
         assert everybody == "connected"
         assert closed.startswith("PERMISSION_DENIED")
 
@@ -137,7 +137,7 @@ def test_what_libzmq_refuses_is_no_address() -> None:
 
 
 def test_where_nobody_can_answer() -> None:
-    with pytest.raises(Unavailable, match="no answer"):
+    with pytest.raises(Unavailable, match="no response"):
         Client("tcp://no-such-host.invalid:1", timeout=LIMIT_S)
 
 
@@ -151,7 +151,7 @@ def test_what_listens_on_tcp_and_is_no_weightd() -> None:
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        with pytest.raises(Unavailable, match="hung up"):
+        with pytest.raises(Unavailable, match="closed the connection"):
             Client(f"tcp://127.0.0.1:{listener.getsockname()[1]}", timeout=LIMIT_S)
         thread.join()
 
@@ -296,7 +296,7 @@ def test_a_users_daemon_that_is_too_busy_to_accept_is_waited_for(system: FakeDae
                 waiting = stack.enter_context(socket.socket(socket.AF_UNIX))
                 waiting.setblocking(False)
                 waiting.connect(str(path))
-        with pytest.raises(DeadlineExceeded, match=f"no handshake with {nowhere}/own/"):
+        with pytest.raises(DeadlineExceeded, match=rf"handshake with {nowhere}/own/.* timed out"):
             Client(timeout=0.05)
 
 
@@ -368,8 +368,8 @@ def test_one_key_without_the_other_and_the_wrong_file_are_told(pair: tuple[Path,
     swapped.write_bytes(public.read_bytes())
     swapped.chmod(0o600)
     for given, text in (
-        ((None, public), "key, the client's secret one, is missing"),
-        ((secret, None), "server_key, the listener's public one, is missing"),
+        ((None, public), r"key \(the client's secret key\) is missing"),
+        ((secret, None), r"server_key \(the listener's public key\) is missing"),
         ((swapped, public), "expected a secret key, got a public one"),
         ((secret, secret), "expected a public key, got a secret one"),
         ((secret.with_name("none"), public), "none: "),

@@ -334,13 +334,13 @@ REFUSALS: List[Tuple[Callable[[Any], Any], str]] = [
     (lambda client: client.infer("m", {"x": X}, outputs="y"), "^outputs: expected a list of names, got str 'y'$"),
     (lambda client: client.infer("m", {"x": X}, outputs=["y", 5]), r"^outputs\[1\]: expected text, got int 5$"),
     (lambda client: client.infer("m", {"x": X}, out=X), "^out: expected an array for each name, .* got ndarray "),
-    (lambda client: client.infer("m", {"x": X}, out={"x": [1]}), "^out: x: expected a numpy array .* got list$"),
+    (lambda client: client.infer("m", {"x": X}, out={"x": [1]}), "^out: x: expected a writable numpy array, got list$"),
     (lambda client: client.infer("m", {"x": X}, priority=True), "^priority: expected an integer .* got bool True$"),
     (lambda client: client.infer("m" * 300, {"x": X}), "model_name: expected text, 1 to 256 bytes, got 300$"),
     (lambda client: client.ready(None), "^model: expected text, got NoneType None$"),
     (lambda client: client.events("1"), "after: expected integer, .* got str '1'$"),
     (lambda client: client.empty((2, -1), np.float32), r"^shape: expected integers from 0, got tuple of 2 items$"),
-    (lambda client: client.empty(2, "vague"), "^dtype: expected one of numpy, got str 'vague': "),
+    (lambda client: client.empty(2, "vague"), "^dtype: expected a numpy dtype, got str 'vague': "),
     (lambda client: [*client.map("m", [X], in_flight="4")], "^in_flight: expected an integer .*, got str '4'$"),
 ]
 
@@ -427,7 +427,7 @@ def test_without_a_loop_of_asyncio_the_error_says_so(address: str) -> None:
         AsyncClient(address).server(),
         AsyncClient(address).close(),
     ):
-        with pytest.raises(WrongLoop, match="needs an event loop of asyncio"):
+        with pytest.raises(WrongLoop, match="requires a running asyncio event loop"):
             call.send(None)
 
 

@@ -130,7 +130,7 @@ def test_answers_that_nobody_waits_for_do_not_pile_up(
 
 def test_a_silent_daemon_is_waited_for_until_the_deadline(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = silent
-    with pytest.raises(DeadlineExceeded, match="does not answer"):
+    with pytest.raises(DeadlineExceeded, match="does not respond"):
         client.infer("m", {"x": X}, timeout=0.1)
     # Its answer, which comes late, is dropped.
     message, tensors = daemon.next()
@@ -194,7 +194,7 @@ def test_who_listens_and_does_not_answer_ends_in_the_deadline(address: str) -> N
         mute.bind(ways.unix_path or ways.zmq_address[len("ipc://") :])
         mute.listen(0)
         first.connect(mute.getsockname())
-        with pytest.raises(DeadlineExceeded, match="no handshake"):
+        with pytest.raises(DeadlineExceeded, match=r"handshake with .* timed out"):
             Client(address, timeout=0.1)
 
 
@@ -210,7 +210,7 @@ def test_a_dying_daemon_ends_all_calls_and_the_next_call_reaches_a_new_one(clien
         daemon.next()
     daemon.stop()
     for each in pending:
-        with pytest.raises(Unavailable, match="is lost"):
+        with pytest.raises(Unavailable, match="lost the connection to "):
             each.result()
     assert all(each.done() for each in pending)
     # What had come before the loss counts.
@@ -274,7 +274,7 @@ def test_a_loss_over_zeromq_that_is_seen_before_the_last_answer_is_told_after_it
         monkeypatch.setattr(connection, "_receive_available", nothing_yet)
         assert first.result()
         begin = time.monotonic()
-        with pytest.raises(Unavailable, match="is lost"):
+        with pytest.raises(Unavailable, match="lost the connection to "):
             second.result()
         assert time.monotonic() - begin < LIMIT_S / 10
 
@@ -285,11 +285,11 @@ def test_tcp_is_reached_lost_and_refused() -> None:
         pending = client.submit("m", {"x": X})
         fake.next()
         fake.stop()
-        with pytest.raises(Unavailable, match="is lost"):
+        with pytest.raises(Unavailable, match="lost the connection to "):
             pending.result()
-        with pytest.raises(Unavailable, match="no answer"):
+        with pytest.raises(Unavailable, match="no response"):
             client.infer("m", {"x": X})
-    with pytest.raises(Unavailable, match="no answer"):
+    with pytest.raises(Unavailable, match="no response"):
         Client(fake.address, timeout=LIMIT_S)
 
 
@@ -331,7 +331,7 @@ def test_what_is_no_weightd_is_told(directory: Path) -> None:
             accepted, _ = other.accept()
             accepted.send(b"HTTP/1.1 400 Bad Request")
             with accepted, pytest.raises(
-                ProtocolError, match=r"d.sock.unix does not speak as weightd does: frames: expected"
+                ProtocolError, match=r"d.sock.unix does not speak weightd's protocol: frames: expected"
             ):
                 client.server()
 

@@ -106,16 +106,20 @@ def double(value: float) -> Any:
         ([1j], "FP32", r"^input x\[0\]: .*, got complex 1j$"),
         (np.float64(1.5), "INT64", "^input x: expected an integer from .*, got float64 "),
         (np.datetime64(0, "s"), "INT64", "^input x: expected an integer from .*, got datetime64 "),
-        ([[1, 2], [3]], "INT8", r"^input x\[1\]: expected a list of 2, as the first one, got one of 1$"),
-        ([[[1]], [[1, 2]]], "INT8", r"^input x\[1\]\[0\]: expected a list of 1, as the first one, got one of 2$"),
-        ([[1, 2], 3], "INT8", r"^input x\[1\]: expected a list of 2, as the first one, got int 3$"),
-        ([3, [1, 2]], "INT8", r"^input x\[0\]: expected a list, as others beside it are, got int 3$"),
+        ([[1, 2], [3]], "INT8", r"^input x\[1\]: expected a list of length 2, like the first one, got length 1$"),
+        (
+            [[[1]], [[1, 2]]],
+            "INT8",
+            r"^input x\[1\]\[0\]: expected a list of length 1, like the first one, got length 2$",
+        ),
+        ([[1, 2], 3], "INT8", r"^input x\[1\]: expected a list of length 2, like the first one, got int 3$"),
+        ([3, [1, 2]], "INT8", r"^input x\[0\]: expected a list, like other elements, got int 3$"),
         (
             [[np.zeros(2)], [np.zeros(3)]],
             "FP64",
-            r"^input x\[1\]\[0\]: expected an array of float64 \[2\], .*, got one of ",
+            r"^input x\[1\]\[0\]: expected an array of float64 \[2\], .*, got an array of ",
         ),
-        ([np.zeros(2), np.zeros(2, np.int8)], "FP64", r"^input x\[1\]: expected .*, got one of int8 \[2\]$"),
+        ([np.zeros(2), np.zeros(2, np.int8)], "FP64", r"^input x\[1\]: expected .*, got an array of int8 \[2\]$"),
         ([1.0, np.zeros(())], "FP64", r"^input x\[0\]: expected an array of float64 \[\], .*, got float 1.0$"),
     ],
 )
@@ -153,7 +157,7 @@ def test_a_list_of_arrays_keeps_their_datatype() -> None:
 def test_lists_are_bounded_before_there_is_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     endless: List[Any] = [0]
     endless[0] = endless
-    with pytest.raises(InvalidArgument, match=f"expected lists in at most {limits.MAX_RANK} levels"):
+    with pytest.raises(InvalidArgument, match=f"expected at most {limits.MAX_RANK} levels of lists"):
         array_of(endless, "FP32")
     wide: List[Any] = []
     wide.extend([wide, wide])
@@ -177,10 +181,14 @@ def test_each_input_has_the_datatype_that_the_model_says_and_arrays_stay_as_they
 @pytest.mark.parametrize(
     ("inputs", "takes", "expected"),
     [
-        ([1.0], TWO, r'^inputs: expected each by its name, as in \{"x": array\}, got list: m has the inputs a, b$'),
-        (np.zeros(1), (), "got ndarray: m has the inputs none$"),
-        ({"y": 1}, TWO, "^input y: m has none of this name; it has a, b$"),
-        ({7: 1}, TWO, "^input 7: m has none of this name"),
+        (
+            [1.0],
+            TWO,
+            r'^inputs: expected a mapping by name, as in \{"x": array\}, got list; model m has the inputs a, b$',
+        ),
+        (np.zeros(1), (), "got ndarray; model m has the inputs none$"),
+        ({"y": 1}, TWO, "^input y: model m has no input of this name; it has a, b$"),
+        ({7: 1}, TWO, "^input 7: model m has no input of this name"),
     ],
 )
 def test_inputs_that_cannot_be_told_apart_are_refused_with_their_names(inputs: Any, takes: Any, expected: str) -> None:

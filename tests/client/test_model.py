@@ -180,9 +180,7 @@ def test_a_model_is_called_with_its_input_or_with_names(client: Client, daemon: 
 def test_more_than_one_input_without_a_name_is_refused(client: Client, daemon: FakeDaemon) -> None:
     call: Any = client.model("m")
     for arguments, names in (((X, X), {}), ((X,), {"y": X})):
-        with pytest.raises(
-            InvalidArgument, match=r"^inputs: expected each by its name, as in model\(x=array\), or one"
-        ):
+        with pytest.raises(InvalidArgument, match=r"^inputs: expected inputs by name, as in model\(x=array\), or one"):
             call(*arguments, **names)
     assert asked(daemon) == []
 
@@ -370,7 +368,7 @@ def test_bounds_are_told_at_once(client: Client, daemon: FakeDaemon, in_flight: 
 
 @pytest.mark.parametrize("inputs", [{"x": [1]}, "x", 7, None])
 def test_what_is_no_row_of_inputs_is_refused(client: Client, inputs: Any) -> None:
-    with pytest.raises(InvalidArgument, match=r"^inputs: expected one after another, as in \[array, array\], got "):
+    with pytest.raises(InvalidArgument, match=r"^inputs: expected an iterable of inputs, as in \[array, array\], got "):
         client.map("m", inputs)
 
 

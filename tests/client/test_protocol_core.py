@@ -132,7 +132,7 @@ def test_fail_all_ends_what_is_under_way_and_nothing_else(core: ClientCore) -> N
     assert not ask(core).done
 
 
-@pytest.mark.parametrize(("frames", "said"), [(failure(""), "ends this connection: why"), ([b"\xc1"], "envelope")])
+@pytest.mark.parametrize(("frames", "said"), [(failure(""), "closed this connection: why"), ([b"\xc1"], "envelope")])
 def test_what_names_no_request_is_everybodys(core: ClientCore, frames: List[Any], said: str) -> None:
     call = ask(core)
     with pytest.raises(RemoteProtocolError, match=said):

@@ -109,7 +109,7 @@ def test_an_update_that_takes_its_time_is_told_from_a_daemon_that_does_not_answe
     daemon.handle = silent
     ran = ctl("--timeout", "0.3", "update", "m", "--rollback")
     assert ran.status == exit_codes.UNAVAILABLE
-    assert "the daemon does not answer" in ran.err
+    assert "the daemon does not respond" in ran.err
 
 
 # --- health and reload ------------------------------------------------------------------------------------------------

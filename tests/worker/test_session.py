@@ -675,7 +675,7 @@ def test_a_canary_that_fails_is_the_end_of_the_worker() -> None:
             "output y of shape [262145, 1024] cannot be sent: expected at most 1073741824 bytes, got 1073745920",
         ),
         ("y", np.zeros((1,) * (limits.MAX_RANK + 1)), "expected at most 16 dimensions, got 17"),
-        ("y", np.array(["text"]), "no datatype on the wire"),
+        ("y", np.array(["text"]), "is not a supported datatype"),
         ("", np.zeros(1), "name: expected"),
     ],
 )

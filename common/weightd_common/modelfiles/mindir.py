@@ -100,7 +100,7 @@ def find_problems(what: str, tensors: Sequence[MindIrTensor]) -> Iterator[str]:
             yield f"an {what}: expected a name of 1 to {limits.MAX_NAME_BYTES} bytes"
         elif each.datatype not in ITEM_BYTES:
             expected = ", ".join(ITEM_BYTES)
-            yield f"{what} {each.name!r}: {each.datatype} has no datatype on the wire; expected one of {expected}"
+            yield f"{what} {each.name!r}: {each.datatype} is not a supported datatype; expected one of {expected}"
         elif len(each.shape or ()) > limits.MAX_RANK:
             yield f"{what} {each.name!r}: expected at most {limits.MAX_RANK} dimensions"
         elif max(each.shape or (), default=0) > limits.MAX_DIM:

@@ -42,7 +42,7 @@ _DATATYPES: Sequence[str] = (
     *("FLOAT8E4M3FN", "FLOAT8E4M3FNUZ", "FLOAT8E5M2", "FLOAT8E5M2FNUZ"),
     *("UINT4", "INT4", "FLOAT4E2M1", "FLOAT8E8M0", "UINT2", "INT2"),
 )
-_NO_WIRE_DATATYPE = f"has no datatype on the wire; expected one of {', '.join(ITEM_BYTES)}"
+_NO_WIRE_DATATYPE = f"is not a supported datatype; expected one of {', '.join(ITEM_BYTES)}"
 
 # A dimension is an int64; a negative value means that it is unknown.
 _INT64_SIGN = 2**63

@@ -249,7 +249,9 @@ def check_inputs(signature: Mapping[str, TensorSignature], inputs: Sequence[Tens
     for tensor in inputs:
         expected = signature[tensor.name]
         if tensor.datatype != expected.datatype:
-            raise InvalidArgument(f"input {tensor.name}: expected {expected.datatype}, got {tensor.datatype}")
+            is_double = (expected.datatype, tensor.datatype) == ("FP32", "FP64")
+            hint = '; in numpy, convert it with .astype("float32")' if is_double else ""
+            raise InvalidArgument(f"input {tensor.name}: expected {expected.datatype}, got {tensor.datatype}{hint}")
         if not _is_shape_allowed(expected.shape, tensor.shape):
             raise InvalidArgument(
                 f"input {tensor.name}: expected shape {expected.shape_text}{_hint(expected.shape)}, got"

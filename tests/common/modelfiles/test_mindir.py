@@ -110,8 +110,8 @@ def test_one_dimension_of_minus_two_is_any_rank() -> None:
     [
         ([MindIrTensor("x", "FP32", (-1,))], ""),
         ([MindIrTensor("x", "FP32", None)], ""),
-        ([MindIrTensor("x", "bfloat16", ())], "bfloat16 has no datatype on the wire"),
-        ([MindIrTensor("x", "datatype 99", ())], "datatype 99 has no datatype"),
+        ([MindIrTensor("x", "bfloat16", ())], "bfloat16 is not a supported datatype"),
+        ([MindIrTensor("x", "datatype 99", ())], "datatype 99 is not a supported datatype"),
         ([MindIrTensor("x", "FP32", ()), MindIrTensor("x", "FP32", ())], "two of this name"),
         ([MindIrTensor("", "FP32", ())], "expected a name of 1 to 256 bytes"),
         ([MindIrTensor("x" * 257, "FP32", ())], "expected a name of 1 to 256 bytes"),

@@ -107,4 +107,4 @@ def test_an_onnx_model_that_no_request_could_be_sent_to(tmp_path: Path, model: M
     text = helper.make_tensor_value_info("x", TensorProto.STRING, ["N"])
     path = models.save(tmp_path / "text.onnx", [], [text], [models.fp32("y", "N")])
     [problem] = problems(m=dataclasses.replace(model, path=str(path)))
-    assert problem.startswith(f"models.m.path: {path}: input x: string has no datatype on the wire; expected one of ")
+    assert problem.startswith(f"models.m.path: {path}: input x: string is not a supported datatype; expected one of ")

@@ -117,7 +117,7 @@ def test_a_slice_that_no_request_could_be_sent_to(place: SliceFiles) -> None:
     assert len(problems) == 2
     for rank, problem in enumerate(problems):
         assert problem.startswith(
-            f"path: rank {rank}: {place.slice(rank)}: input 'x': string has no datatype on the wire"
+            f"path: rank {rank}: {place.slice(rank)}: input 'x': string is not a supported datatype"
         )
 
 

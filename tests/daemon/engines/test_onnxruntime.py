@@ -34,7 +34,7 @@ def named(name: str, kind: object) -> ValueInfoProto:
 
 
 TENSOR = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
-NOT_SENT = "has no datatype on the wire; expected one of BOOL, "
+NOT_SENT = "is not a supported datatype; expected one of BOOL, "
 
 
 def floats(count: int, name: str = "x", *shape: models.Dim) -> list[ValueInfoProto]:

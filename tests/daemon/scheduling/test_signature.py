@@ -54,7 +54,11 @@ def test_what_the_model_takes_passes_in_any_order(takes: dict[str, TensorSignatu
         (TAKES, [replace(IMAGE, name="Image"), SCALE],
          "inputs: image is missing, Image is not an input of the model; expected image, scale"),
         ({}, [IMAGE], "inputs: image is not an input of the model; expected none"),
-        (TAKES, [replace(IMAGE, datatype="FP64"), SCALE], "input image: expected FP32, got FP64"),
+        (
+            TAKES,
+            [replace(IMAGE, datatype="FP64"), SCALE],
+            'input image: expected FP32, got FP64; in numpy, convert it with .astype("float32")',
+        ),
         (TAKES, [replace(IMAGE, shape=(8, 8)), SCALE], f"{SHAPE} [8, 8]"),
         (TAKES, [replace(IMAGE, shape=(2, 8, 9)), SCALE], f"{SHAPE} [2, 8, 9]"),
         (TAKES, [replace(IMAGE, shape=(0, 8, 8)), SCALE], f"{SHAPE} [0, 8, 8]"),

@@ -508,7 +508,7 @@ def test_other_datatypes_are_served_as_the_card_has_them(card: Card, tmp_path: P
 def test_bf16_is_refused_by_name(card: Card, tmp_path: Path) -> None:
     """The library's Python interface says None of it, and hands it out as if it were float16."""
     card.start("h", model=models.mlp(tmp_path / "bf16.mindir", dtype="BFLOAT16"))
-    expected = "x: its type, which the library's Python interface cannot tell (as of BF16), has no datatype on the wire"
+    expected = "x: the datatype is not supported; the library's Python interface does not report it (BF16, for example)"
     assert card.refused("h", Build(("1",))) == expected
 
 

@@ -183,7 +183,7 @@ def test_names_may_be_padded_and_types_that_have_none_on_the_wire_are_named() ->
     tensor.name = "words   "
     assert module._tensor_signature(tensor) == TensorSignature("words", "FP32", (-1, 4))
     tensor.dtype = mslite.DataType.UNKNOWN
-    with pytest.raises(BuildError, match=r"words: DataType\.UNKNOWN has no datatype on the wire"):
+    with pytest.raises(BuildError, match=r"words: DataType\.UNKNOWN is not a supported datatype"):
         module._tensor_signature(tensor)
     # FLOAT16 is FP16 and so on; what is left out is no number of one of the wire's kinds.
     assert {each.name for each in mslite.DataType} - set(module._DATATYPE) <= {"UNKNOWN", "INVALID"}

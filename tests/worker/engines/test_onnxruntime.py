@@ -70,8 +70,8 @@ def test_an_exception_that_nobody_expects_spoils(built: Built) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("strings", r"words: tensor\(string\) has no datatype on the wire; expected one of tensor\(bool\)"),
-        ("sequence", r"many: seq\(tensor\(float\)\) has no datatype"),
+        ("strings", r"words: tensor\(string\) is not a supported datatype; expected one of tensor\(bool\)"),
+        ("sequence", r"many: seq\(tensor\(float\)\) is not a supported datatype"),
     ],
 )
 def test_a_type_that_has_no_name_on_the_wire_is_named(name: str, text: str, engine: Engine, model: Model) -> None:

@@ -140,7 +140,7 @@ def _tensor_signature(node: Any, scalar_names: AbstractSet[str]) -> TensorSignat
     datatype = _DATATYPE.get(node.type)
     if datatype is None:
         raise BuildError(
-            f"{node.name}: {node.type} has no datatype on the wire; expected one of {', '.join(_DATATYPE)}"
+            f"{node.name}: {node.type} is not a supported datatype; expected one of {', '.join(_DATATYPE)}"
         )
     has_known_rank = node.shape or node.name in scalar_names
     return TensorSignature(node.name, datatype, _dims(node.shape) if has_known_rank else None)

@@ -138,8 +138,12 @@ def _tensor_signature(tensor: Any) -> TensorSignature:
     # The Python interface gives None for a type that it does not know.
     datatype = _DATATYPE.get(tensor.dtype.name) if tensor.dtype is not None else None
     if datatype is None:
-        what = tensor.dtype or "its type, which the library's Python interface cannot tell (as of BF16),"
-        raise BuildError(f"{name_of(tensor)}: {what} has no datatype on the wire")
+        problem = (
+            "the datatype is not supported; the library's Python interface does not report it (BF16, for example)"
+            if tensor.dtype is None
+            else f"{tensor.dtype} is not a supported datatype"
+        )
+        raise BuildError(f"{name_of(tensor)}: {problem}")
     return TensorSignature(name_of(tensor), datatype, _dims(tensor.shape))
 
 
