@@ -55,7 +55,7 @@ CASES: dict[str, tuple[Sequence[bytes], str, str]] = {
     "memory to share, through a gate": (
         [envelope(type="register")],
         "bad",
-        "memory can be shared on the unix socket alone",
+        "memory can be shared only on the unix socket",
     ),
     "a tensor in such memory": (
         [
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[Sequence[bytes], str, str]] = {
             TENSOR,
         ],
         "bad",
-        "parameters.regions: memory can be shared on the unix socket alone",
+        "parameters.regions: memory can be shared only on the unix socket",
     ),
     "id too long": ([envelope(id="x" * 200), ASKED, TENSOR, TENSOR], "", "id"),
     "empty message": ([b""], "", "envelope"),

@@ -117,7 +117,7 @@ def test_who_is_in_no_table_is_told_who_the_kernel_says_it_is(
     service: Service, crowd: Mapping[int, User], address: str
 ) -> None:
     crowd[CAROL].connect(address.format(service.address))
-    with pytest.raises(Unauthenticated, match=rf"uid {CAROL} is no tenant's: .*\[tenants.NAME\]"):
+    with pytest.raises(Unauthenticated, match=rf"uid {CAROL} belongs to no tenant: .*\[tenants.NAME\]"):
         crowd[CAROL].ask("infer", "slow", SOME)
 
 

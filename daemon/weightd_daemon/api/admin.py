@@ -27,7 +27,7 @@ _MESSAGE_TYPES = {kind: name for name, kind in FROM_CLIENT.items()}
 
 
 RequestReload = Callable[[Callable[[ConfigDiff | RequestError], None]], None]
-"""Has the configuration read again, and calls what it is given at the end; raises a RequestError if nothing changes."""
+"""Starts a reload of the configuration and calls its argument at the end; raises a RequestError if it cannot start."""
 
 
 class AdminApi:
@@ -136,7 +136,7 @@ class AdminApi:
         """
         key = connection.key, message.id
         if key in self._pending_operations:
-            raise InvalidArgument(f"id: expected one that no update or reload under way has, got {message.id!r}")
+            raise InvalidArgument(f"id: expected an id that no running update or reload has, got {message.id!r}")
         self._pending_operations[key] = _audit_entry(connection, message)
         try:
             yield

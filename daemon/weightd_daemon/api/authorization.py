@@ -15,8 +15,8 @@ from weightd_daemon.transport.connection import ClientConnection, ClientIdentity
 from weightd_protocol.errors import PermissionDenied, RequestError, Unauthenticated
 
 _OVERFLOW_UID_HINT = (
-    "a user namespace hides who this is (PrivateUsers=, a rootless container): it has to connect from outside of that, "
-    "or with a key"
+    "a user namespace hides the client's user (PrivateUsers=, a rootless container): connect from outside the "
+    "namespace, or with a key"
 )
 
 RIGHT_REVOKED = "a reload has revoked the right to request this"
@@ -94,7 +94,9 @@ class Authorizer:
             peer = f"{connection.identity.origin.peer} for tenant {tenant.name}"
             origin = ClientOrigin(peer, f"tenant {tenant.name}", is_tenant=True)
         if INFER not in tenant.config.may:
-            raise PermissionDenied(f'tenant {tenant.name} may not ask models: "{INFER}" is not in its `may`')
+            raise PermissionDenied(
+                f'tenant {tenant.name} may not send inference requests: "{INFER}" is not in its `may`'
+            )
         return tenant, origin
 
     def charge_viewer(self, connection: ClientConnection, name: str | None, now: float) -> Viewer:
@@ -222,12 +224,12 @@ class Authorizer:
 def _unknown_client_text(identity: ClientIdentity) -> str:
     credential = identity.credential
     if credential.uid == OVERFLOW_ID:
-        return f"the kernel says uid {OVERFLOW_ID}: {_OVERFLOW_UID_HINT}"
+        return f"the kernel reports uid {OVERFLOW_ID}: {_OVERFLOW_UID_HINT}"
     client = f"key {credential.key}" if credential.key else identity.origin.principal
     remedy = (
         "its public key to `keys`" if credential.uid is None else "its user to `uids`, or a group of it to `groups`,"
     )
     return (
-        f"{client} is no tenant's: the operator has to add {remedy} of a table [tenants.NAME], or have"
-        " [tenants.default]"
+        f"{client} belongs to no tenant: the operator must add {remedy} of a table [tenants.NAME], or"
+        " configure [tenants.default]"
     )

@@ -136,22 +136,22 @@ class RegionRegistry:
 
     def _check_count(self, client: bytes, user: str) -> None:
         if len(self._by_client.get(client, ())) >= limits.MAX_REGIONS:
-            raise ResourceExhausted(f"this connection has {limits.MAX_REGIONS} regions already")
+            raise ResourceExhausted(f"this connection already has {limits.MAX_REGIONS} regions")
         if self._count_by_user[user] >= MAX_USER_REGIONS:
-            raise ResourceExhausted(f"this user has {MAX_USER_REGIONS} regions already")
+            raise ResourceExhausted(f"this user already has {MAX_USER_REGIONS} regions")
         if sum(self._count_by_user.values()) >= max_total_regions():
-            raise ResourceExhausted(f"all clients together have {max_total_regions()} regions already (LimitNOFILE=)")
+            raise ResourceExhausted(f"all clients together already have {max_total_regions()} regions (LimitNOFILE=)")
 
     def _check_bytes(self, user: str, nbytes: int, max_tenant_bytes: int) -> None:
         if max_tenant_bytes and self._bytes_by_user[user] + nbytes > max_tenant_bytes:
             text = (
-                f"this tenant has {self._bytes_by_user[user]} bytes in regions already, max_shared_bytes is"
+                f"this tenant already has {self._bytes_by_user[user]} bytes in regions, and max_shared_bytes is"
                 f" {max_tenant_bytes}"
             )
             raise QuotaExceeded("max_shared_bytes", text)
         if not max_tenant_bytes and self._bytes_by_user[user] + nbytes > self._max_bytes:
-            bound = f"the bound is {self._max_bytes} (max_shm_bytes)"
-            raise ResourceExhausted(f"this user has {self._bytes_by_user[user]} bytes in regions already; {bound}")
+            bound = f"the limit is {self._max_bytes} (max_shm_bytes)"
+            raise ResourceExhausted(f"this user already has {self._bytes_by_user[user]} bytes in regions; {bound}")
 
     def _on_region_unused(self, user: str, nbytes: int, number: int, descriptor: int) -> None:
         # This may be called from anywhere, even from a finalizer, so it neither blocks nor takes a lock.

@@ -24,7 +24,7 @@ from weightd_protocol.messages.worker import PredictResult
 _RETRY_AFTER_S = 0.1
 
 _MEMORY_FULL = (
-    "the daemon's memory budget for clients is used up (max_memory_bytes), and this one, or its user, has most of it"
+    "the daemon's memory budget for clients is used up (max_memory_bytes), and this client or its user holds most of it"
 )
 
 # The size limits of headers that may be longer than others.
@@ -90,7 +90,7 @@ class ClientResponses:
         if released_bytes:
             self._memory_budget.release(client, released_bytes)
         if not self._connections.send(client, [*header, *frames]):
-            dropped_error = ResourceExhausted("the response is dropped: the client has not read earlier ones")
+            dropped_error = ResourceExhausted("the response is dropped: the client has not read earlier responses")
             self._connections.send(client, encode(Error(message.id, dropped_error.code, str(dropped_error))))
 
     def reject_descriptors(self, connection: ClientConnection) -> None:
@@ -136,7 +136,7 @@ class ClientResponses:
                 self._shed_requests(largest, memory_full())
             if budget.used_by(largest) == held:
                 if connection is not None:
-                    why = f"{held // 2**20} MiB are kept for it, {unread // 2**20} of them not read"
+                    why = f"the client holds {held // 2**20} MiB, {unread // 2**20} MiB of them in unread responses"
                     self._connections.disconnect(connection, why)
                 budget.release_all(largest)
         return True

@@ -55,7 +55,7 @@ from weightd_protocol.messages.types import FROM_CLIENT, MESSAGES_WITHOUT_REPLY
 # The frames of a message that contain tensors.
 _TENSOR_FRAMES = slice(limits.MAX_HEADER_FRAMES, None)
 
-_UNIX_SOCKET_ONLY = "memory can be shared on the unix socket alone"
+_UNIX_SOCKET_ONLY = "memory can be shared only on the unix socket"
 
 # Arguments: the connection, the message, all frames of the message, and the time.
 MessageHandler = Callable[[ClientConnection, Any, Sequence[Any], float], None]
@@ -394,8 +394,8 @@ class InferenceApi:
         """
         name = leading_fields.get("model_name")
         if type(name) is not str:
-            text = f"expected model_name first in more than {preview.SHORT_BYTES} bytes, before lists and maps"
-            raise InvalidArgument(f"infer: description: {text}")
+            expected = f"expected model_name before lists and maps if longer than {preview.SHORT_BYTES} bytes"
+            raise InvalidArgument(f"infer: description: {expected}")
         if tenant.config.acts_for and not self._registry.is_visible(name, tenant):
             # The model may exist for the tenant in the message.
             return None

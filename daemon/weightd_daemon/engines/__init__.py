@@ -17,7 +17,7 @@ _MINDSPORE = EngineSpec(
 )
 
 ENGINES: Mapping[str, EngineSpec] = {each.name: each for each in (onnxruntime.SPEC, mindspore_lite.SPEC, _MINDSPORE)}
-"""The engines by name. Of several with one suffix, the first is the default."""
+"""The engines by name. If several have the same suffix, the first one is its default."""
 
 
 def engine_for(suffix: str) -> str:

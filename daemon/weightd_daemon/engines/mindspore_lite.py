@@ -128,7 +128,7 @@ def _no_effect_on_cpu(options: MindSporeLiteOptions) -> Iterator[_Problem]:
             yield key, "it has no effect on the cpu, only on a card"
     if options.parallel_workers > 1:
         if options.dec_key_file:
-            yield "dec_key_file", "parallel workers have no key; set parallel_workers = 1"
+            yield "dec_key_file", "parallel workers cannot use a key; set parallel_workers = 1"
         if options.thread_affinity_mode == _BIND_SLOW_CORES:
             yield "thread_affinity_mode", "parallel workers are not bound to the slow cores; set 0 or 1"
 
@@ -144,7 +144,7 @@ def _no_effect_on_cards(options: MindSporeLiteOptions) -> Iterator[_Problem]:
 def _core_binding_problems(options: MindSporeLiteOptions) -> Iterator[_Problem]:
     for key in ("thread_affinity_mode", "thread_affinity_cores"):
         if getattr(options, key):
-            yield key, "threads stay on the cores of the model's device, which the table [devices] names"
+            yield key, "threads stay on the cores of the model's device in the table [devices]"
 
 
 def _no_effect(options: MindSporeLiteOptions) -> Iterator[_Problem]:

@@ -160,7 +160,9 @@ def _parse_head(table: Mapping[str, Any]) -> bool:
         raise FieldError(f"expected one of {', '.join(_VERSIONS)}, got {short_repr(version)}").at(".version")
     status = _get_text(table, "status")
     if status != _COMPLETED:
-        raise FieldError(f'expected "{_COMPLETED}", for else HCCL waits, got {short_repr(status)}').at(".status")
+        raise FieldError(f'expected "{_COMPLETED}", because HCCL waits otherwise, got {short_repr(status)}').at(
+            ".status"
+        )
     count = len(_get_list(table, "server_list"))
     if "server_count" in table and _get_number(table, "server_count") != count:
         text = f'expected "{count}", as server_list has, got {short_repr(table["server_count"])}'
@@ -170,7 +172,7 @@ def _parse_head(table: Mapping[str, Any]) -> bool:
 
 def _check_complete(names: Sequence[str], ranks: Mapping[int, RankDevice]) -> None:
     if len(names) > 1:
-        raise FieldError(f"expected one server, for all ranks are on this host, got {len(names)}")
+        raise FieldError(f"expected one server, because all ranks are on this host, got {len(names)}")
     if not ranks:
         raise FieldError("expected at least one device")
     missing = next((rank for rank in range(len(ranks)) if rank not in ranks), None)
@@ -256,7 +258,7 @@ def _get_list(table: Mapping[str, Any], key: str) -> list[Any]:
 def _get_text(table: Mapping[str, Any], key: str) -> str:
     value = _get_value(table, key)
     if type(value) is not str:
-        raise FieldError(f"expected text, which HCCL has every value as, got {describe_value(value)}").at(f".{key}")
+        raise FieldError(f"expected text, as HCCL stores every value, got {describe_value(value)}").at(f".{key}")
     return value
 
 

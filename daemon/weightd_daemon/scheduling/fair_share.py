@@ -273,7 +273,7 @@ class ActiveTenants:
 
 
 _Measurements = tuple[tuple[float, float], ...]
-"""Up to two times in seconds, the longer one last, each with when it was measured."""
+"""Up to two durations in seconds, the longer one last, each with the time of its measurement."""
 
 
 class Durations:

@@ -44,7 +44,7 @@ class OutOfStep:
 Outcome = InferenceResult | Rejected | OutOfStep
 
 _Report = InferenceResult | PredictFailed | None
-"""What a process says of a part; None: it has run it, and has nothing to tell."""
+"""The report of a process about a batch item; None: the process has run the item and returns no result."""
 
 
 class _Reports(dict[str, _Report]):
@@ -103,7 +103,7 @@ class LockstepTracker:
         reports = self._reports.get(number)
         if reports is None or process not in self.processes:
             return OutOfStep(
-                f"{process}: unexpected message for {number}, which it was not sent, got {_describe_report(report)}"
+                f"{process}: got {_describe_report(report)} for {number}, which was not sent to this process"
             )
         problem = self._report_problem(process, report, reports)
         if problem:

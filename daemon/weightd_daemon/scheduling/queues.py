@@ -280,7 +280,7 @@ class TenantQueues:
 
 
 AnyQueue = TenantQueue | TenantQueues
-"""What waits, of one tenant or of each by itself."""
+"""The queued requests of one tenant, or of several tenants in a queue each."""
 
 
 def make_queue(levels: int) -> TenantQueue:

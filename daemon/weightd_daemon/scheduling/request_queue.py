@@ -318,10 +318,10 @@ class QueueLimits:
         """Return why a queue with `count` requests cannot take one more, or "" if it can."""
         nbytes = sum(queue.nbytes for queue in self._queue.queues)
         if count >= self._max_requests:
-            return f"{count} requests are queued, the limit is {self._max_requests}"
+            return f"the queue is full: it holds {count} of at most {self._max_requests} requests"
         if nbytes + request.nbytes > self._max_bytes:
             limit_text = f"the limit of {self._max_bytes}"
-            return f"{nbytes} bytes are queued, {request.nbytes} more exceed {limit_text}"
+            return f"the queue is full: {nbytes} bytes are queued, and {request.nbytes} more exceed {limit_text}"
         return ""
 
     def evict_for(self, request: Request) -> list[Request] | None:

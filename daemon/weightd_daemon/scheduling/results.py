@@ -149,7 +149,9 @@ class BatchResults:
     def on_cancelled(self, process: str, number: int, now: float) -> str:
         """Handle the report that an item was recalled before the process had started it."""
         if self._lockstep_of(process) is not None:
-            return self._on_outcome(process, number, OutOfStep(f"{process}: has cancelled {number}"), now)
+            return self._on_outcome(
+                process, number, OutOfStep(f"{process}: cancelled {number}, which a rank must not do"), now
+            )
         self._notify_released(self._output_leases.release(process, number))
         return ""
 

@@ -174,7 +174,7 @@ class MetadataReplies:
             last = max(reversed(self._waiting), key=lambda each: counts[each.user])
             self._waiting.remove(last)
             error = ResourceExhausted(
-                f"{max_requests} metadata requests are waiting already, most of them of this client's user"
+                f"{max_requests} metadata requests are already queued, most of them from this client's user"
             )
             if last == request:
                 raise error
@@ -280,14 +280,14 @@ def check_outputs(outputs: Collection[str], wanted: Sequence[str]) -> None:
     Raises:
         InvalidArgument: the text names the output.
     """
-    expected = f"expected some of {', '.join(outputs) or 'none'}"
+    expected = f"expected names of {', '.join(outputs) or 'none'}"
     if not wanted:
-        raise InvalidArgument(f"outputs: none is named; {expected}, or no such field for all")
+        raise InvalidArgument(f"outputs: the list is empty; {expected}, or no such field to get all")
     for name in wanted:
         if name not in outputs:
             raise InvalidArgument(f"outputs: {name} is not an output of the model; {expected}")
     if len({*wanted}) < len(wanted):
-        raise InvalidArgument(f"outputs: one is named twice in {', '.join(wanted)}")
+        raise InvalidArgument(f"outputs: a name is given twice in {', '.join(wanted)}")
 
 
 def check_rows(built: Built, limits: RowLimits, inputs: Sequence[TensorSpec]) -> None:

@@ -17,7 +17,7 @@ from weightd_daemon.scheduling.tensor_location import SharedRegion
 from weightd_protocol.messages.worker import ChildOrder
 
 SendOrder = Callable[[str, ChildOrder, Sequence[Any], Sequence[SharedRegion]], object]
-"""Sends an order, with the frames that follow it and the memory that it names, to a process."""
+"""Sends an order to a process, with its frames and the memory regions that it refers to."""
 
 
 class SlotProcesses:

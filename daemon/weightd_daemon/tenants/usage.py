@@ -263,7 +263,7 @@ class Quota:
         burst = max(1.0, rate)
         if not self._messages.take(rate, burst, now):
             missing = 1.0 - self._messages.tokens(rate, burst, now)
-            text = f"max_rate of this tenant is {rate:g} requests of any kind a second"
+            text = f"max_rate of this tenant is {rate:g} requests of any kind per second"
             raise QuotaExceeded("max_rate", text, retry_after=missing / rate)
 
     def add_request(self, config: TenantConfig, description: RequestDescription, nbytes: int) -> None:
@@ -277,7 +277,7 @@ class Quota:
         if config.max_rows:
             rows = max((each.shape[0] for each in description.inputs if each.shape), default=0)
             if rows > config.max_rows:
-                text = f"max_rows of this tenant is {config.max_rows}, the first dimension of an input is {rows}"
+                text = f"max_rows of this tenant is {config.max_rows}, but the first dimension of an input is {rows}"
                 raise QuotaExceeded("max_rows", text)
         if config.max_in_flight and self.in_flight >= config.max_in_flight:
             raise _quota_error("max_in_flight", config.max_in_flight, self.in_flight)
@@ -298,7 +298,7 @@ class Quota:
         """
         self.connections += 1
         if config.max_connections and self.connections > config.max_connections:
-            text = f"max_connections of this tenant is {config.max_connections}: this connection ends"
+            text = f"max_connections of this tenant is {config.max_connections}: closing this connection"
             raise QuotaExceeded("max_connections", text, retry_after=_RETRY_AFTER_S)
 
     def start_request(self, nbytes: int) -> None:
@@ -315,7 +315,7 @@ class Quota:
 
 def _quota_error(name: str, limit: int, current: int) -> QuotaExceeded:
     return QuotaExceeded(
-        name, f"{name} of this tenant is {limit}, it has {current} already", retry_after=_RETRY_AFTER_S
+        name, f"{name} of this tenant is {limit}, and {current} are in use", retry_after=_RETRY_AFTER_S
     )
 
 

@@ -40,16 +40,19 @@ def comes(there: Authorizer, proof: PeerCredential, listener: str = "", *, near:
 @pytest.mark.parametrize(
     ("proof", "text"),
     [
-        (PeerCredential(65534), "UNAUTHENTICATED: the kernel says uid 65534: a user namespace hides who this is"),
+        (
+            PeerCredential(65534),
+            "UNAUTHENTICATED: the kernel reports uid 65534: a user namespace hides the client's user",
+        ),
         (
             PeerCredential(4242, (4242,)),
-            "UNAUTHENTICATED: uid 4242 is no tenant's: the operator has to add its user to `uids`",
+            "UNAUTHENTICATED: uid 4242 belongs to no tenant: the operator must add its user to `uids`",
         ),
         (
             PeerCredential(key="x" * 40),
-            f"UNAUTHENTICATED: key {'x' * 40} is no tenant's: the operator has to add its public key",
+            f"UNAUTHENTICATED: key {'x' * 40} belongs to no tenant: the operator must add its public key",
         ),
-        (PeerCredential(), "UNAUTHENTICATED: host 192.0.2.1 is no tenant's: the operator has to add"),
+        (PeerCredential(), "UNAUTHENTICATED: host 192.0.2.1 belongs to no tenant: the operator must add"),
     ],
 )
 def test_who_is_nobody_is_told_how_it_could_be_somebody(proof: PeerCredential, text: str) -> None:

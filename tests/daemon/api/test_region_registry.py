@@ -72,7 +72,7 @@ def test_a_tenant_has_a_bound_of_its_own_in_the_place_of_the_daemons() -> None:
     with pytest.raises(ResourceExhausted, match="max_shm_bytes"):
         registry.register(b"a1", deque([memfd.create(101)]))
     region = registry.register(b"a1", deque([memfd.create(150)]), 200)
-    with pytest.raises(QuotaExceeded, match="has 150 bytes in regions already, max_shared_bytes is 200") as told:
+    with pytest.raises(QuotaExceeded, match="already has 150 bytes in regions, and max_shared_bytes is 200") as told:
         registry.register(b"a2", deque([memfd.create(51)]), 200)
     assert told.value.quota == "max_shared_bytes"
     registry.register(b"a2", deque([memfd.create(50)]), 200)
@@ -121,9 +121,9 @@ def _large(registry: RegionRegistry) -> None:
 @pytest.mark.parametrize(
     ("fill", "why"),
     [
-        (_many, "connection has 16 regions"),
-        (_of_many_connections, "user has 256 regions"),
-        (_large, "user has 6000 bytes in regions already; the bound is 10000"),
+        (_many, "connection already has 16 regions"),
+        (_of_many_connections, "user already has 256 regions"),
+        (_large, "user already has 6000 bytes in regions; the limit is 10000"),
     ],
 )
 def test_a_connection_and_a_user_have_bounds(
@@ -140,7 +140,7 @@ def test_all_clients_together_leave_descriptors_to_others(
     monkeypatch.setattr("weightd_daemon.api.region_registry.max_total_regions", lambda: 2)
     registry.register(b"a1", deque([memfd.create(1)]))
     second = registry.register(b"b1", deque([memfd.create(1)]))
-    with pytest.raises(ResourceExhausted, match="together have 2 regions"):
+    with pytest.raises(ResourceExhausted, match="together already have 2 regions"):
         registry.register(b"c1", deque([memfd.create(1)]))
     registry.unregister(b"b1", second)
     registry.register(b"c1", deque([memfd.create(1)]))

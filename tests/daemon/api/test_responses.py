@@ -221,9 +221,9 @@ def test_behind_a_gate_nothing_is_shared(world: World) -> None:
     # The second has no answer, here either.
     for message in (Register("1"), Unregister("1", "0" * 32)):
         client.send(encode(message))
-    assert world.refusal(client) == "INVALID_ARGUMENT: memory can be shared on the unix socket alone"
+    assert world.refusal(client) == "INVALID_ARGUMENT: memory can be shared only on the unix socket"
     world.ask(client, InputLocation(0, "0" * 32, 0))
-    assert "on the unix socket alone" in world.refusal(client)
+    assert "only on the unix socket" in world.refusal(client)
 
 
 def test_a_region_goes_with_its_connection_and_with_the_last_that_names_it(world: World) -> None:

@@ -453,7 +453,9 @@ def test_a_description_has_no_more_items_than_the_signature_of_its_model_allows(
     world.until(client.waits)
     error = client.error()
     assert (error.id, error.code) == ("no name", "INVALID_ARGUMENT")
-    assert error.error.startswith("infer: description: expected model_name first in more than 512 bytes")
+    assert error.error.startswith(
+        "infer: description: expected model_name before lists and maps if longer than 512 bytes"
+    )
     world.close()
 
 

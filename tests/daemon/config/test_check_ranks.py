@@ -196,7 +196,7 @@ def test_a_table_that_is_missing_or_wrong(place: SliceFiles) -> None:
     assert place.problems(place.model(TABLE)) == [f"ranks.rank_table: {path}: No such file or directory"]
     path.write_text(json.dumps({"version": 1.0}))
     [problem] = place.problems(place.model(TABLE))
-    assert problem.startswith(f"ranks.rank_table: {path}: version: expected text, which HCCL has every value as, got ")
+    assert problem.startswith(f"ranks.rank_table: {path}: version: expected text, as HCCL stores every value, got ")
     path.write_text(" " * (ranktable.MAX_BYTES + 1))
     assert place.problems(place.model(TABLE)) == [
         f"ranks.rank_table: {path}: expected a file of at most 1,048,576 bytes"

@@ -126,7 +126,7 @@ NOT_SHARED = {
             {**TWO, "dec_key_file": "/k"},
             ["cpu"],
             "dec_key_file",
-            "parallel workers have no key; set parallel_workers = 1",
+            "parallel workers cannot use a key; set parallel_workers = 1",
         ),
         ({**TWO, "thread_affinity_mode": 2}, ["cpu"], "thread_affinity_mode", SLOW),
         (AFFINITY, ["cpu"], "thread_affinity_mode", "it has no effect beside thread_affinity_cores"),

@@ -101,7 +101,7 @@ def test_a_value_that_is_no_text_is_refused_by_its_name(
     table: dict[str, Any] = json.loads(ranktable.generate(group))
     path = data.draw(st.sampled_from(paths(table)))
     text = refusal(changed(table, path, value))
-    assert text.startswith(f"{told(path)}: expected text, which HCCL has every value as, got ")
+    assert text.startswith(f"{told(path)}: expected text, as HCCL stores every value, got ")
     if path[-1] not in ("server_count", "device_ip", "device_port"):
         assert refusal(changed(table, path, GONE)) == f"{told(path)}: missing"
 
@@ -138,7 +138,7 @@ DEVICE = "server_list[0].device[1]"
     ("path", "value", "problem"),
     [
         (("version",), "1.1", "version: expected one of 1.0, 1.2, got '1.1'"),
-        (("status",), "initializing", 'status: expected "completed", for else HCCL waits, *'),
+        (("status",), "initializing", 'status: expected "completed", because HCCL waits otherwise, *'),
         (("server_count",), "2", "server_count: expected \"1\", as server_list has, got '2'"),
         (("server_list",), {}, "server_list: expected a list, got dict of 0 items"),
         (("server_list",), [3], "server_list[0]: expected an object, got int 3"),
@@ -168,7 +168,7 @@ def test_several_hosts_are_none_of_ours() -> None:
     table: dict[str, Any] = json.loads(ranktable.generate(TWO))
     other = {"server_id": "other", "device": [table["server_list"][0]["device"].pop()]}
     table = {**table, "server_list": [*table["server_list"], other], "server_count": "2"}
-    assert refusal(table) == "server_list: expected one server, for all ranks are on this host, got 2"
+    assert refusal(table) == "server_list: expected one server, because all ranks are on this host, got 2"
 
 
 def test_addresses_are_written_if_all_are_known() -> None:

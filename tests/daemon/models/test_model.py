@@ -214,7 +214,7 @@ def test_who_waits_for_metadata_is_told_once_it_is_known_and_only_so_many_may_wa
     stage = ModelHarness(max_queue=2)
     stage.model.dispatcher.metadata.request(MetadataRequest(b"a", "1"))
     stage.model.dispatcher.metadata.request(MetadataRequest(b"b", "2"))
-    with pytest.raises(ResourceExhausted, match="2 metadata requests are waiting already"):
+    with pytest.raises(ResourceExhausted, match="2 metadata requests are already queued"):
         stage.model.dispatcher.metadata.request(MetadataRequest(b"c", "3"))
     stage.some(2)
     with pytest.raises(ResourceExhausted):

@@ -63,7 +63,7 @@ def test_a_worker_that_computes_for_too_long_is_aborted_killed_and_replaced() ->
     stage.passes(59.9).answers(W2, second)
     assert stage.host.refusals == []
     stage.passes(0.2)
-    why = "a predict took longer than predict_timeout, 60 s"
+    why = "a predict took longer than predict_timeout (60 s)"
     assert stage.host.refusals == [(first, "DEADLINE_EXCEEDED", f"request id{first}: {why}")]
     assert (stage.host.aborted, stage.host.killed, stage.host.spawned[-1]) == ([W1], [], W3)
     # It does not end by itself, and what it says now nobody hears.
@@ -249,7 +249,7 @@ def test_whatever_ends_its_workers_from_outside_blames_no_request_and_none_runs_
         returns(stage)
     [(refused, how, text)] = stage.host.refusals
     assert (refused, how) == (number, code)
-    assert text.startswith(f"request id{number} was on 5 workers when they ended, the last one killed by {end.name}")
+    assert text.startswith(f"request id{number} was on 5 workers when they exited, the last one killed by {end.name}")
     # It is no poison: who sends it again is served.
     assert (stage.model.dispatcher._isolator._contents.quarantine.count(stage.now), suspects(stage)) == (0, [])
     stage.submit(*equals(1))
@@ -301,7 +301,9 @@ def test_who_is_confined_and_kills_again_is_refused_for_a_while_and_others_are_n
     assert [number for _, number in given] == [first, *good]
     stage.dies(given[0][0])
     assert stage.host.refused() == [(first, "INTERNAL"), *((number, "RESOURCE_EXHAUSTED") for number in others)]
-    with pytest.raises(ResourceExhausted, match=r"^requests of process 13 of user 7 ended 5 workers") as error:
+    with pytest.raises(
+        ResourceExhausted, match=r"^requests of process 13 of user 7 crashed or hung 5 workers"
+    ) as error:
         stage.submit(*poisons(1))
     assert error.value.retry_after == 10.0
     assert len(stage.some(1)) == 1

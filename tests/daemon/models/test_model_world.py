@@ -283,13 +283,13 @@ class ModelWorld(RuleBasedStateMachine):
     def is_deserved(self, request: Request, error: str) -> None:
         if "workers when they died" in error:
             assert self.blamed[request.number] >= 2, "blamed for what it has not done"
-        elif "workers when they ended" in error:
+        elif "workers when they exited" in error:
             assert self.lost[request.number] >= MAX_LOST_SLOTS
         elif self.hung:
             pass  # what hangs is accused, too
         elif "this content crashed or hung workers" in error:
             assert self.killers[request.frames] >= 2
-        elif "others of its client" in error:
+        elif "other requests of its client" in error:
             assert self.blamed[request.number] >= 1
             assert max(self.killers[name] for name in request.origin) >= MAX_PEER_DEATHS
         elif "workers: they are rejected for" in error:

@@ -146,8 +146,8 @@ def says(process: str, report: PredictResult | PredictFailed | int, frames: Sequ
             says("r1", result(placed=(0,)), ()),
             "r1: for 7 expected frames, got outputs in shared memory",
         ),
-        ("r2", says("r0", 7), says("r1", 8), "r1: unexpected message for 8, which it was not sent, got done"),
-        ("r2", says("r0", 7), says("x", 7), "x: unexpected message for 7, which it was not sent, got done"),
+        ("r2", says("r0", 7), says("r1", 8), "r1: got done for 8, which was not sent to this process"),
+        ("r2", says("r0", 7), says("x", 7), "x: got done for 7, which was not sent to this process"),
     ],
 )
 def test_who_is_not_in_step_is_not_believed(reply: str | None, before: Says, last: Says, words: str) -> None:

@@ -58,8 +58,12 @@ def numbers(requests: Iterable[Request]) -> list[int]:
 @pytest.mark.parametrize(
     ("made", "nbytes", "words"),
     [
-        (scheduler(waiting=3, max_queue=3), 0, "3 requests are queued, the limit is 3"),
-        (scheduler(waiting=3, max_bytes=30), 1, "30 bytes are queued, 1 more exceed the limit of 30"),
+        (scheduler(waiting=3, max_queue=3), 0, "the queue is full: it holds 3 of at most 3 requests"),
+        (
+            scheduler(waiting=3, max_bytes=30),
+            1,
+            "the queue is full: 30 bytes are queued, and 1 more exceed the limit of 30",
+        ),
     ],
 )
 def test_a_refusal_says_what_is_full(made: Scheduler, nbytes: int, words: str) -> None:

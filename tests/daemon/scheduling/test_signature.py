@@ -110,9 +110,9 @@ def test_a_shape_that_is_declared_is_not_described_again() -> None:
 @pytest.mark.parametrize(
     ("wanted", "text"),
     [
-        (("mask", "depth"), "outputs: depth is not an output of the model; expected some of box, mask"),
-        ((), "outputs: none is named; expected some of box, mask, or no such field for all"),
-        (("box", "mask", "box"), "outputs: one is named twice in box, mask, box"),
+        (("mask", "depth"), "outputs: depth is not an output of the model; expected names of box, mask"),
+        ((), "outputs: the list is empty; expected names of box, mask, or no such field to get all"),
+        (("box", "mask", "box"), "outputs: a name is given twice in box, mask, box"),
     ],
 )
 def test_a_refusal_names_the_output_that_cannot_be_wanted(wanted: tuple[str, ...], text: str) -> None:

@@ -105,8 +105,8 @@ def test_ranks_answer_and_those_that_have_lost_one_are_replaced(cut: Cut, servic
 FAULTS = {
     "fail": r"mlp\.\d+\.rank1: a predict failed: ",
     "crash": r"mlp\.\d+\.rank1: killed by SIGSEGV",
-    "hang": r"a predict took longer than predict_timeout, 1 s",
-    "skip": r"a predict took longer than predict_timeout, 1 s",
+    "hang": r"a predict took longer than predict_timeout \(1 s\)",
+    "skip": r"a predict took longer than predict_timeout \(1 s\)",
     "slow": "",
 }
 

@@ -54,7 +54,7 @@ _MAX_CACHED = 1024
 
 
 Dims = frozenset[tuple[str, tuple[int, ...]]]
-"""Of each input its name and its shape, but for the rows."""
+"""The name and the shape of each input, without the rows."""
 
 
 class BatchKey(NamedTuple):
@@ -159,7 +159,7 @@ class BatchingPolicy:
 
 
 NO_BATCHING = BatchingPolicy()
-"""Each request is a job of its own."""
+"""The policy that never merges or splits requests."""
 
 
 def next_size(rows: int, sizes: Iterable[int]) -> int:

@@ -185,7 +185,7 @@ class ContentGuard:
 
     def _on_group_loss(self, request: Request, now: float) -> None:
         if self.quarantine.on_hang(request, now):
-            self._log_quarantine(request, "request %s is in quarantine: its content ended rank groups")
+            self._log_quarantine(request, "request %s is in quarantine: its content crashed or hung rank groups")
             self._reject_quarantined(now)
 
     def _log_quarantine(self, request: Request, text: str) -> None:

@@ -199,7 +199,7 @@ class FaultIsolator:
         Later results of such a slot are dropped.
         """
         for slot, batch in self._scheduler.take_overdue(now):
-            reason = f"a predict took longer than predict_timeout, {self._predict_timeout:g} s"
+            reason = f"a predict took longer than predict_timeout ({self._predict_timeout:g} s)"
             if slot.lockstep is not None:
                 self._on_batch_lost(slot, batch, GroupLoss(reason, DeadlineExceeded), now)
                 yield slot, f"{reason} (request {', '.join(each.id for each in batch.requests)})"
@@ -300,11 +300,12 @@ class FaultIsolator:
             return Internal(f"request {request.id} {details}")
         if is_proven and self._offenses.should_fail_next(request.origin, now):
             return Internal(
-                f"request {request.id} was on a worker that was {exit_cause.description}, as others of its client were"
+                f"request {request.id} was on a worker that was {exit_cause.description},"
+                " as were other requests of its client"
             )
         if request.lost_slots >= MAX_LOST_SLOTS:
             text = (
-                f"request {request.id} was on {request.lost_slots} workers when they ended, the last one"
+                f"request {request.id} was on {request.lost_slots} workers when they exited, the last one"
                 f" {exit_cause.description}"
             )
             return ResourceExhausted(text) if exit_cause.initiator is ExitInitiator.KERNEL else Unavailable(text)
@@ -329,7 +330,7 @@ class FaultIsolator:
         for request, error in rejected:
             self._fail_request(request, error)
         client_name = origin.principal if origin.is_tenant else origin.peer
-        text = "requests of %s ended workers: they run one at a time, or are rejected"
+        text = "requests of %s crashed or hung workers: they run one at a time, or are rejected"
         self._client_log.log(_log, logging.WARNING, origin.principal, text, client_name)
 
     def _fail(self, request: Request, error: RequestError, now: float, *, is_quarantined: bool) -> None:

@@ -137,7 +137,10 @@ class ClientOffenses:
         for name, offender in self._offenders_of(origin, now):
             left = offender.refused_until - now
             if left > 0:
-                text = f"requests of {name} ended {offender.deaths} workers: they are rejected for {left:.0f} s more"
+                text = (
+                    f"requests of {name} crashed or hung {offender.deaths} workers:"
+                    f" they are rejected for {left:.0f} s more"
+                )
                 raise ResourceExhausted(text, retry_after=left)
 
     def is_confined(self, origin: ClientOrigin, now: float) -> bool:

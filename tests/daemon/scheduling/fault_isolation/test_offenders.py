@@ -44,7 +44,7 @@ def test_who_kills_again_and_again_is_confined_then_refused_and_at_last_forgotte
     assert suspects.confined_names(0.0) == [ONE.peer]
     deaths(suspects, ONE, 1)
     with pytest.raises(
-        ResourceExhausted, match=r"^requests of process 1 of user 7 ended 5 workers: they are rejected for"
+        ResourceExhausted, match=r"^requests of process 1 of user 7 crashed or hung 5 workers: they are rejected for"
     ):
         suspects.check_not_refused(ONE, 0.0)
     assert refused_for(suspects, ONE, MIN_REFUSAL_S) == 0.0

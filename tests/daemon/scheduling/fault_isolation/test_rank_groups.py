@@ -137,7 +137,7 @@ def speak_twice(bench: Bench, name: str) -> None:
         ),
         (
             hang,
-            f"DEADLINE_EXCEEDED: {LOST} a predict took longer than predict_timeout, 60 s",
+            f"DEADLINE_EXCEEDED: {LOST} a predict took longer than predict_timeout (60 s)",
         ),
         (leave, f"INTERNAL: {LOST} g2.rank0: launch failed"),
         (break_up, f"INTERNAL: {LOST} step: expected 2, got 3"),
