@@ -1,4 +1,4 @@
-"""docs/operations.md is held to the code: its statuses, its configurations, its words of the log, its files."""
+"""Compares docs/operations.md and docs/tenants.md with the code: exit statuses, configurations, log events, files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,20 @@ else:
     import tomli as tomllib
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TEXT = (REPOSITORY / "docs" / "operations.md").read_text("utf-8")
+DOCS = REPOSITORY / "docs"
+TEXT = (DOCS / "operations.md").read_text("utf-8")
+PAGES = {"operations.md": TEXT, "tenants.md": (DOCS / "tenants.md").read_text("utf-8")}
+BLOCKS = [block for text in PAGES.values() for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)]
+LEVELS = {"crit", "err", "warning", "info"}  # as journalctl -p has them
+
+
+def anchors(text: str) -> set[str]:
+    """Return the anchors of the headings of a page."""
+    return {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in text.splitlines()}
 
 
 def rows(heading: str) -> list[list[str]]:
-    """The cells of the first table of a section, without its head."""
+    """Return the cells of the first table of a section, without its head."""
     section = re.split(r"\n##+ ", TEXT.partition(f"# {heading}\n")[2])[0]
     lines = [line for line in section.splitlines() if line.startswith("|")][2:]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
@@ -36,7 +45,7 @@ def test_each_exit_status_is_there() -> None:
     assert [int(row[0]) for row in rows("Exit statuses")] == sorted(exit_codes.MEANINGS)
 
 
-@pytest.mark.parametrize("block", re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL))
+@pytest.mark.parametrize("block", BLOCKS)
 def test_the_configurations_are_good(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # A host on which a model has sets of cores has more of them than one that runs tests.
     monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value=set(range(16))))
@@ -54,23 +63,47 @@ def test_each_command_of_weightd_exists() -> None:
     assert {"check", "doctor"} <= named <= {command.name for command in read_parser(parser()).commands}
 
 
-@pytest.mark.parametrize("words", [row[0].strip("`").strip() for row in rows("What to look for")])
-def test_what_to_look_for_is_logged(words: str) -> None:
-    sources = [path.read_text("utf-8") for path in (REPOSITORY / "daemon").glob("**/*.py")]
+def test_log_events_have_a_level_a_meaning_and_an_action() -> None:
+    events = rows("Log events")
+    assert len(events) >= 25
+    for _, levels, meaning, action in events:
+        assert set(levels.split(", ")) <= LEVELS
+        assert meaning
+        assert action
+
+
+@pytest.mark.parametrize("words", [row[0].strip("`") for row in rows("Log events")])
+def test_log_events_are_logged(words: str) -> None:
+    sources = [path.read_text("utf-8") for name in ("daemon", "worker") for path in (REPOSITORY / name).glob("**/*.py")]
     assert any(words in source for source in sources)
 
 
-def test_the_files_that_it_names_are_there() -> None:
-    for name in re.findall(r"examples/([\w./@-]+\.conf)", TEXT):
+@pytest.mark.parametrize("text", PAGES.values(), ids=PAGES)
+def test_files_exist(text: str) -> None:
+    for name in re.findall(r"examples/([\w./@-]+\.conf)", text):
         assert (REPOSITORY / "systemd" / "examples" / name).is_file()
-    for name in re.findall(r"\]\((?!#|https?:)([^)#]+)", TEXT):
-        assert (REPOSITORY / "docs" / name).is_file()
+    for name in re.findall(r"\]\((?!#|https?:)([^)#]+)", text):
+        assert (DOCS / name).is_file()
 
 
-def test_the_links_within_lead_somewhere() -> None:
-    headings = {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in TEXT.splitlines()}
-    assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= headings
+@pytest.mark.parametrize("text", PAGES.values(), ids=PAGES)
+def test_anchors_exist(text: str) -> None:
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= anchors(text)
+    for name, anchor in re.findall(r"\]\(([\w-]+\.md)#([^)]+)\)", text):
+        assert anchor in anchors((DOCS / name).read_text("utf-8"))
 
 
-def test_lines_are_short_but_for_tables() -> None:
-    assert [line for line in TEXT.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+@pytest.mark.parametrize("path", [*DOCS.glob("*.md"), REPOSITORY / "README.md"], ids=lambda path: path.name)
+def test_links_from_other_pages_lead_to_a_heading(path: Path) -> None:
+    for name, anchor in re.findall(r"\]\((?:docs/)?(operations\.md|tenants\.md)#([^)]+)\)", path.read_text("utf-8")):
+        assert anchor in anchors(PAGES[name])
+
+
+@pytest.mark.parametrize("text", PAGES.values(), ids=PAGES)
+def test_lines_are_short_except_in_tables(text: str) -> None:
+    assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
+
+
+@pytest.mark.parametrize(("name", "most"), [("operations.md", 6500), ("tenants.md", 2000)])
+def test_pages_are_short(name: str, most: int) -> None:
+    assert len(PAGES[name].split()) <= most
