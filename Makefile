@@ -89,7 +89,7 @@ mutants: $(VENV)/.made-mutants  ## mutation tests of the modules that decide; no
 	$(BIN)/python -m pytest -q tests/mutation
 	$(BIN)/python -m tests.mutation --sample $(SAMPLE) $(if $(SEED),--seed $(SEED)) $(ONLY)
 
-check: $(VENV)/.made-lint  ## lint, format, types, import contracts, names, bounds of size
+check: $(VENV)/.made-lint  ## lint, format, types, import contracts, names, prose, bounds of size
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target check-pyright check-mypy check-rest
 
 check-pyright: ; $(BIN)/pyright
@@ -105,6 +105,7 @@ check-rest:
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.names
 	$(BIN)/python -m tests.structure
+	$(BIN)/python -m tests.voice
 
 manual: $(VENV)/.made  ## man pages, completion, docs/configuration.md and the examples of a configuration
 	$(BIN)/python -m tools.manual
