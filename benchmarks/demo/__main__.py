@@ -28,8 +28,8 @@ IN_FLIGHT = 2 * WORKERS
 _BAR_WIDTH = 50
 _ORIGINS = {
     "spawned": "spawned",
-    "forked": "forked of the fork server",
-    "template": "forked of the template, which built the model",
+    "forked": "forked from the fork server",
+    "template": "forked from the template, which built the model",
 }
 _BUILD = Path(__file__).resolve().parents[2] / "build" / "models"
 

@@ -118,7 +118,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
     parser = Parser(
         prog="weightctl",
-        description="Asks a running weightd.",
+        description="Queries and controls a running weightd.",
         epilog=exit_codes.HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -147,27 +147,27 @@ def _add_common(parser: argparse.ArgumentParser, defaults: Dict[str, object]) ->
         "--socket",
         default=default("socket"),
         metavar="ADDRESS",
-        help="where the daemon listens: /PATH, or unix:///PATH for its unix socket only, ipc:///PATH or "
-        "tcp://HOST:PORT for ZeroMQ only (default: $WEIGHTD_SOCKET, or the daemon of this user or of the system, "
-        "the first that listens)",
+        help="address of the daemon: /PATH for its Unix or ZeroMQ socket, unix:///PATH for the Unix socket only, "
+        "ipc:///PATH or tcp://HOST:PORT for ZeroMQ only (default: $WEIGHTD_SOCKET, or the first daemon that listens, "
+        "this user's or the system's)"
+        if defaults
+        else "address of the daemon, see weightctl --help",
     )
     parser.add_argument(
         "--timeout",
         default=default("timeout"),
         type=_parse_seconds,
         metavar="S",
-        help=f"seconds to wait for the answer (default: {DEFAULT_TIMEOUT_S:g})",
+        help=f"seconds to wait for the response (default: {DEFAULT_TIMEOUT_S:g})",
     )
     parser.add_argument("--json", action="store_true", default=default("json"), help="print one JSON object")
     parser.add_argument(
-        "--key", default=default("key"), metavar="FILE", help="this client's secret key, for a listener with CURVE"
+        "--key", default=default("key"), metavar="FILE", help="secret key of this client, for a CURVE listener"
     )
     parser.add_argument(
-        "--server-key", default=default("server_key"), metavar="FILE", help="the public key of that listener"
+        "--server-key", default=default("server_key"), metavar="FILE", help="public key of the CURVE listener"
     )
-    parser.add_argument(
-        "--tenant", default=default("tenant"), metavar="NAME", help="ask for this tenant, if it may be acted for"
-    )
+    parser.add_argument("--tenant", default=default("tenant"), metavar="NAME", help="act for this tenant, if permitted")
 
 
 def _suppress_default(_: str) -> object:

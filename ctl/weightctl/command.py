@@ -29,15 +29,17 @@ class Command(NamedTuple):
 
     Attributes:
         help: a summary in one line.
-        description: the full help text.
+        description: the description that --help prints.
         add_arguments: declares the arguments of the command.
         run: executes the command, prints to stdout, and returns the exit status.
+        manual: further text that only the manual page contains.
     """
 
     help: str
     description: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     run: Callable[[argparse.Namespace, Connect], int]
+    manual: str = ""
 
 
 class CommandError(WeightdError):
@@ -91,7 +93,7 @@ def explain_denied(client: Client) -> Generator[None, None, None]:
     except PermissionDenied as error:
         if client.transport == "unix":
             raise
-        hint = "weightctl has come over ZeroMQ; --socket unix:///PATH takes the unix socket"
+        hint = "this connection uses ZeroMQ; use --socket unix:///PATH for the Unix socket"
         raise PermissionDenied(f"{error}; {hint}") from None
 
 

@@ -19,24 +19,23 @@ INTERRUPTED = 130  # Ctrl-C, as a shell reports it
 BROKEN_PIPE = 141  # the reader of the output has exited, as a shell reports it
 
 HELP = """\
-Exit status: 0 good, 1 the request ended in an error or a model has failed, 64 wrong command line,
-66 an input file cannot be used, 69 the daemon cannot be reached, 74 the output cannot be written,
-75 a model does not serve yet, 76 the daemon speaks another protocol version, 77 permission denied,
-130 Ctrl-C."""
+Exit status: 0 good, 1 the request or a model failed, 64 wrong command line, 66 invalid input file,
+69 the daemon cannot be reached, 74 the output cannot be written, 75 a model does not serve yet,
+76 the daemon uses another protocol version, 77 permission denied, 130 Ctrl-C."""
 
 # Texts for the manual; the comments above are for developers.
 MEANINGS: Mapping[int, str] = {
-    OK: "Good: as the command says.",
-    ERROR: "The request ended in an error; `status`: a model has failed; `bench`: it was not answered; "
-    "`install-units`: a file was left alone.",
-    USAGE: "The command line is wrong.",
-    NO_INPUT: "An input file is missing, or is not what it should be.",
-    UNAVAILABLE: "The daemon cannot be reached, or does not answer; `install-units`: there is no weightd to install; "
-    "`keygen`: this ZeroMQ has no CURVE.",
+    OK: "Success; see the command.",
+    ERROR: "The request failed; `status`: a model has failed; `bench`: the model did not answer; "
+    "`install-units`: a file was kept.",
+    USAGE: "The command line is invalid.",
+    NO_INPUT: "An input file is missing or invalid.",
+    UNAVAILABLE: "The daemon cannot be reached, or does not respond; `install-units`: weightd is not installed; "
+    "`keygen`: libzmq was built without CURVE.",
     CANNOT_WRITE: "The output cannot be written.",
-    NOT_YET: "A model does not serve, and has not failed either; `health`: it is not ready; `update`: it still loads.",
-    PROTOCOL: "The daemon speaks another version of the protocol.",
-    NO_PERMISSION: "This user may not connect, or may not write there.",
-    INTERRUPTED: "Ctrl-C.",
-    BROKEN_PIPE: "Nobody reads the output any more.",
+    NOT_YET: "A model does not serve yet, but has not failed; `health`: it is not ready; `update`: it is loading.",
+    PROTOCOL: "The daemon uses another version of the protocol.",
+    NO_PERMISSION: "Permission denied: this user may not connect, or may not write the files.",
+    INTERRUPTED: "Interrupted by Ctrl-C.",
+    BROKEN_PIPE: "The reader of the output has exited.",
 }

@@ -78,14 +78,14 @@ def rejection(head: bytes, *, is_loopback: bool) -> Optional[Answer]:
     line, *fields = head.split(b"\r\n")
     request = _REQUEST_LINE.fullmatch(line)
     if request is None:
-        return Answer(400, b"expected a request of HTTP/1.1\n")
+        return Answer(400, b"expected an HTTP/1.1 request\n")
     method, target = request.groups()
     if target.partition(b"?")[0] != PATH.encode():
-        return Answer(404, f"there is only {PATH}\n".encode())
+        return Answer(404, f"not found; the only path is {PATH}\n".encode())
     if method != b"GET":
         return Answer(405, b"expected GET\n", ["Allow: GET"])
     if is_loopback and not _is_this_host(_host_of(fields)):
-        return Answer(421, b"expected this host's address, or localhost, as its name\n")
+        return Answer(421, b"expected an address of this host, or localhost, in the Host header\n")
     return None
 
 
@@ -159,7 +159,7 @@ class Exporter:
         with contextlib.suppress(NotImplementedError, RuntimeError):
             writer.transport.pause_reading()  # type: ignore[attr-defined]
         if head is None:
-            answer = Answer(431, f"expected a head of at most {MAX_HEAD_BYTES} bytes\n".encode())
+            answer = Answer(431, f"expected request headers of at most {MAX_HEAD_BYTES} bytes\n".encode())
         else:
             answer = rejection(head, is_loopback=self._is_loopback) or await self._metrics()
         # Without a user-space buffer, `drain` waits until the kernel has accepted all bytes.

@@ -20,24 +20,25 @@ from weightd_protocol.errors import DeadlineExceeded, NotFound, Unavailable
 from weightd_protocol.messages.events import Event, LogsResponse, LogTail
 
 _EVENTS_DESCRIPTION = """\
-Shows what has happened: starts, loads, losses, updates, reloads, refusals; all of it, or what is
-about MODEL. The daemon remembers the last 2,000 events, and 1 MB of them, since it began;
-the journal of systemd has all (journalctl -u weightd).
+Shows the daemon's events: starts, loads, crashes, updates, reloads and refusals; all of them, or
+those of MODEL. The daemon keeps the last 2,000 events since its start, up to 1 MB; the systemd
+journal keeps all (journalctl -u weightd).
 
   weightctl events
   weightctl events resnet50 --since 1h
   weightctl events --follow
 
---follow goes on, also over a restart of the daemon, until Ctrl-C: it asks once a second.
+--follow continues with new events until Ctrl-C, also over a restart of the daemon. It polls once a
+second.
 
-Where there are tenants, only those that may see the "status" of others are shown events.
+If tenants are configured, only tenants that may see the "status" of others can see events.
 
 --json prints one object, {"events": [{"number", "time", "severity", "text", "model", "generation",
-"child"}], "missed"}, "missed" counting those that the daemon has forgotten; with --follow an object
-a line for each event, {"number", ...}.
+"child"}], "missed"}, where "missed" counts discarded events; with --follow, one object per line
+for each event, {"number", ...}.
 
-Exit status: 0 good, 1 there is neither such a model nor an event about it, 69 the daemon
-cannot be reached, 130 Ctrl-C."""
+Exit status: 0 good, 1 there is neither such a model nor an event about it, 69 the daemon cannot be
+reached, 130 Ctrl-C."""
 
 _POLL_INTERVAL_S = 1.0
 
@@ -46,15 +47,15 @@ _SINCE = re.compile(r"([0-9]{1,9}) ?(s|min|h|d|)")
 
 
 def _add_event_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="only what is about this model")
-    parser.add_argument("-f", "--follow", action="store_true", help="go on with what happens from now on")
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="only events of this model")
+    parser.add_argument("-f", "--follow", action="store_true", help="print new events until Ctrl-C")
     parser.add_argument(
         "--since",
         type=_parse_since,
         metavar="T",
-        help="only of so long ago or later: 90s, 10min, 2h, 7d (default: all)",
+        help="only events of the last 90s, 10min, 2h or 7d, for example (default: all)",
     )
-    parser.add_argument("-n", "--lines", type=_parse_lines, metavar="N", help="only the last N (default: all)")
+    parser.add_argument("-n", "--lines", type=_parse_lines, metavar="N", help="only the last N events (default: all)")
 
 
 def _parse_since(argument: str) -> float:
@@ -124,7 +125,7 @@ def _follow(client: Client, options: argparse.Namespace, after: int) -> None:
             batch = _fetch(client, options.model, after)
         except (Unavailable, DeadlineExceeded) as error:
             if not is_lost:
-                print(f"{error.code}: {clean(str(error))}; it is asked again", file=sys.stderr)
+                print(f"{error.code}: {clean(str(error))}; retrying", file=sys.stderr)
             is_lost = True
             continue
         is_lost = False
@@ -140,7 +141,7 @@ def _print_batch(options: argparse.Namespace, batch: EventBatch) -> None:
 
 def _format_events(batch: EventBatch, *, as_json: bool) -> Iterator[str]:
     if batch.missed and not as_json:
-        yield f"({count(batch.missed, 'event')} before that are forgotten)"
+        yield f"({count(batch.missed, 'event')} before these were discarded)"
     for each in batch.events:
         yield json.dumps(dataclasses.asdict(each)) if as_json else _event_line(each)
 
@@ -150,22 +151,23 @@ def _event_line(event: Event) -> str:
 
 
 EVENTS_COMMAND = Command(
-    "show what has happened, and what happens", _EVENTS_DESCRIPTION, _add_event_arguments, _show_events
+    "show past and new events of the daemon", _EVENTS_DESCRIPTION, _add_event_arguments, _show_events
 )
 
 
 _LOGS_DESCRIPTION = f"""\
-Shows the ends of what the processes of MODEL have written: what the engine says, and tracebacks.
-Those that have ended are among them, as long as their generation is there. Who has written last
-comes last; of more than {limits.MAX_LOGS} the others are counted, and --process names one of them.
+Shows the last lines of the output of MODEL's processes: messages of the engine and tracebacks. It
+includes exited processes as long as their generation exists. The most recent output comes last. If
+there are more than {limits.MAX_LOGS} processes, the others are only counted; --process selects one
+of them.
 
   weightctl logs resnet50
   weightctl logs resnet50 --process resnet50.1.w2 -n 1000
 
-What the daemon says of them is in its own log: weightctl events MODEL.
+For the daemon's messages about these processes, use weightctl events MODEL.
 
-Logs may tell of inputs. Only the daemon's own user and root, and tenants that may "operate", are
-shown them, over its unix socket: not over ipc:// or tcp://.
+Output may contain request data. Only root, the daemon's own user, and tenants that may "operate"
+can read it, over the daemon's Unix socket only, not over ipc:// or tcp://.
 
 --json prints one object, {{"logs": [{{"process", "generation", "size", "changed", "text"}}],
 "omitted"}}.
@@ -174,15 +176,15 @@ Exit status: 0 good, 1 there is no such model or process, 77 this user may not c
 
 
 def _add_log_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl models")
-    parser.add_argument("--process", default="", metavar="NAME", help="only this one, see weightctl status")
+    parser.add_argument("model", metavar="MODEL", help="name of the model")
+    parser.add_argument("--process", default="", metavar="NAME", help="only this process, as shown by weightctl status")
     parser.add_argument(
         "-n",
         "--lines",
         type=_parse_log_lines,
         default=20,
         metavar="N",
-        help="the most of each process (default: %(default)s)",
+        help="maximum number of lines per process (default: %(default)s)",
     )
 
 
@@ -212,14 +214,14 @@ def _no_log(process: str, answer: LogsResponse) -> NotFound:
     """Return the error for a process without a log; the text lists the processes that have one."""
     available = ", ".join(sorted(clean(each.process) for each in answer.logs)) or "none"
     more = f" and {answer.omitted:,} more" if answer.omitted else ""
-    return NotFound(f"no process {process!r} with a log; there are: {available}{more}")
+    return NotFound(f"no process {process!r} with output; there are: {available}{more}")
 
 
 def _format_logs(answer: LogsResponse) -> Iterator[str]:
     if not answer.logs:
-        yield "no process has a log"
+        yield "no process has output"
     if answer.omitted:
-        yield f"{count(answer.omitted, 'process')} more that wrote before: --process shows one"
+        yield f"{count(answer.omitted, 'process')} with older output omitted; use --process to show one"
     for each in answer.logs:
         yield _log_heading(each)
         for line in each.text.splitlines():
@@ -227,10 +229,8 @@ def _format_logs(answer: LogsResponse) -> Iterator[str]:
 
 
 def _log_heading(log: LogTail) -> str:
-    extent = f"{log.size:,} bytes, the last at {local_time(log.changed_at)}" if log.size else "nothing"
+    extent = f"{log.size:,} bytes, last written at {local_time(log.changed_at)}" if log.size else "no output"
     return f"{clean(log.process)}: {extent}"
 
 
-LOGS_COMMAND = Command(
-    "show what the processes of a model have written", _LOGS_DESCRIPTION, _add_log_arguments, _show_logs
-)
+LOGS_COMMAND = Command("show the output of a model's processes", _LOGS_DESCRIPTION, _add_log_arguments, _show_logs)

@@ -18,14 +18,14 @@ from weightd_common.curve_keys import PUBLIC, SECRET, format_key_file
 from weightd_protocol.errors import Unavailable
 
 _DESCRIPTION = """\
-Makes a pair of keys for each NAME, for TCP that is encrypted and tells who asks (CURVE): NAME.key
-is the secret one, which nobody else may read, and NAME.pub the public one, which anybody may. It
-asks no daemon, and never overwrites a file.
+Creates a key pair for each NAME, for encrypted and authenticated TCP (CURVE): NAME.key is the
+secret key, readable only by its owner, and NAME.pub the public key, which is not confidential. The
+command does not contact a daemon and never overwrites a file.
 
-A listener of the daemon has a pair of its own, and so has each client, or user:
+Each listener of the daemon has its own key pair, and so has each client or user:
 
   weightctl keygen /etc/weightd/server        # on the daemon's host, owned by its user
-  weightctl keygen alice                      # where alice is; alice.pub goes to the daemon's host
+  weightctl keygen alice                      # on alice's host; copy alice.pub to the daemon's host
 
   [listeners.lan]
   address = "tcp://0.0.0.0:7878"
@@ -35,11 +35,12 @@ A listener of the daemon has a pair of its own, and so has each client, or user:
   [tenants.research]
   keys = ["alice.pub"]
 
-A client needs its own alice.key, and server.pub, to know the daemon by. A tenant may have several
-keys: to change one, add the new one, reload, hand it out, then take the old one away, and reload.
+A client needs alice.key to identify itself, and server.pub to identify the daemon. A tenant may
+have several keys: to replace a key, add the new one, reload, distribute it, then remove the old
+one and reload again.
 
-Exit status: 0 the keys are made, 69 this ZeroMQ has no CURVE, 74 a file is there already, or cannot
-be written."""
+Exit status: 0 the keys were created, 69 libzmq was built without CURVE, 74 a file exists already
+or cannot be written."""
 
 _DEFAULT = "weightd"
 
@@ -53,13 +54,13 @@ class _NoCurve(CommandError):
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"a path, to which .key and .pub are added (default: {_DEFAULT})"
+        "names", nargs="*", metavar="NAME", help=f"path of the files, without .key and .pub (default: {_DEFAULT})"
     )
 
 
 def _run(options: argparse.Namespace, _: Connect) -> int:
     if not zmq.has("curve"):
-        raise _NoCurve("this ZeroMQ was built without CURVE; the wheels of pyzmq have it")
+        raise _NoCurve("this libzmq was built without CURVE; install a pyzmq wheel, which includes CURVE")
     pairs: List[Dict[str, str]] = []
     for name in options.names or [_DEFAULT]:
         pairs.append(_write_key_pair(name))
@@ -74,8 +75,8 @@ def _write_key_pair(name: str) -> Dict[str, str]:
     """Write both key files, or neither."""
     public, secret = (each.decode("ascii") for each in zmq.curve_keypair())
     files = {"secret": f"{name}.key", "public": f"{name}.pub"}
-    secret_text = format_key_file(SECRET, secret, "The secret key: nobody but its owner reads it.")
-    public_text = format_key_file(PUBLIC, public, "The public key: it is for who has to know it.")
+    secret_text = format_key_file(SECRET, secret, "The secret key: only its owner may read it.")
+    public_text = format_key_file(PUBLIC, public, "The public key: it is not confidential.")
     with _new_file(files["secret"], 0o600, secret_text), _new_file(files["public"], 0o644, public_text):
         pass
     return {"name": name, **files, "public_key": public}
@@ -105,9 +106,9 @@ def _new_file(path: str, mode: int, text: str) -> Generator[None, None, None]:
 
 def _print_pair(pair: Dict[str, str]) -> None:
     secret, public = (clean(pair[each]) for each in ("secret", "public"))
-    print(f"{secret}: the secret key; it stays with who asks with it: a listener's `key`, or a client")
-    print(f"{public}: the public key, {pair['public_key']}; a client's goes into the `keys` of its tenant,")
-    print("  that of a listener to its clients")
+    print(f"{secret}: secret key, for the `key` of a listener, or for one client")
+    print(f"{public}: public key, {pair['public_key']}; add a client's to the `keys` of its tenant,")
+    print("  give a listener's to its clients")
 
 
-COMMAND = Command("make keys for encrypted TCP", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("create keys for encrypted TCP", _DESCRIPTION, _add_arguments, _run)

@@ -13,28 +13,30 @@ from weightd_common.exposition import exposition
 from weightd_protocol.schema import plain
 
 _DESCRIPTION = """\
-Prints what the daemon has counted, and how things stand, in the text format of Prometheus: requests
-by model, tenant and code; how long they took, waited and ran; queues, processes, their deaths and
-restarts; memory, and what sharing saves of it. It is told at once: nothing is measured for it but,
-once a minute at most, memory, and then the next answer has it.
+Prints the daemon's metrics in the Prometheus text format: requests by model, tenant and code;
+their durations, waiting times and execution times; queues; processes, their crashes and restarts;
+memory, and how much of it sharing saves. The daemon answers immediately: the only measurement is
+that of memory, at most once a minute, and the following response contains its result.
 
-Counters go on over restarts of the daemon. For Prometheus, --listen serves the same at /metrics, a
-scrape a connection, until it is stopped; while the daemon is away, scrapes are answered with 503:
+Counters continue over restarts of the daemon. For Prometheus, --listen serves the metrics at
+/metrics until it is stopped, with one scrape per connection. While the daemon is unavailable,
+scrapes get status 503:
 
     weightctl metrics --listen 127.0.0.1:9464
 
-Whoever reaches that address sees the metrics, those of all models and tenants if this user may see
-them. Without it, for scripts, and for the textfile collector of the node exporter:
+Any client that reaches that address can read the metrics, which cover all models and tenants if
+this user may see them. Without --listen, for scripts and the textfile collector of the node
+exporter:
 
     weightctl metrics >/var/lib/node_exporter/weightd.prom.new &&
         mv /var/lib/node_exporter/weightd.prom.new /var/lib/node_exporter/weightd.prom
 
-A tenant that may not see the "status" of others is told its own requests alone.
+A tenant that may not see the "status" of others gets the metrics of its own requests only.
 
---json prints one object: the daemon's answer.
+--json prints one object: the daemon's response.
 
-Exit status: 0 good, whatever the metrics say, 69 the daemon cannot be reached or does not answer,
-74 nobody can listen at the address."""
+Exit status: 0 good, whatever the metrics say, 69 the daemon cannot be reached or does not respond,
+74 the address cannot be used."""
 
 _LOOPBACK = "127.0.0.1"
 
@@ -51,7 +53,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _parse_address(argument: str) -> Tuple[str, int]:
     address = argument if ":" in argument else f"{_LOOPBACK}:{argument}"
     if not endpoints.is_tcp_address(f"tcp://{address}"):
-        raise argparse.ArgumentTypeError(f"expected HOST:PORT, or a PORT of this host, got {argument!r}")
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT or PORT, got {argument!r}")
     host, port = endpoints.split_tcp_address(f"tcp://{address}")
     return host.strip("[]"), port
 
@@ -72,4 +74,4 @@ def _run(options: argparse.Namespace, connect: Connect) -> int:
     return exit_codes.OK
 
 
-COMMAND = Command("print what was counted, for Prometheus, or serve it", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("print or serve metrics for Prometheus", _DESCRIPTION, _add_arguments, _run)

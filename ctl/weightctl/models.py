@@ -22,13 +22,13 @@ from weightd_protocol.messages.inference import TensorSpec
 from weightd_protocol.messages.status import ModelStatus
 
 _LIST_DESCRIPTION = """\
-Lists the models: state, engine, and inputs, of those that serve: what others take is not known yet.
-A dimension of -1 is free: each request chooses it.
+Lists the models: name, state, engine and inputs. Inputs are known only for serving models. A
+dimension of -1 is free: each request chooses it.
 
-weightctl metadata MODEL tells more of one, and a command that asks it.
+weightctl metadata MODEL shows details of one model, and a command that sends a request to it.
 
 --json prints one object, {"models": [{"name", "state", "platform", "inputs", "outputs"}]}, inputs
-and outputs as the Open Inference Protocol has them, null where they are not known.
+and outputs as in the Open Inference Protocol, null if they are not known.
 
 Exit status: 0 good, 69 the daemon cannot be reached."""
 
@@ -50,7 +50,7 @@ def _list_models(options: argparse.Namespace, connect: Connect) -> int:
         rows = [_model_row(each, metadata_by_name[each.name]) for each in models]
         print("\n".join(table([_LIST_HEADING, *rows], len(_LIST_HEADING), "")))
     else:
-        print("there is no model")
+        print("no models")
     return exit_codes.OK
 
 
@@ -76,24 +76,25 @@ def _model_json(model: ModelStatus, metadata: Optional[ModelMetadataResponse]) -
     return {**fields, "inputs": signatures_json(metadata.inputs), "outputs": signatures_json(metadata.outputs)}
 
 
-MODELS_COMMAND = Command("list the models, and what they take", _LIST_DESCRIPTION, _add_nothing, _list_models)
+MODELS_COMMAND = Command("list the models and their inputs", _LIST_DESCRIPTION, _add_nothing, _list_models)
 
 
 _METADATA_DESCRIPTION = """\
-Shows what MODEL takes and gives: names, datatypes, shapes; and how it is asked, in a shell and in
-Python, in lines to copy that run as they are. A dimension of -1 is free: each request chooses it.
+Shows the inputs and outputs of MODEL: names, datatypes and shapes; and how to send a request to it
+from a shell and from Python, as lines that can be copied and run. A dimension of -1 is free: each
+request chooses it.
 
-This waits while the model loads, for --timeout seconds.
+While the model loads, the command waits for at most --timeout seconds.
 
---json prints one object as the Open Inference Protocol has it, {"name", "platform", "inputs",
-"outputs"}, a shape null where any rank will do; "example_shapes" are such that the model is known
-to run on, by input.
+--json prints one object as in the Open Inference Protocol, {"name", "platform", "inputs",
+"outputs"}; a shape is null if the model accepts any rank. "example_shapes" are shapes by input on
+which the model is known to run.
 
 Exit status: 0 good, 1 there is no such model, or it does not serve."""
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl models")
+    parser.add_argument("model", metavar="MODEL", help="name of the model")
 
 
 def _show_metadata(options: argparse.Namespace, connect: Connect) -> int:
@@ -184,24 +185,22 @@ def _metadata_json(metadata: ModelMetadataResponse) -> Dict[str, Any]:
 
 
 METADATA_COMMAND = Command(
-    "show what a model takes and gives, and how to ask it", _METADATA_DESCRIPTION, _add_model, _show_metadata
+    "show a model's inputs and outputs, and an example request", _METADATA_DESCRIPTION, _add_model, _show_metadata
 )
 
 
 _HEALTH_DESCRIPTION = """\
-Tells whether MODEL, or without it every model, is ready: a worker of it has answered a request
-or a ping within the watchdog's period. That its processes exist is not enough.
+Checks whether MODEL, or every model, is ready: one of its workers has answered a request or a ping
+within the watchdog's period. Existing processes alone do not make a model ready.
 
-  weightctl health && echo good
+  weightctl health && echo ready
   weightctl health resnet50
 
-Exit status: 0 ready, 75 not ready, 69 the daemon cannot be reached or does not answer."""
+Exit status: 0 ready, 75 not ready, 69 the daemon cannot be reached or does not respond."""
 
 
 def _add_optional_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?", default="", help="the model's name; without it, all of them"
-    )
+    parser.add_argument("model", metavar="MODEL", nargs="?", default="", help="name of the model (default: all models)")
 
 
 def _check_health(options: argparse.Namespace, connect: Connect) -> int:
@@ -215,5 +214,5 @@ def _check_health(options: argparse.Namespace, connect: Connect) -> int:
 
 
 HEALTH_COMMAND = Command(
-    "tell whether a model, or every one, would answer", _HEALTH_DESCRIPTION, _add_optional_model, _check_health
+    "check whether a model, or every model, is ready", _HEALTH_DESCRIPTION, _add_optional_model, _check_health
 )

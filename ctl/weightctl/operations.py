@@ -17,46 +17,48 @@ from weightd_protocol.errors import DeadlineExceeded, RequestError
 from weightd_protocol.messages.control import UpdateResponse
 
 _UPDATE = """\
-Loads the model at NEW_PATH beside the one that serves. Once every worker of it gives the right
-answer to its self-test, and its inputs and outputs are those of the old one, it takes over and
-the old one leaves. No request is lost. If anything is wrong with it, the old one goes on serving
-and the cause is shown.
+Replaces a model without losing requests: loads the model at NEW_PATH while the old one serves, and
+switches once every worker passes its self-test and the inputs and outputs match the old model. If
+anything fails, the old model continues to serve, and the cause is shown.
 
   weightctl update resnet50 /models/resnet50-v2.mindir
   weightctl update resnet50 --rollback
 
-For a while there are two copies of the weights: where a card has no room for them, the update is
-refused with the figures. A model that is cut over ranks has a path with {rank} in it; where a card
-has no second port for its communication, the old one leaves first, and requests wait.
+During the update there are two copies of the weights. If a card has no memory for both, the update
+is refused, and the error shows the sizes. The path of a model that is split over ranks contains
+{rank}. If a card has no second port for the communication of ranks, the old model is unloaded
+first, and requests wait.
 
---rollback goes back once: a second one is refused, as it would bring back what was given up.
+--rollback returns to the model before the last update. A second rollback is refused, because it
+would restore the model that was given up.
 
-This waits until it is over: for --timeout seconds, 30 unless it says otherwise. The update itself
-goes on after them; weightctl status shows how it stands.
+The command waits until the update is complete, for at most --timeout seconds (default: 30). After
+a timeout the update continues; weightctl status shows its progress.
 
-The configuration is not changed: a start that has to load the model anew, as after a reboot, loads
-the file that it names. To keep the new one for good, write its path there.
+The configuration file does not change: a daemon that loads the model again, for example after a
+reboot, loads the configured file. To keep the new model, set its path there.
 
-Only the daemon's own user, root, and tenants that may "operate" may do this, over the daemon's
-unix socket: not over ipc:// or tcp://. A tenant's user has to be able to read every file of the
-new model, unless the file lies below one of the model_dirs of the tenant.
+Allowed for root, the daemon's own user, and tenants that may "operate", over the daemon's Unix
+socket only, not over ipc:// or tcp://. A tenant's user must be able to read every file of the new
+model, unless the file is below one of the tenant's model_dirs.
 
-Exit status: 0 the new model serves, 1 it does not and the old one does, 75 it still loads."""
+Exit status: 0 the new model serves, 1 the update failed and the old model serves, 75 still
+loading."""
 
 _UPDATE_WEIGHTS = """\
-Loads the arrays of an .npz file over the weights of a model that was converted for it
-(variable_weights = true), in all workers of the model or in none: generation after generation, as
-weightctl update does.
+Loads the arrays of an .npz file into the weights of a model that was converted for it
+(variable_weights = true), in all workers of the model or in none. Generations are replaced one
+after another, as by weightctl update.
 
   weightctl update-weights resnet50 /models/finetuned.npz
 
-A start that has to load the model anew loads it without them.
+A daemon that loads the model again, for example after a reboot, does not load these arrays.
 
-Only the daemon's own user, root, and tenants that may "operate" may do this, over the daemon's
-unix socket: not over ipc:// or tcp://. A tenant's user has to be able to read the file, unless
-it lies below one of the model_dirs of the tenant.
+Allowed for root, the daemon's own user, and tenants that may "operate", over the daemon's Unix
+socket only, not over ipc:// or tcp://. A tenant's user must be able to read the file, unless it is
+below one of the tenant's model_dirs.
 
-Exit status: 0 the new weights serve, 1 they do not and the old ones do, 75 they still load."""
+Exit status: 0 the new weights serve, 1 failed and the old weights serve, 75 still loading."""
 
 
 class StillLoading(CommandError):
@@ -67,21 +69,21 @@ class StillLoading(CommandError):
 
 
 def _add_update(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl status")
-    parser.add_argument("path", nargs="?", default="", metavar="NEW_PATH", help="the new model file")
+    parser.add_argument("model", metavar="MODEL", help="name of the model")
+    parser.add_argument("path", nargs="?", default="", metavar="NEW_PATH", help="file of the new model")
     parser.add_argument(
-        "--rollback", action="store_true", help="go back to what served before the last update; without NEW_PATH"
+        "--rollback", action="store_true", help="return to the model before the last update, without NEW_PATH"
     )
 
 
 def _add_update_weights(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl status")
-    parser.add_argument("weights", metavar="WEIGHTS.npz", help="arrays by the names that the model has for them")
+    parser.add_argument("model", metavar="MODEL", help="name of the model")
+    parser.add_argument("weights", metavar="WEIGHTS.npz", help="arrays by the names of the model's weights")
 
 
 def _run_update(options: argparse.Namespace, connect: Connect) -> int:
     if options.rollback == bool(options.path):
-        options.fail("expected NEW_PATH or --rollback, one of the two")
+        options.fail("expected either NEW_PATH or --rollback")
     path = _absolute_path(options.path) if options.path else ""
     with connect() as client:
         return _print_result(options, _update_and_wait(client, options.model, path=path, rollback=options.rollback))
@@ -107,7 +109,7 @@ def _update_and_wait(
         except RequestError:
             raise DaemonUnreachable(late) from None
         raise StillLoading(
-            f"{model}: not over within {client.timeout:g} s, and goes on; weightctl status {model} shows how it stands"
+            f"{model}: update not complete after {client.timeout:g} s and continues; see `weightctl status {model}`"
         ) from None
 
 
@@ -118,7 +120,7 @@ def _check_npz(path: str) -> None:
     except OSError as error:
         raise BadInput(f"{path}: {error.strerror or error}") from None
     if start not in NPZ:
-        raise BadInput(f"{path}: expected an .npz of arrays, as numpy.savez writes it; for a model: weightctl update")
+        raise BadInput(f"{path}: expected an .npz file of numpy.savez; to load another model, use `weightctl update`")
 
 
 def _absolute_path(path: str) -> str:
@@ -140,32 +142,29 @@ def _print_result(options: argparse.Namespace, response: UpdateResponse) -> int:
     what = "generation" if len(response.generations) == 1 else "generations"
     numbers = ", ".join(map(str, response.generations))
     weights = f" with {clean(response.weights)}" if response.weights else ""
-    print(f"{clean(response.model_name)}: {what} {numbers} took over, {clean(response.path)}{weights}")
+    print(f"{clean(response.model_name)}: {what} {numbers} now serving, {clean(response.path)}{weights}")
     if weights or response.path != response.configured_path:
-        print(
-            f"  a start that has to load it anew goes back to {clean(response.configured_path)}: so says the"
-            " configuration"
-        )
+        print(f"  the configuration still names {clean(response.configured_path)}, which is loaded after a reboot")
     return exit_codes.OK
 
 
-UPDATE_COMMAND = Command("load another model beside the one that serves, and switch", _UPDATE, _add_update, _run_update)
+UPDATE_COMMAND = Command("replace a model without losing requests", _UPDATE, _add_update, _run_update)
 WEIGHTS_COMMAND = Command(
-    "load other weights into a model that serves", _UPDATE_WEIGHTS, _add_update_weights, _run_update_weights
+    "load other weights into a serving model", _UPDATE_WEIGHTS, _add_update_weights, _run_update_weights
 )
 
 
 _RELOAD = """\
-Has the daemon read its configuration file again, as SIGHUP does, and no request is lost: new models
-load; one that has changed is loaded beside the one that serves and takes over once it serves; one
-that is removed finishes what it has accepted, and leaves; one that has failed is loaded again. A
-file that is wrong changes nothing, and the error says why.
+Reloads the daemon's configuration file, as SIGHUP does, without losing requests. New models are
+loaded. A changed model is loaded while the old one serves, and replaces it. A removed model
+finishes its accepted requests and is unloaded. A failed model is loaded again. If the file is
+invalid, nothing changes, and the error gives the reason.
 
-This returns once the file is in force. weightctl status shows how the loading goes: a change that
-fails leaves the model as it was, with the cause beside it.
+The command returns when the file is in force. weightctl status shows the progress of loading. If a
+changed model fails to load, the old one continues to serve, and its status shows the cause.
 
-Only the daemon's own user, root, and tenants that may "operate" every model may do this, over
-the daemon's unix socket: not over ipc:// or tcp://.
+Allowed for root, the daemon's own user, and tenants that may "operate" every model, over the
+daemon's Unix socket only, not over ipc:// or tcp://.
 
 Exit status: 0 the file is in force, 1 nothing has changed."""
 
@@ -194,4 +193,4 @@ def _reload(options: argparse.Namespace, connect: Connect) -> int:
     return exit_codes.OK
 
 
-RELOAD_COMMAND = Command("have the configuration file read again", _RELOAD, _add_nothing, _reload)
+RELOAD_COMMAND = Command("reload the configuration file", _RELOAD, _add_nothing, _reload)

@@ -49,10 +49,7 @@ def add_shape_argument(parser: argparse.ArgumentParser, help_suffix: str = "") -
         default=[],
         type=_parse_named_shape,
         metavar="NAME=N,N",
-        help=(
-            "the shape of an input (default: one that the model is known to run on; free dimensions are 1 where none "
-            f"is known){help_suffix}; once for each"
-        ),
+        help=f"shape of an input{help_suffix}; repeatable (default: a shape known to work, or 1 for free dimensions)",
     )
 
 

@@ -36,43 +36,49 @@ from weightd_protocol.messages.status import (
 )
 
 _DESCRIPTION = """\
-Shows each model with its generations (one weight copy each) and their processes.
+Shows the models with their generations (one copy of the weights each) and
+processes, and the memory of the service. See weightctl(1) for the columns.
 
-NOW is how many requests a process has under way. Latencies are the daemon's, from a request's
-arrival to its answer, over the last answers. PSS is a process's proportional set size: its own
-memory, and its share of what it shares with others; so the PSS of all processes adds up to what
-the service takes. OWN is what no other process has: what its end would give back. SHARED is how
-much of a worker's weights is memory that it has in common with the others. MB is 10^6 bytes.
+--json prints one object: the daemon's response, and pss_total_bytes, the
+memory of the service.
 
-A generation on several sets of cores, such as cpu:0 and cpu:1, is one "on cpu"; below its processes
-it is told who of them is on which.
+Exit status: 0 every model serves, 75 a model does not serve yet, 1 a model has
+failed (the cause is shown)."""
 
-The ranks of a model that is cut over several processes are one generation, "on" the devices of all;
-below them it is told who is on which, and which slice each has. A broker lets them find each other.
+_MANUAL = """\
+The columns of processes: NOW is the number of requests that a process is executing. Latencies are
+measured by the daemon, from the arrival of a request to its response, over the most recent
+responses. PSS is the proportional set size: the private memory of a process and its share of the
+memory that it shares with others, so the sum of all PSS is the memory of the service. OWN is the
+private memory, which would be freed if the process ended. SHARED is the part of a worker's weights
+that is in memory shared with other processes. MB is 10^6 bytes.
 
-Processes are spawned with an interpreter of their own, forked of a fork server, which has loaded
-the engine, or forked of the template: that is the holder, which has built the model.
+A generation on several sets of cores, such as cpu:0 and cpu:1, is shown as one generation "on
+cpu"; lines below its processes show the processes on each set.
 
-What the daemon keeps for clients are requests under way and answers that they have not read; the
-bound is max_memory_bytes of the configuration.
+A model that is split over ranks is one generation "on" all their devices; lines below its
+processes show the device and the slice of each rank. A broker lets the ranks find each other.
 
-Where the daemon's control group (cgroup) is limited or under pressure, the last line shows what it
-takes, cached files included, of what it and those above it may take. Beyond "high" the kernel slows
-the processes down, beyond the limit it kills one. Pressure is the share of the last 10 s in which
-some process waited for memory. MiB is 2^20 bytes, as in MemoryMax= of systemd.
+Processes are spawned with a new interpreter, forked from a fork server, which has loaded the
+engine, or forked from the template, which is the holder with the built model.
 
-Where there are tenants, a table shows what each has asked of each model since it is there, restarts
-of the daemon included: its requests, how many of them were served and refused, those under way NOW
-and of these QUEUED, its ROWS, the seconds for which workers were busy with it (SLOT), how long a
-request waited for a worker on average (WAIT), and the bytes of tensors that were sent IN and OUT.
-"(other)" is what was asked of models that are gone, and what was refused before a model was known.
-Below stand weights, shares of the last minute, and why requests were refused: by a bound of the
-tenant, as max_rate, or with the code of an error. A tenant that may not see the "status" of others
-is shown its own requests alone.
+The memory kept for clients is that of requests in progress and of responses that clients have not
+read; max_memory_bytes in the configuration limits it.
 
---json prints one object: the daemon's answer, and pss_total_bytes, the memory of the whole service.
+If the daemon's control group (cgroup) has a limit or is under pressure, the last line shows its
+memory, including cached files, and the lowest limits of the group and its ancestors. Above "high",
+the kernel slows the processes down; at the limit, it kills a process. Pressure is the share of the
+last 10 s in which at least one process waited for memory. MiB is 2^20 bytes, as in MemoryMax= of
+systemd.
 
-Exit status: 0 every model serves, 75 one does not serve yet, 1 one has failed (its cause is shown)."""
+If tenants are configured, a table shows the usage of each model by each tenant since the counters
+began; they continue over restarts of the daemon. The columns: the number of requests, of those
+SERVED and REFUSED, of those in progress (NOW) and of those among them that are QUEUED; ROWS; the
+seconds for which workers were busy (SLOT); the average time in the queue (WAIT); the size of
+tensors received (IN) and sent (OUT). "(other)" contains requests for models that no longer exist,
+and requests that were refused before their model was known. Lines below the table show weights,
+shares of the last minute, and refusals by reason: a limit of the tenant, such as max_rate, or an
+error code. A tenant that may not see the "status" of others sees only its own requests."""
 
 _PROCESS_HEADING = (
     *("PROCESS", "ROLE", "STATE", "PID", "SERVED", "NOW"),
@@ -92,13 +98,13 @@ _MAX_CHARACTERS = 24
 # Roles of processes that do not serve requests.
 _NON_SERVING_ROLES = ("holder", "broker")
 
-_ORIGIN_TEXTS = {"forked": "forked of the fork server", "template": "forked of the template"}
+_ORIGIN_TEXTS = {"forked": "forked from the fork server", "template": "forked from the template"}
 
 _MAX_NAMES = 8
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", metavar="MODEL", help="only this model (default: all)")
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="name of the model (default: all models)")
 
 
 def _show_status(options: argparse.Namespace, connect: Connect) -> int:
@@ -155,9 +161,11 @@ def render(response: StatusResponse, total: int) -> str:
     lines += map(_proxy_line, response.zmq_proxies)
     lines += map(_fork_server_line, response.fork_servers)
     if response.dropped_responses:
-        lines.append(f"{response.dropped_responses:,} answers dropped: their clients were gone, or did not read")
+        lines.append(
+            f"{count(response.dropped_responses, 'response')} dropped, because clients disconnected or did not read"
+        )
     if response.pid:
-        lines.append(f"memory of the service: {size(total)} PSS, of which the daemon {size(response.pss_bytes)}")
+        lines.append(f"memory of the service: {size(total)} PSS, including the daemon's {size(response.pss_bytes)}")
     else:
         lines.append(OWN_REQUESTS_ONLY)
     if response.buffered_bytes:
@@ -177,13 +185,13 @@ def _model_lines(model: ModelStatus) -> Iterator[str]:
     yield f"  {counts}"
     yield from _execution_lines(model)
     if model.unexpected_exits or model.quarantined:
-        yield f"  {count(model.unexpected_exits, 'unexpected death')}, {model.quarantined:,} requests in quarantine"
+        yield f"  {count(model.unexpected_exits, 'unexpected exit')}, {model.quarantined:,} requests in quarantine"
     if model.retry_s is not None:
         yield f"  next attempt to load the model in {model.retry_s:.0f} s"
     if model.note:
         yield from paragraph("note", model.note, "  ")
     if model.group:
-        yield f"  of the group {clean(model.group)}: one process serves all its models, and they come and go together"
+        yield f"  in group {clean(model.group)}: each process serves all models of the group"
     for each in model.generations:
         yield from format_generation(each, f"{model.name}.{each.number}.")
 
@@ -199,7 +207,7 @@ def _execution_lines(model: ModelStatus) -> Iterator[str]:
     if executions.padded:
         parts.append(f"{count(executions.padded, 'row')} padded")
     if executions.retried:
-        parts.append(f"{executions.retried:,} run again")
+        parts.append(f"{executions.retried:,} retried")
     yield f"  {', '.join(parts)}"
     if executions.rows:
         yield (
@@ -313,16 +321,19 @@ def _savings_lines(generation: GenerationStatus) -> Iterator[str]:
     workers = count(sharing, "worker")
     if not sharing:
         if any(process.state == "ready" for process in generation.processes):
-            yield "    saves nothing: no worker shares its weights"
+            yield "    sharing saves nothing: no worker shares its weights"
     elif copy is None or saved is None:
-        yield f"    saves an unknown amount: {workers} on one copy, of which the kernel does not tell what is in memory"
+        yield f"    sharing saves an unknown amount: {workers} on one copy of unknown size in memory"
     elif saved:
-        own = size(saved + copy)
-        yield f"    saves {size(saved)}: {workers} on one copy of {size(copy)} instead of {own} of their own"
+        separate = size(saved + copy)
+        yield (
+            f"    sharing saves {size(saved)}: {workers} on one copy of {size(copy)} instead of {separate} in separate"
+            " copies"
+        )
     elif copy:
-        yield f"    saves nothing yet: {workers} on one copy of {size(copy)}"
+        yield f"    sharing saves nothing yet: {workers} on one copy of {size(copy)}"
     else:
-        yield f"    saves nothing yet: {workers} on one copy that is on disk until it is used"
+        yield f"    sharing saves nothing yet: {workers} on one copy, which is on disk until it is used"
 
 
 def format_tenants(tenants: Sequence[TenantStatus], models: Sequence[str]) -> Iterator[str]:
@@ -376,9 +387,9 @@ def _notes(tenant: TenantStatus, accounts: Sequence[AccountStatus]) -> Iterator[
     if total.failed:
         yield "refused: " + ", ".join(f"{reason} {number:,}" for reason, number in total.failed.items())
     if total.unexpected_exits:
-        yield f"{count(total.unexpected_exits, 'worker')} lost to its requests"
+        yield f"its requests crashed {count(total.unexpected_exits, 'worker')}"
     if tenant.merged_accounts:
-        yield f"(other) has {count(tenant.merged_accounts, 'model')} for which there is no room"
+        yield f"(other) includes {count(tenant.merged_accounts, 'model')} that did not fit into the response"
 
 
 def _shorten(name: str) -> str:
@@ -387,23 +398,23 @@ def _shorten(name: str) -> str:
 
 
 def _device_lines(device: DeviceStatus) -> Iterator[str]:
-    capacity = "of an unknown capacity" if device.capacity_bytes is None else f"of {size(device.capacity_bytes)}"
+    capacity = "of unknown capacity" if device.capacity_bytes is None else f"of {size(device.capacity_bytes)}"
     used = device.weights_bytes + device.process_bytes + device.buffer_bytes
     yield f"{clean(device.name)}: {size(used)} {capacity}, {device.processes} of {device.max_processes} processes"
     yield (
-        f"  weights {size(device.weights_bytes)} once, processes {size(device.process_bytes)} beside them, "
+        f"  weights {size(device.weights_bytes)} in one copy, processes {size(device.process_bytes)} in addition, "
         f"sharing saves {size(device.saved_bytes)}"
     )
     if device.buffer_bytes:
-        yield f"  communication between ranks {size(device.buffer_bytes)}"
+        yield f"  buffers for communication between ranks {size(device.buffer_bytes)}"
     if device.free_bytes is not None:
-        yield f"  {size(device.free_bytes)} were free when the last process had loaded"
+        yield f"  {size(device.free_bytes)} free after the last process had loaded"
     yield ""
 
 
 def _proxy_line(proxy: ProxyStatus) -> str:
-    process = f"proxy {proxy.pid}" if proxy.pid else "its proxy is starting"
-    restarts = f", restarted {proxy.restarts:,} times" if proxy.restarts else ""
+    process = f"proxy {proxy.pid}" if proxy.pid else "proxy starting"
+    restarts = f", {count(proxy.restarts, 'restart')}" if proxy.restarts else ""
     clients = count(proxy.peers, "client")
     return f"listener {clean(proxy.name)}: {clean(proxy.address)}, {process}, {clients}{restarts}"
 
@@ -428,8 +439,10 @@ def _memory_limit_line(memory: MemoryLimit) -> Iterator[str]:
     if pressure is not None:
         text += f", pressure {pressure:g} %"
     if kills:
-        text += f", {kills:,} {'process' if kills == 1 else 'processes'} killed for memory"
-    yield f"memory of its control group: {text}"
+        text += f", {count(kills, 'process')} killed for lack of memory"
+    yield f"memory of the control group: {text}"
 
 
-COMMAND = Command("show the models, their processes and their memory", _DESCRIPTION, _add_arguments, _show_status)
+COMMAND = Command(
+    "show the models, their processes and their memory", _DESCRIPTION, _add_arguments, _show_status, _MANUAL
+)

@@ -1,4 +1,4 @@
-"""The model that `advise` and `bench` measure: waits until it is ready, shows progress and explains errors.
+"""The model that `advise` and `bench` measure: waiting until the model is ready, shows progress and explains errors.
 
 `read_counters` extracts the daemon's counters of the model, for comparisons before and after a measurement.
 """
@@ -33,7 +33,7 @@ _MIN_INTERVAL_S = 0.1
 
 def add_arguments(parser: argparse.ArgumentParser, help_suffix: str = "") -> None:
     """Declare the arguments MODEL and `--shape`; `help_suffix` is added to the help of the latter."""
-    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl status")
+    parser.add_argument("model", metavar="MODEL", help="name of the model")
     request_inputs.add_shape_argument(parser, help_suffix)
 
 
@@ -45,7 +45,7 @@ def open_target(connect: Connect, model: str) -> Generator[BenchTarget, None, No
         RequestError: the model does not exist, or does not become ready.
     """
     with connect() as client, ProgressLine() as progress:
-        progress.show(f"{model}: waits until it is ready")
+        progress.show(f"{model}: waiting until the model is ready")
         with _explain_errors(model):
             metadata = client.metadata(model)
         yield BenchTarget(model, client, metadata.inputs, request_inputs.make_example(metadata), progress)
@@ -137,10 +137,10 @@ def has_split(before: Optional[CounterSample], after: Optional[CounterSample]) -
 def _explain_errors(model: str, inputs: Sequence[TensorSignature] = ()) -> Generator[None, None, None]:
     hints: Dict[Type[RequestError], str] = dict.fromkeys(
         (DeadlineExceeded, FailedPrecondition, Unavailable),
-        f"weightctl status {model} tells how it stands, --timeout waits longer",
+        f"check `weightctl status {model}`, or set a longer --timeout",
     )
     if any(each.shape is None or -1 in each.shape for each in inputs):
-        hint = f"--shape says what the free dimensions are: {request_inputs.describe(inputs)}"
+        hint = f"set the free dimensions with --shape: {request_inputs.describe(inputs)}"
         hints.update(dict.fromkeys((Internal, InvalidArgument), hint))
     try:
         yield

@@ -10,7 +10,7 @@ from weightd_protocol.messages.inference import TensorSignature
 
 WIDTH = 100
 
-OWN_REQUESTS_ONLY = "only this tenant's own requests are shown: it may not see the status of others"
+OWN_REQUESTS_ONLY = "only this tenant's requests are shown; it may not see the status of others"
 _NONE = "-"
 
 # Maximum number of tensors in a table cell.

@@ -215,6 +215,17 @@ def test_help_tells_the_exit_statuses(alone: Ctl, verb: str) -> None:
     assert max(map(len, ran.out.splitlines())) <= 100
 
 
+@pytest.mark.parametrize("verb", ["status", "top", "advise"])
+def test_a_help_with_more_in_the_manual_fits_on_a_screen(
+    alone: Ctl, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = alone(verb, "--help").out.splitlines()
+    assert len(lines) <= 30
+    assert "See weightctl(1)" in "\n".join(lines)
+    assert max(map(len, lines)) <= 80
+
+
 # --- as a process ---------------------------------------------------------------------------------------------------
 
 

@@ -123,7 +123,7 @@ def test_what_it_has_written_can_be_removed(install: Install, root: Path) -> Non
     status, out, err = install("--remove")
     assert (status, out.split("\n")[0].split()[0]) == (exit_codes.ERROR, "kept")
     assert "systemctl stop" in out
-    assert "what is yours remains" in err
+    assert "not removed: /etc/weightd, drop-ins" in err
     (root / "etc/systemd/system/weightd.slice").unlink()
     assert install("--remove")[0] == exit_codes.OK
 
@@ -262,7 +262,7 @@ def test_everything_below_the_prefix_and_what_to_run_next(install: Install, root
         "systemctl enable --now weightd.socket weightd.service",
     ]
     # It is below a directory that the unit hides from the service.
-    assert "the service cannot see below /tmp" in err
+    assert "the service cannot access /tmp" in err
 
 
 UNIT = "etc/systemd/system/weightd.service"
@@ -304,7 +304,7 @@ def test_a_dry_run_tells_the_same_and_writes_nothing(install: Install, root: Pat
     assert install()[1] == out
     told = json.loads(install("--json")[1])
     assert "systemctl daemon-reload" in told["next"]
-    assert [note for note in told["notes"] if "cannot see" in note]
+    assert [note for note in told["notes"] if "cannot access" in note]
 
 
 def test_without_permission(install: Install, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ def test_events_are_a_line_each_page_after_page(ctl: Ctl, daemon: FakeDaemon) ->
     daemon.handle = happened(((OLD,), 1, 4), ((NEW,), 0, 0))
     ran = ctl("events", "m")
     assert ran.out.splitlines() == [
-        "(4 events before that are forgotten)",
+        "(4 events before these were discarded)",
         f"{local_time(OLD.time)} info    m.1: serving",
         f"{local_time(NEW.time)} warning m.1.w1 lost:\\x1b[2J killed",
     ]
@@ -76,7 +76,7 @@ def test_events_are_followed_over_a_restart(
     ran = ctl("events", "--follow", "--json")
     assert ran.status == exit_codes.INTERRUPTED
     assert [json.loads(line)["number"] for line in ran.out.splitlines()] == [5, 6]
-    assert ran.err == "UNAVAILABLE: it restarts; it is asked again\n"
+    assert ran.err == "UNAVAILABLE: it restarts; retrying\n"
 
 
 def test_a_daemon_that_does_not_tell_what_has_happened(ctl: Ctl, daemon: FakeDaemon) -> None:
@@ -93,9 +93,9 @@ def test_logs_are_shown_with_whose_they_are(ctl: Ctl, daemon: FakeDaemon) -> Non
     empty = LogTail("m.1.holder", 1, 0, NOW, "")
     daemon.handle = lambda message, _: [encode(LogsResponse(message.id, (empty, LOG), 2))]
     assert ctl("logs", "m", "--process", "p", "-n", "7").out.splitlines() == [
-        "2 processes more that wrote before: --process shows one",
-        "m.1.holder: nothing",
-        f"m.1.w1: 24,000 bytes, the last at {local_time(NOW)}",
+        "2 processes with older output omitted; use --process to show one",
+        "m.1.holder: no output",
+        f"m.1.w1: 24,000 bytes, last written at {local_time(NOW)}",
         "  first",
         "  \\x1b[2Jsecond",
     ]
@@ -105,7 +105,7 @@ def test_logs_are_shown_with_whose_they_are(ctl: Ctl, daemon: FakeDaemon) -> Non
     told = json.loads(ctl("logs", "m", "--json").out)
     assert (told["logs"][1]["text"], told["omitted"]) == (LOG.text, 2)
     daemon.handle = lambda message, _: [encode(LogsResponse(message.id, ()))]
-    assert ctl("logs", "m").out == "no process has a log\n"
+    assert ctl("logs", "m").out == "no process has output\n"
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])
@@ -122,7 +122,7 @@ def test_logs_of_a_process_that_does_not_exist_are_an_error_that_names_those_tha
     ran = ctl("logs", "m", "--process", "w9", *more)
     assert ran.status == exit_codes.ERROR
     told = json.loads(ran.out)["error"]["text"] if more else ran.err.strip().partition("NOT_FOUND: ")[2]
-    assert told == "no process 'w9' with a log; there are: m.1.holder, m.1.w1 and 3 more"
+    assert told == "no process 'w9' with output; there are: m.1.holder, m.1.w1 and 3 more"
 
 
 def test_events_about_an_unknown_model_are_an_error_that_names_those_that_exist(ctl: Ctl, daemon: FakeDaemon) -> None:

@@ -75,7 +75,7 @@ def test_a_model_that_has_left_meanwhile_is_told_without_its_inputs(ctl: Ctl, da
     daemon.handle = lambda message, tensors: (told if isinstance(message, Status) else gone)(message, tensors)
     assert ctl("models").out.splitlines()[1] == "one    serving   fake    -"
     daemon.handle = echo
-    assert ctl("models").out == "there is no model\n"
+    assert ctl("models").out == "no models\n"
 
 
 def test_metadata_as_json(ctl: Ctl, daemon: FakeDaemon) -> None:

@@ -56,16 +56,16 @@ def test_update_says_what_serves_now_and_what_a_start_loads(ctl: Ctl, daemon: Fa
     new = tmp_path / "new.onnx"
     new.touch()
     daemon.handle = updates(str(new))
-    back = "  a start that has to load it anew goes back to /models/m.onnx: so says the configuration\n"
-    assert ctl("update", "m", str(new)) == (exit_codes.OK, f"m: generation 3 took over, {new}\n{back}", "")
+    back = "  the configuration still names /models/m.onnx, which is loaded after a reboot\n"
+    assert ctl("update", "m", str(new)) == (exit_codes.OK, f"m: generation 3 now serving, {new}\n{back}", "")
     daemon.handle = updates("/models/m.onnx")
-    assert ctl("update", "m", "--rollback") == (exit_codes.OK, "m: generation 3 took over, /models/m.onnx\n", "")
+    assert ctl("update", "m", "--rollback") == (exit_codes.OK, "m: generation 3 now serving, /models/m.onnx\n", "")
     told = {"model_name": "m", "generations": [3], "weights": ""}
     told.update(path="/models/m.onnx", configured_path="/models/m.onnx")
     assert json.loads(ctl("--json", "update", "m", "--rollback").out) == told
     np.savez(str(tmp_path / "w.npz"), w=X)
     daemon.handle = updates("/models/m.onnx", "/w.npz")
-    said = f"m: generation 3 took over, /models/m.onnx with /w.npz\n{back}"
+    said = f"m: generation 3 now serving, /models/m.onnx with /w.npz\n{back}"
     assert ctl("update-weights", "m", str(tmp_path / "w.npz")).out == said
 
 
@@ -77,7 +77,7 @@ def test_weights_that_are_no_npz_are_not_even_sent(
     file.write_bytes(content)
     ran = ctl("update-weights", "m", str(file))
     assert (ran.status, ran.out) == (exit_codes.NO_INPUT, "")
-    assert f"{file}: expected an .npz of arrays, as numpy.savez writes it" in ran.err
+    assert f"{file}: expected an .npz file of numpy.savez" in ran.err
     assert daemon.seen.empty()
 
 
@@ -104,7 +104,7 @@ def test_of_the_files_of_ranks_the_first_one_has_to_be_there(ctl: Ctl, daemon: F
 def test_an_update_that_takes_its_time_is_told_from_a_daemon_that_does_not_answer(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = lambda message, tensors: [] if isinstance(message, Update) else echo(message, tensors)
     ran = ctl("--timeout", "0.3", "update", "m", "--rollback")
-    text = "m: not over within 0.3 s, and goes on; weightctl status m shows how it stands"
+    text = "m: update not complete after 0.3 s and continues; see `weightctl status m`"
     assert ran == (exit_codes.NOT_YET, "", f"DEADLINE_EXCEEDED: {text}\n")
     daemon.handle = silent
     ran = ctl("--timeout", "0.3", "update", "m", "--rollback")
@@ -146,5 +146,5 @@ def test_reload(ctl: Ctl, daemon: FakeDaemon) -> None:
 @pytest.mark.parametrize("verb", ["reload", "update m --rollback"])
 def test_a_refusal_to_be_operated_over_zeromq_says_what_to_do(ctl: Ctl, daemon: FakeDaemon, verb: str) -> None:
     daemon.handle = fails("PERMISSION_DENIED", "may not")
-    hint = "weightctl has come over ZeroMQ; --socket unix:///PATH takes the unix socket"
+    hint = "this connection uses ZeroMQ; use --socket unix:///PATH for the Unix socket"
     assert ctl(*verb.split()) == (exit_codes.ERROR, "", f"PERMISSION_DENIED: may not; {hint}\n")

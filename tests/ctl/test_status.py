@@ -79,7 +79,7 @@ def test_each_listener_has_a_line() -> None:
     )
     assert render(replace(response(), zmq_proxies=proxies), 15 * MB).splitlines()[2:4] == [
         "listener default: ipc:///run/weightd/weightd.sock, proxy 100, 1 client",
-        "listener lan: tcp://*:5555, its proxy is starting, 0 clients, restarted 3 times",
+        "listener lan: tcp://*:5555, proxy starting, 0 clients, 3 restarts",
     ]
 
 
@@ -104,9 +104,9 @@ def test_a_serving_model() -> None:
         "    holder   holder  holding  100       -    -       -       -   200.0     9.0          -",
         "    w1       worker  ready    101   1,000    0    0.51    1.22    30.0     8.0      190.0",
         "    w2       worker  ready    102   2,000    1    0.51    1.22    30.0     8.0      190.0",
-        "    saves 1.50 GB: 2 workers on one copy of 192.0 MB instead of 1.69 GB of their own",
+        "    sharing saves 1.50 GB: 2 workers on one copy of 192.0 MB instead of 1.69 GB in separate copies",
         "",
-        "memory of the service: 275.0 MB PSS, of which the daemon 15.0 MB",
+        "memory of the service: 275.0 MB PSS, including the daemon's 15.0 MB",
     ]
 
 
@@ -142,18 +142,15 @@ def test_of_ranks_it_is_told_where_each_is_and_which_slice_it_has() -> None:
 
 def test_of_a_model_in_a_group_it_is_told_and_its_process_counts_once() -> None:
     twins = [replace(DIGITS, name=name, group="both") for name in ("one", "two")]
-    assert (
-        "  of the group both: one process serves all its models, and they come and go together"
-        in render(response(*twins), 0).splitlines()
-    )
+    assert "  in group both: each process serves all models of the group" in render(response(*twins), 0).splitlines()
     assert pss_total(response(*twins)) == pss_total(response(twins[0]))
 
 
 def test_a_card_has_a_line_for_the_communication_of_ranks_where_there_is_some() -> None:
     card = DeviceStatus("ascend:0", 1, 63, 10 * MB, 20 * MB, 0, buffer_bytes=400 * MB)
     shown = render(replace(response(), devices=(card,)), 0).splitlines()
-    assert shown[2] == "ascend:0: 430.0 MB of an unknown capacity, 1 of 63 processes"
-    assert shown[4] == "  communication between ranks 400.0 MB"
+    assert shown[2] == "ascend:0: 430.0 MB of unknown capacity, 1 of 63 processes"
+    assert shown[4] == "  buffers for communication between ranks 400.0 MB"
 
 
 def test_a_loading_model_shows_how_far_it_is_and_a_failed_one_its_cause() -> None:
@@ -168,7 +165,7 @@ def test_a_loading_model_shows_how_far_it_is_and_a_failed_one_its_cause() -> Non
         "  generation 1 on cpu: failed",
         "    cause: bad.1.holder: exited with status 65: no graph",
         "",
-        "memory of the service: 15.0 MB PSS, of which the daemon 15.0 MB",
+        "memory of the service: 15.0 MB PSS, including the daemon's 15.0 MB",
     ]
 
 
@@ -194,8 +191,8 @@ def test_tenants_have_a_row_for_each_model_that_they_have_asked() -> None:
         "TENANT    MODEL    REQUESTS  SERVED  REFUSED  NOW  QUEUED   ROWS  SLOT s  WAIT ms  IN MB  OUT MB",
         "research  digits      1,200   1,000      200    2       1  4,000    12.3      0.5    7.0     3.0",
         "          (other)     1,200       0      200    2       1  4,000    12.3        -    7.0     3.0",
-        "research: weight 2; 75% of the seconds of the last minute; refused: max_rate 400; 1 worker lost to",
-        "  its requests; (other) has 3 models for which there is no room",
+        "research: weight 2; 75% of the seconds of the last minute; refused: max_rate 400; its requests",
+        "  crashed 1 worker; (other) includes 3 models that did not fit into the response",
         "no requests of: web, default",
         "",
     ]
@@ -215,7 +212,7 @@ def test_a_tenant_that_sees_itself_alone_is_shown_no_process_and_no_memory() -> 
         "",
         "no requests of: ann",
         "",
-        "only this tenant's own requests are shown: it may not see the status of others",
+        "only this tenant's requests are shown; it may not see the status of others",
     ]
     assert exit_status(own) == exit_codes.OK
 
@@ -233,26 +230,26 @@ def test_notes_stand_below_the_table() -> None:
     assert shown[8:11] == [
         "    w1: private memory: the page store is on tmpfs",
         "    note: no self-test",
-        "    saves nothing: no worker shares its weights",
+        "    sharing saves nothing: no worker shares its weights",
     ]
 
 
 @pytest.mark.parametrize(
     ("copy", "saved", "words"),
     [
-        (None, None, "an unknown amount: 2 workers on one copy, of which the kernel does not tell what is in memory"),
-        (0, 0, "nothing yet: 2 workers on one copy that is on disk until it is used"),
+        (None, None, "an unknown amount: 2 workers on one copy of unknown size in memory"),
+        (0, 0, "nothing yet: 2 workers on one copy, which is on disk until it is used"),
         (9 * MB, 0, "nothing yet: 2 workers on one copy of 9.0 MB"),
     ],
 )
 def test_nothing_is_said_to_be_saved_that_is_not(copy: Optional[int], saved: Optional[int], words: str) -> None:
-    assert lines(of_digits(copy_bytes=copy, saved_bytes=saved))[9] == f"    saves {words}"
+    assert lines(of_digits(copy_bytes=copy, saved_bytes=saved))[9] == f"    sharing saves {words}"
 
 
 def test_memory_that_is_not_known_is_no_number() -> None:
     shown = lines(of_digits(processes=(replace(HOLDER, pss_bytes=None, private_bytes=None, shared_bytes=None),)))
     assert shown[6].split() == ["holder", "holder", "holding", "100", "-", "-", "-", "-", "-", "-", "-"]
-    assert shown[-1] == "memory of the service: 15.0 MB PSS, of which the daemon 15.0 MB"
+    assert shown[-1] == "memory of the service: 15.0 MB PSS, including the daemon's 15.0 MB"
 
 
 def test_it_fits_into_100_columns_with_large_numbers() -> None:
@@ -268,17 +265,17 @@ def test_it_fits_into_100_columns_with_large_numbers() -> None:
     [
         (
             MemoryLimit(1_288_490_189, 4 * GIB, 3 * GIB + GIB // 2, 2, 0.3),
-            "1.20 GiB of 4.00 GiB (high 3.50 GiB), pressure 0.3 %, 2 processes killed for memory",
+            "1.20 GiB of 4.00 GiB (high 3.50 GiB), pressure 0.3 %, 2 processes killed for lack of memory",
         ),
         (MemoryLimit(GIB, 4 * GIB), "1.00 GiB of 4.00 GiB"),
         (MemoryLimit(GIB // 2, None, GIB, 0, 0.0), "512.0 MiB (high 1.00 GiB), pressure 0 %"),
         (MemoryLimit(GIB, 2 * GIB, 2 * GIB), "1.00 GiB of 2.00 GiB"),
         (MemoryLimit(GIB, None, None, 0, 12.34), "1.00 GiB, pressure 12.34 %"),
-        (MemoryLimit(GIB, None, None, 1), "1.00 GiB, 1 process killed for memory"),
+        (MemoryLimit(GIB, None, None, 1), "1.00 GiB, 1 process killed for lack of memory"),
     ],
 )
 def test_the_last_line_is_what_the_kernel_lets_it_take(memory: MemoryLimit, line: str) -> None:
-    assert lines(DIGITS, memory=memory) == [*lines(DIGITS), f"memory of its control group: {line}"]
+    assert lines(DIGITS, memory=memory) == [*lines(DIGITS), f"memory of the control group: {line}"]
     assert as_json(replace(response(DIGITS), memory=memory), 0)["memory"]["usage_bytes"] == memory.usage_bytes
 
 

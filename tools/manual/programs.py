@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from tools.manual import completion
@@ -100,8 +101,19 @@ def weightd() -> ProgramCommand:
 
 def weightctl() -> ProgramCommand:
     """Return what the command line of weightctl takes."""
+    program = read_parser(weightctl_cli.parser())
+    commands = [_add_manual_text(command, weightctl_cli.COMMANDS[command.name].manual) for command in program.commands]
     # The epilog of the help is a short form of EXIT STATUS.
-    return read_parser(weightctl_cli.parser())._replace(epilog="")
+    return program._replace(epilog="", commands=tuple(commands))
+
+
+def _add_manual_text(command: ProgramCommand, text: str) -> ProgramCommand:
+    """Return the command with text that `--help` does not print, before its exit statuses."""
+    if not text:
+        return command
+    summary, separator, statuses = command.description.partition("\n\nExit status: ")
+    summary = re.sub(r"\s+See weightctl\(1\)[^.]*\.", "", summary)  # the page does not refer to itself
+    return command._replace(description=f"{summary}\n\n{text}{separator}{statuses}")
 
 
 def weightd_page() -> str:

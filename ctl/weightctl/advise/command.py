@@ -23,50 +23,58 @@ from weightctl.text import clean
 from weightd_protocol.errors import FailedPrecondition
 from weightd_protocol.messages.inference import TensorSignature
 
-_DESCRIPTION = f"""\
-Measures whether it pays that the daemon runs requests of a model together (batching), and whether
-each row then has the bits that it has alone; says what to write into the configuration.
+_DESCRIPTION = """\
+Measures whether batching speeds up a model, and whether a row's output stays
+the same, bit for bit, in a batch. Prints the configuration. See weightctl(1).
 
-  weightctl advise resnet50
   weightctl advise bert --shape ids=1,128 --shape mask=1,128
+
+Exit status: 0 measured, 1 failed, 64 bad shape, 66 bad --inputs, 130 Ctrl-C."""
+
+_MANUAL = f"""\
+  weightctl advise resnet50
   weightctl advise bert --inputs sentences.npz
 
-It asks the running daemon for 1, 2, 4, 8, 16 and 32 rows, as one request each, in turn. Only one is
-under way at any time: so nothing is merged with anything, if nobody else asks. What others ask
-meanwhile makes the figures worse: measure when it is quiet, on the host and the device that count.
+advise sends requests of 1, 2, 4, 8, 16 and 32 rows to the running daemon, one request at a time,
+so that the daemon cannot merge them with each other. Requests of other clients distort the
+results: measure on the target host and device while they are idle.
 
-MS is the median as a client sees it. What of that is the way to the worker and back stays as it is;
-an estimate of it is below the table. GAIN is how many times the rows/s of single rows the model
-makes without it, LATENCY how many times as long a request takes. BITS tells how many rows differ
-from the answer to the same row alone; lines below name the outputs, and by how much. That bits are
-equal is tested, not proved, for it hangs on values too. At 1 row the same row was asked for twice.
+The table has these columns. MS is the median latency at the client. GAIN is the speed-up in rows/s
+compared to single rows, without the overhead, which is the estimated time between client and
+worker printed below the table. LATENCY is the latency compared to single rows, as a factor. BITS
+is the number of rows whose output differs from the output of the same row alone; lines below the
+table name the outputs and the largest differences. Equal bits are tested, not proved, because they
+also depend on the values. With 1 row, the output is compared with a second request for the same
+row.
 
-Rows are made up: floats around 0, of which each third row is 100 times as large and each third a
-hundredth; integers 0 or 1, for they may be indices; floats 0 or 1, too, where the model refuses
-others; --inputs gives others. Dimensions behind the first are those that the model is known to
-run on, those of its self-test, unless --shape says otherwise; where none are known, free ones
-are 1.
+Without --inputs, rows are generated: floats around 0, of which every third row is 100 times as
+large and every third a hundredth; integers are 0 or 1, because they may be indices; floats are 0
+or 1, too, if the model rejects others. The dimensions after the first are those of --shape, or of
+the self-test, on which the model is known to run; if none are known, free dimensions are 1.
 
-Advised is the smallest number of rows with {recommend.ENOUGH_OF_BEST:.0%} of the best gain, among those at which
-requests that wait are answered sooner together than one after another; and nothing, where {recommend.GAIN_ROWS} rows
-bring less than {recommend.MIN_GAIN} times the rows/s. Then advise makes the test that
-the daemon makes when it loads the model, for up to 10 s: what the daemon would refuse is not
-advised. Where that needs the rows of --inputs, the advice names the file (selftest).
+advise recommends the smallest number of rows with at least {recommend.ENOUGH_OF_BEST:.0%} of the
+best gain, among those at which waiting requests are answered sooner in a batch than one after
+another. It does not recommend batching if {recommend.GAIN_ROWS} rows bring less than
+{recommend.MIN_GAIN} times the rows/s. Before it recommends batching, it runs the test that the
+daemon runs when it loads the model, for up to 10 s; it does not recommend what the daemon would
+reject. If that test needs the rows of --inputs, the recommended configuration names the file
+(selftest).
 
-Where rows differ, but by less than {recommend.ROUNDING_TOLERANCE:.0%} of their largest value,
-merging takes exact = false. Where they differ by more, the model makes one answer of all its rows,
-and must not be merged.
+If rows differ by less than {recommend.ROUNDING_TOLERANCE:.0%} of their largest value, batching
+requires exact = false. If they differ by more, the model's answer to a row depends on the other
+rows, and its requests must not be batched.
 
-It ends when --different rows have been compared, each in each size, but not before --seconds.
-Ctrl-C shows what has been measured.
+The measurement ends when --different rows have been compared in each size, but not before
+--seconds. Ctrl-C ends it and shows the results so far.
 
 --json prints one object, times in microseconds: {{"model_name", "overhead_us", "sizes": [{{"rows",
 "answers", "p50_us", "rows_per_s", "gain", "bits_equal", "rows_compared", "rows_unequal", "split",
-"refused", "outputs"}}], "advice": {{"verdict", "max_rows", "sizes", "reason", "configuration"}}}}; the
-verdict is "merge", "inexact" or "no".
+"refused", "outputs"}}], "advice": {{"verdict", "max_rows", "sizes", "reason", "configuration"}}}};
+the verdict is "merge", "inexact" or "no".
 
-Exit status: 0 measured, whatever is advised, 1 the model cannot be asked, or its requests have no
-rows, 64 it does not take such a shape, 66 --inputs cannot be used, 130 Ctrl-C."""
+Exit status 0 does not depend on the recommendation. 1 means that the model does not answer, or
+that its requests have no rows; 64 that the model does not accept such a shape; 66 that --inputs
+cannot be used."""
 
 _MAX_DISTINCT_ROWS = 1_000_000
 
@@ -78,30 +86,28 @@ class NoRows(CommandError):
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    target.add_arguments(parser, "; the first one is the number of rows")
+    target.add_arguments(parser, ", rows first")
     parser.add_argument(
         "--rows",
         default=(1, 2, 4, 8, 16, 32),
         type=request_inputs.parse_counts,
         metavar="N,N",
-        help="how many rows a request has, beside 1 (default: 1,2,4,8,16,32)",
+        help="numbers of rows to compare with 1 (default: 1,2,...,32)",
     )
-    parser.add_argument(
-        "--inputs", metavar="FILE.npz", help="take the rows of these arrays in turn, one array for each input by name"
-    )
+    parser.add_argument("--inputs", metavar="FILE.npz", help="file with one array per input, used row by row")
     parser.add_argument(
         "--different",
         default=200,
         type=_parse_distinct_rows,
         metavar="N",
-        help="how many different rows to compare at least; fewer find less (default: %(default)d)",
+        help="minimum number of distinct rows (default: %(default)d)",
     )
     parser.add_argument(
         "--seconds",
         default=5.0,
         type=request_inputs.parse_seconds,
         metavar="S",
-        help="how long to measure at least (default: %(default)g)",
+        help="minimum duration in seconds (default: %(default)g)",
     )
 
 
@@ -118,19 +124,19 @@ def _parse_distinct_rows(argument: str) -> int:
 def _run(options: argparse.Namespace, connect: Connect) -> int:
     name: str = options.model
     if options.inputs and options.shape:
-        options.fail("expected --inputs or --shape, not both: the arrays have a shape")
+        options.fail("expected --inputs or --shape, not both: --inputs determines the shape")
     sizes = sorted({1, *options.rows})
     with target.open_target(connect, name) as model:
         source = _make_source(options, model, sizes[-1])
         batch_test = BatchTest(model.client, name, model.inputs)
         measurement = Measurement(model.client, AdvisePlan(name, sizes, source, options.different, options.seconds))
         status = exit_codes.OK
-        test_result = BatchTestResult("its test was not made, for this was ended before")
+        test_result = BatchTestResult("the daemon's test was not run, because the measurement was interrupted")
         try:
             with model.explain_errors():
                 if isinstance(source, SyntheticRows):
                     source.kind = batch_test.find_kind(source, sizes[-1])
-                measurement.run(lambda done, all_: model.show_progress(f"{done:,} rows of {max(done, all_):,}"))
+                measurement.run(lambda done, all_: model.show_progress(f"{done:,} of {max(done, all_):,} rows"))
                 test_result = _verify(model, batch_test, source, measurement.results)
         except KeyboardInterrupt:
             status = exit_codes.INTERRUPTED
@@ -164,7 +170,7 @@ def _verify(
     note = batching_refusal(model.client.status(), model.name)
     if note:
         return BatchTestResult(note)
-    model.show_progress("makes the test that the daemon makes when it loads the model")
+    model.show_progress("running the test that the daemon runs when it loads the model")
     return batch_test.verify(source, recommendation.max_rows, recommendation.sizes)
 
 
@@ -173,12 +179,12 @@ def _make_source(options: argparse.Namespace, model: target.BenchTarget, rows: i
     fixed: List[TensorSignature] = [each for each in inputs if not request_inputs.has_free_rows(each)]
     if fixed or not inputs:
         raise NoRows(
-            f"{clean(options.model)}: its requests have no rows that could be merged, for the first dimension of each "
-            f"input must be free: {request_inputs.describe(fixed)}"
+            f"{clean(options.model)}: its requests cannot be batched: expected a free first dimension of each "
+            f"input, got {request_inputs.describe(fixed)}"
         )
     if options.inputs:
         return FileRows(options.inputs, inputs)
     return SyntheticRows(request_inputs.specify(inputs, options.shape, rows, model.example))
 
 
-COMMAND = Command("tell whether a model gains by running requests together", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("measure whether batching speeds up a model", _DESCRIPTION, _add_arguments, _run, _MANUAL)

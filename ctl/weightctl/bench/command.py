@@ -25,36 +25,39 @@ _HEADING = (
 
 _NONE = "-"
 _DESCRIPTION = f"""\
-Measures how many requests a model answers in a second, and how soon: with 1, with 8 and with 64 of
-them in flight. Each answer that comes is followed by the next request at once.
+Measures the requests/s and the latency of a model with 1, 8 and 64 requests in flight. Each
+response is followed immediately by the next request.
 
   weightctl bench resnet50
   weightctl bench bert --shape ids=1,128 --shape mask=1,128 --in-flight 1,32
 
-Requests are made up from the model's metadata: floats around 0, all else 0 or 1; {request_inputs.MAX_SAMPLES} in turn.
-They have shapes that the model is known to run on, its self-test's, unless --shape or --rows says
-otherwise; where none are known, free dimensions are 1. The first line of the output has the shapes.
+Requests are generated from the model's metadata: floats around 0, other values 0 or 1.
+{request_inputs.MAX_SAMPLES} different requests take turns. Shapes are those of --shape or --rows,
+or of the self-test, on which the model is known to run; if none are known, free dimensions are 1.
+The first line of the output shows them.
 
-Time is cut into windows, at most {MAX_WINDOWS} in --seconds; the first one is the warm-up. The figures are
-those of the last {STABLE_WINDOWS}, and it is over as soon as their requests/s are within {TOLERANCE:.0%} of their mean.
-Where they never are, a line below the table says so. Ctrl-C shows what has been measured.
+The time is divided into at most {MAX_WINDOWS} windows in --seconds; the first one is the warm-up.
+The results are those of the last {STABLE_WINDOWS} windows. A measurement ends as soon as their
+requests/s are within {TOLERANCE:.0%} of their mean; if they never are, a line below the table says
+so. Ctrl-C shows the results so far.
 
-Latency is the client's, from before a request is made until its answer has been read. ROWS PER RUN
-is what the daemon has put into one execution of the model, on average, and "-" where it does not
-tell; if others ask the model meanwhile, their requests are in it.
+Latency is measured at the client, from before a request is created until its response is read.
+ROWS PER RUN is the average number of rows per execution of the model, including those of other
+clients, or "-" if the daemon does not report it.
 
-One thread asks. It takes 0.1 to 0.2 ms of a core for each request, more for large ones: with many
-in flight and a model that is faster than that, this is what is measured. It shares the host's cores
-with the workers, too.
+The client has one thread, which takes 0.1 to 0.2 ms of a core per request, and more for large
+requests. With many requests in flight and a faster model, the client limits the result. It also
+shares the host's cores with the workers.
 
-Errors are counted, and have no latency; after one there is a pause of 10 ms, or as the daemon says.
+Errors are counted separately and have no latency. After an error the client pauses for 10 ms, or
+as long as the daemon requests.
 
 --json prints one object, times in microseconds: {{"model_name", "inputs", "rows", "levels":
 [{{"in_flight", "answers", "requests_per_s", "rows_per_s", "p50_us", "p95_us", "p99_us", "errors",
 "rows_per_execution", "windows", "stable", "deviation"}}]}}.
 
-Exit status: 0 measured, 1 the model cannot be asked or does not answer, 64 it does not take such a
-shape, 130 Ctrl-C."""
+Exit status: 0 measured, 1 the model does not answer, 64 the model does not accept the shape, 130
+Ctrl-C."""
 
 
 def render(model: str, specs: Sequence[TensorSpec], rows: Optional[int], levels: Sequence[Level]) -> str:
@@ -91,16 +94,16 @@ def _row(level: Level, rows: Optional[int]) -> List[str]:
 def _remarks(level: Level) -> Iterator[str]:
     label = f"{level.in_flight:,} in flight"
     if level.latencies is None:
-        yield f"{label}: no request was answered"
+        yield f"{label}: no request succeeded"
     elif level.windows < STABLE_WINDOWS:
-        yield f"{label}: ended after {count(level.windows, 'window')}; {STABLE_WINDOWS} that agree are wanted"
+        yield f"{label}: ended after {count(level.windows, 'window')}, expected {STABLE_WINDOWS} stable ones"
     elif not level.is_stable:
         yield (
-            f"{label}: not stable: of the last {STABLE_WINDOWS} windows of {level.windows}, one is "
-            f"{level.deviation or 0.0:.0%} off their mean; at most {TOLERANCE:.0%} is wanted"
+            f"{label}: not stable: one of the last {STABLE_WINDOWS} windows of {level.windows} deviates "
+            f"{level.deviation or 0.0:.0%} from their mean, expected at most {TOLERANCE:.0%}"
         )
     for code, number in sorted(level.errors.items()):
-        yield f"{label}: {count(number, 'request')} ended in {code}"
+        yield f"{label}: {count(number, 'request')} failed with {code}"
 
 
 def _level_json(level: Level, rows: Optional[int]) -> Dict[str, Any]:
@@ -135,21 +138,21 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rows",
         type=request_inputs.parse_rows,
         metavar="N",
-        help="the first dimension of each input where it is free (default: as in the shape)",
+        help="first dimension of each input that has a free one (default: as in the shape)",
     )
     parser.add_argument(
         "--in-flight",
         default=(1, 8, 64),
         type=request_inputs.parse_counts,
         metavar="N,N",
-        help="how many requests are under way at any time, one number after another (default: 1,8,64)",
+        help="numbers of requests in flight, measured one after another (default: 1,8,64)",
     )
     parser.add_argument(
         "--seconds",
         default=10.0,
         type=request_inputs.parse_seconds,
         metavar="S",
-        help="the most for each number in flight (default: %(default)g)",
+        help="maximum duration per number in flight (default: %(default)g)",
     )
 
 

@@ -23,21 +23,21 @@ from weightctl.install.plan import (
 from weightctl.text import clean
 
 _DESCRIPTION = """\
-Makes weightd a service of systemd: writes its units, user, groups and directories to /etc, and man
-pages, completion for bash, and examples below /usr/local/share. The units start the weightd of the
-installation that this weightctl belongs to. It asks no daemon, starts nothing, and prints what to
-run next.
+Installs weightd as a systemd service: writes units, users, groups and directories to /etc, and man
+pages, bash completion and examples to /usr/local/share. The units start the weightd of the
+installation that contains this weightctl. The command does not contact a daemon and starts
+nothing; it prints the commands to run next.
 
   sudo /opt/weightd/bin/weightctl install-units
 
-Run it again after an upgrade: for each file it tells whether it is new, changed or unchanged, or
-kept: somebody else has written it, or made a link of it. Configurations and drop-ins are yours, and
-are never touched.
+Run it again after an upgrade. It reports each file as new, changed, unchanged or kept:
+install-units keeps a file that it has not written, or that was replaced by a link. It never
+changes configurations and drop-ins.
 
---remove takes all of it away again, and disables the units. It stops nothing.
+--remove removes all installed files and disables the units, but does not stop them.
 
-Exit status: 0 every file is in place or gone, 1 one was kept, 69 there is no daemon in this
-installation, 74 a file cannot be written, 77 permission denied."""
+Exit status: 0 every file was installed or removed, 1 a file was kept, 69 this installation has no
+daemon, 74 a file cannot be written, 77 permission denied."""
 
 _EXAMPLE_PATH = "/usr/local/share/doc/weightd/examples/weightd.toml"
 
@@ -52,14 +52,14 @@ class _Step(NamedTuple):
 _STEPS_AFTER_REMOVAL = (
     _Step(
         "systemctl stop 'weightd-metrics.*' 'weightd-gateway.*' weightd.socket weightd.service 'weightd@*'",
-        "what runs goes on until then",
+        "running services continue until then",
     ),
     _Step("systemctl daemon-reload", ""),
 )
 
 _REMAINING_NOTE = (
-    "what is yours remains: /etc/weightd, drop-ins, /var/cache/weightd, /var/lib/weightd, the users weightd and "
-    "weightd-gateway, the group weightd-clients, and the environment that weightd is installed in."
+    "not removed: /etc/weightd, drop-ins, /var/cache/weightd, /var/lib/weightd, the users weightd and "
+    "weightd-gateway, the group weightd-clients, and the environment in which weightd is installed"
 )
 
 
@@ -68,10 +68,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefix",
         default="/",
         metavar="DIR",
-        help="the root of the system that the files are for, to make a package or an image (default: %(default)s)",
+        help="root directory of the target system, for packages and images (default: %(default)s)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="tell what would be done, and change nothing")
-    parser.add_argument("--remove", action="store_true", help="remove what this command has written")
+    parser.add_argument("--dry-run", action="store_true", help="show the changes without making them")
+    parser.add_argument("--remove", action="store_true", help="remove the files that this command has written")
 
 
 def _run(options: argparse.Namespace, _: Connect) -> int:
@@ -100,7 +100,7 @@ def _run(options: argparse.Namespace, _: Connect) -> int:
     return exit_codes.ERROR if any(state is FileState.FOREIGN for state, _ in done) else exit_codes.OK
 
 
-COMMAND = Command("make weightd a service of systemd", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("install weightd as a systemd service", _DESCRIPTION, _add_arguments, _run)
 
 
 def _next_steps(planned: Sequence[PlannedFile], prefix: Path, *, changed: bool) -> Iterator[_Step]:
@@ -109,12 +109,14 @@ def _next_steps(planned: Sequence[PlannedFile], prefix: Path, *, changed: bool) 
     commands = [f"systemd-sysusers {' '.join(users)}"] if users else []
     commands += [f"systemd-tmpfiles --create {' '.join(directories)}"] if directories else []
     if commands:
-        yield _Step(" && ".join(commands), "the user, the group of those who may connect, and where the socket is")
+        yield _Step(
+            " && ".join(commands), "create users, the group of permitted clients, and the directory of the sockets"
+        )
     yield _Step("systemctl daemon-reload", "")
     if not (prefix / CONFIGURATION.relative_to("/")).exists():
         yield _Step(
             f"install -D -m 644 {_EXAMPLE_PATH} {CONFIGURATION}",
-            "there is none yet: then name your models in it, and see `weightd check`",
+            "no configuration yet: add your models to it, then run `weightd check`",
         )
     units = plan.units_to_enable(planned)
     gateway = [unit for unit in units if unit.startswith("weightd-gateway.")]
@@ -122,29 +124,31 @@ def _next_steps(planned: Sequence[PlannedFile], prefix: Path, *, changed: bool) 
     optional = [*gateway, "weightd-metrics.service"]
     yield _Step(f"systemctl enable --now {' '.join(unit for unit in units if unit not in optional)}", "")
     if gateway and (prefix / GATEWAY_CONFIGURATION.relative_to("/")).exists():
-        yield _Step(f"systemctl enable --now {' '.join(gateway)}", f"HTTP and gRPC, by {GATEWAY_CONFIGURATION}")
+        yield _Step(
+            f"systemctl enable --now {' '.join(gateway)}", f"HTTP and gRPC, configured in {GATEWAY_CONFIGURATION}"
+        )
     if changed:
         yield _Step(
             "systemctl try-restart weightd.service weightd-gateway.service weightd-metrics.service",
-            "where they run already",
+            "restart the running services",
         )
 
 
 def _notes(done: Sequence[Tuple[FileState, Path]], weightd: Path, options: argparse.Namespace) -> Iterator[str]:
     for state, path in done:
         if state is FileState.FOREIGN:
-            hint = "" if options.remove else " Move it away to have weightd's own."
-            yield f"{path} was kept: install-units did not write it.{hint}"
+            hint = "" if options.remove else "; move it away to install weightd's file"
+            yield f"{path} was kept, because install-units did not write it{hint}"
     hidden = plan.hidden_directory(weightd)
     if options.remove:
         yield _REMAINING_NOTE
     elif hidden:
         yield (
-            f"the service cannot see below {hidden}, where this installation or its Python is: install weightd in a "
-            "directory that every user may read, such as /opt/weightd, and run the weightctl there."
+            f"the service cannot access {hidden}, which contains this installation or its Python: install weightd in a "
+            "directory that every user may read, such as /opt/weightd, and run weightctl from there"
         )
     if options.dry_run:
-        yield "nothing was changed: --dry-run."
+        yield "nothing was changed (--dry-run)"
 
 
 def _as_json(done: Sequence[Tuple[FileState, Path]], steps: Sequence[_Step], notes: Sequence[str]) -> object:
@@ -156,7 +160,7 @@ def _as_json(done: Sequence[Tuple[FileState, Path]], steps: Sequence[_Step], not
 
 
 def _print_steps(steps: Sequence[_Step], notes: Sequence[str]) -> None:
-    print("\nNext, as root of the system that they are for:\n")
+    print("\nRun next, as root on the target system:\n")
     for step in steps:
         print(f"  # {step.reason}\n  {step.command}" if step.reason else f"  {step.command}")
     sys.stdout.flush()

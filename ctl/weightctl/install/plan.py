@@ -177,9 +177,9 @@ def _with_program_path(program: Path, content: bytes) -> bytes:
 
 def add_notice(target: Path, content: bytes) -> bytes:
     """Return `content` below a comment that names install-units as the owner of the file."""
-    notice = f"Written by {_MARKER}, which will write it again"
+    notice = f"Written by {_MARKER}, which overwrites changes"
     if target.suffix in _UNITS:
-        notice += f": changes belong into a drop-in (systemctl edit {target.name})"
+        notice += f": use a drop-in instead (systemctl edit {target.name})"
     if _EXAMPLES in target.parents:
         notice = f"From the examples of {_MARKER}"  # this also holds for a copy of the file
     comment = '.\\"' if "man" in target.parts else "#"

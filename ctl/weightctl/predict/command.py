@@ -16,50 +16,50 @@ from weightd.client import Client
 from weightd_protocol.messages.inference import TensorSignature
 
 _DESCRIPTION = """\
-Runs a model once and shows its outputs: name, datatype, shape, and values or their corners.
+Runs a model once and shows its outputs: name, datatype, shape, and values (a part of large ones).
 
   weightctl predict resnet50 --random
   weightctl predict resnet50 --input cat.jpg --top 5 --labels names.txt
   weightctl predict bert --input ids=ids.npy --input mask=mask.json
   echo '[1, 2, 3, 4]' | weightctl predict tiny --input -
 
-What an input is read from:
+Formats of input files:
 
-  .npy, .npz  Nothing is converted: datatype and shape must be what the model takes. FILE.npz alone
-              gives all its arrays by their names, NAME=FILE.npz:ARRAY one of them.
-  .json       A number, a flat list (the shape is the model's) or nested lists; an object gives
-              inputs by their names. Numbers must be in the range of the input's datatype.
-  .csv        Numbers between commas, a row a line; they are checked likewise.
-  pictures    PNG, JPEG, WebP, BMP, GIF and TIFF of 8 bits a channel, with Pillow: pip install
-              './weightd[images]'.
-              They are turned as they are to be seen, made gray, RGB or RGBA, stretched to the
-              input's size, and put into [1, C, H, W] or [1, H, W, C], as the model has it. A float
-              is (value * scale - mean) / std, of values from 0 to 255; without these options
-              value / 255. UINT8 has the values as they are.
-  -           stdin, which may be any of these: its first bytes tell.
+  .npy, .npz  Not converted: datatype and shape must match the model. FILE.npz without NAME
+              provides all its arrays by their names, NAME=FILE.npz:ARRAY one of them.
+  .json       A number, a flat list (shaped as the model expects) or nested lists; an object
+              provides inputs by name. Numbers must be in the range of the input's datatype.
+  .csv        Numbers separated by commas, one row per line; they are checked as in .json.
+  images      PNG, JPEG, WebP, BMP, GIF and TIFF with 8 bits per channel. Requires Pillow: pip
+              install './weightd[images]'. The image is rotated as its metadata says, converted to
+              gray, RGB or RGBA, stretched to the input's size, and arranged as [1, C, H, W] or
+              [1, H, W, C], as the model expects. Floats are (value * scale - mean) / std for
+              values from 0 to 255; without these options, value / 255. UINT8 has the original
+              values.
+  -           stdin, in any of these formats, detected by the first bytes.
 
-weightctl metadata MODEL shows what a model takes. --random makes up what no --input gives: floats
-around 0, all else 0 or 1, in shapes that the model is known to run on, or 1 where it has a free
-dimension.
+weightctl metadata MODEL shows the inputs of a model. --random generates the inputs that no --input
+provides: floats around 0, other values 0 or 1, in shapes on which the model is known to run, or
+with 1 for free dimensions.
 
---json prints one object as the Open Inference Protocol has it, {"model_name", "outputs": [{"name",
-"datatype", "shape", "data"}]}, data flat in C order, NaN and infinities as text; with --output, the
-"file" takes the place of the "data", with --top "top" does: for each vector [{"index", "score",
-"label"}]. An error is {"error": {"code", "text"}}.
+--json prints one object as in the Open Inference Protocol, {"model_name", "outputs": [{"name",
+"datatype", "shape", "data"}]}, data flat in C order, NaN and infinities as text. With --output,
+"file" replaces "data"; with --top, "top" does: for each vector [{"index", "score", "label"}]. An
+error is {"error": {"code", "text"}}.
 
-Exit status: 0 good, 1 the request ended in an error, 64 the command line or a shape is wrong, 66 an
-input file cannot be used."""
+Exit status: 0 good, 1 the request failed, 64 the command line or a shape is invalid, 66 an input
+file cannot be used."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="the model's name, see weightctl models")
+    parser.add_argument("model", metavar="MODEL", help="name of the model")
     parser.add_argument(
         "--input",
         action="append",
         default=[],
         type=sources.parse_input_argument,
         metavar="[NAME=]FILE",
-        help="an input of the model; once for each. Without NAME it is the only one that the model has",
+        help="file for an input, repeatable; NAME may be omitted if the model has one input",
     )
     parser.add_argument(
         "--random",
@@ -67,21 +67,21 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         const=0,
         type=_parse_seed,
         metavar="SEED",
-        help="make up the inputs that are not given; others for each SEED (default: 0)",
+        help="generate the inputs that are not given; SEED selects the values (default: 0)",
     )
-    request_inputs.add_shape_argument(parser, ", with --random")
+    request_inputs.add_shape_argument(parser, " for --random")
     _add_pixel_arguments(parser)
     parser.add_argument(
         "--top",
         type=request_inputs.parse_rows,
         metavar="K",
-        help="show the K highest of each vector of scores, with their indices",
+        help="show the K highest scores of each vector, with their indices",
     )
-    parser.add_argument("--labels", metavar="FILE", help="with --top: what these indices are called, a name a line")
+    parser.add_argument("--labels", metavar="FILE", help="with --top: names of the indices, one per line")
     parser.add_argument(
         "--output",
         metavar="DIR",
-        help="write each output to DIR/NAME.npy, or all of them to one file FILE.npz, instead of showing values",
+        help="write each output to DIR/NAME.npy, or all outputs to the file DIR if it ends in .npz",
     )
 
 
@@ -90,21 +90,21 @@ def _add_pixel_arguments(parser: argparse.ArgumentParser) -> None:
         "--scale",
         type=_parse_number,
         metavar="F",
-        help="by which the values of a picture are multiplied (default: 1/255 for floats)",
+        help="factor for the values of an image (default: 1/255 for floats)",
     )
     parser.add_argument(
         "--mean",
         type=_parse_numbers,
         default=(),
         metavar="F,F,F",
-        help="what is subtracted then, for each channel or once for all (default: 0)",
+        help="values to subtract after scaling, one or one per channel (default: 0)",
     )
     parser.add_argument(
         "--std",
         type=_parse_numbers,
         default=(),
         metavar="F,F,F",
-        help="by which that is divided, likewise (default: 1)",
+        help="divisors after subtracting, one or one per channel (default: 1)",
     )
 
 
@@ -143,9 +143,9 @@ def _check_options(options: argparse.Namespace) -> None:
     if options.labels and not options.top:
         options.fail("argument --labels: expected --top, too")
     if options.shape and options.random is None:
-        options.fail("argument --shape: expected --random, too: a file has its shape")
+        options.fail("argument --shape: expected --random, too, because files determine their shapes")
     if 0 in options.std:
-        options.fail("argument --std: expected other numbers than 0")
+        options.fail("argument --std: expected numbers other than 0")
 
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
@@ -239,4 +239,4 @@ def _scores_json(row: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
     return [{**each, "score": arrays.json_number(each["score"])} for each in row]
 
 
-COMMAND = Command("run a model once, on files, pictures or made-up inputs", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("run a model once, on files, images or random inputs", _DESCRIPTION, _add_arguments, _run)

@@ -7,57 +7,66 @@ import json
 import shutil
 import sys
 import time
+from textwrap import indent
 from typing import Optional
 
 from weightctl import exit_codes
 from weightctl.command import Command, Connect, must_answer
 from weightctl.top.poller import Poller
-from weightctl.top.screen import HELP, render_text
+from weightctl.top.screen import KEYS, render_text
 from weightctl.top.tables import MAX_DELAY_S, MIN_DELAY_S
 from weightd_common.dashboard.overview import Overview, to_json_values
 
 # Width without a terminal, so that no column is left out.
 _WIDTH = 200
 
-_DESCRIPTION = f"""\
-Shows models, processes and tenants while they work: requests/s, what waits, latency, and memory:
-one copy of the weights and what is beside it, against what as many plain processes would take.
+_DESCRIPTION = """\
+Shows models, processes and tenants live: requests/s, queues, latency, memory.
 
-  weightctl top
-  weightctl top -d 5
-  weightctl top | head
-  weightctl --json top -n 60 >minute.jsonl
+  weightctl top                        # interactive; h shows the keys
+  weightctl top | head                 # print the tables once
+  weightctl --json top -n 60           # print 60 JSON objects, one per line
 
-The keys:
+See weightctl(1) for the keys, the memory estimate and the JSON output.
 
-{HELP}
+Exit status: 0 good, 69 the daemon cannot be reached, 130 Ctrl-C."""
 
-plain is N x (private + copy): for each worker that shares weights, a copy of them, and what it has
-in memory besides that is no file's, even if after a fork it has that in common with others.
-Libraries do not count, for plain processes share them, too.
+_MANUAL = f"""\
+If stdin and stdout are a terminal, the screen is updated until you quit. The keys:
 
-When the daemon does not answer, the last picture stays, with the time since then and the reason,
-until it answers again.
+{indent(KEYS, "  ")}
 
-Where the output is no terminal, or with -b, the tables are printed after one delay, and that is
-all; with -n N, N times. --json prints an object on a line instead: {{"version", "state", "uptime_s",
-"throughput", "memory", "models", "processes", "tenants"}}, in seconds, bytes, and requests/s.
+Rates and latencies cover the last 5 seconds. The daemon measures latency from the arrival of a
+request to its response. Processes and memory are read every 10 seconds, and when processes have
+changed. The column PROC shows ready and desired workers. MB is 10^6 bytes.
 
-Exit status: 0 it was shown, 69 the daemon cannot be reached, 130 Ctrl-C."""
+"memory" is one copy of the weights, the additional memory of the workers, and all other memory of
+the service. "plain" estimates the memory of the same number of processes without sharing: N x
+(private + copy). For each worker that shares weights, it counts a copy of the weights and the
+worker's memory that is not backed by a file, even if the worker shares this memory with others
+after a fork. Libraries are not counted, because plain processes share them, too.
+
+While the daemon does not respond, the screen keeps the last values and shows their age and the
+reason.
+
+If the output is not a terminal, or with -b, the tables are printed once, after one delay; with -n
+N, they are printed N times. --json prints one object per line instead: {{"version", "state",
+"uptime_s", "throughput", "memory", "models", "processes", "tenants"}}, in seconds, bytes and
+requests/s."""
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "-d", "--delay", default=1.0, type=_parse_delay, metavar="S", help="seconds between two pictures (default: 1)"
+        "-d", "--delay", default=1.0, type=_parse_delay, metavar="S", help="seconds between updates (default: 1)"
     )
     parser.add_argument(
         "-n",
         "--count",
         type=_parse_count,
         metavar="N",
-        help="end after so many pictures; 0 for no end (default: none on a screen, 1 where they are printed)",
+        help="updates until exit, 0: no limit (default: live 0, else 1)",
     )
-    parser.add_argument("-b", "--batch", action="store_true", help="print, even to a terminal")
+    parser.add_argument("-b", "--batch", action="store_true", help="print the tables, even on a terminal")
 
 
 def _run(options: argparse.Namespace, connect: Connect) -> int:
@@ -123,8 +132,8 @@ def _parse_delay(argument: str) -> float:
 
 def _parse_count(argument: str) -> int:
     if not (argument.isascii() and argument.isdigit()):
-        raise argparse.ArgumentTypeError(f"expected a whole number, 0 or more, got {argument!r}")
+        raise argparse.ArgumentTypeError(f"expected an integer, 0 or more, got {argument!r}")
     return int(argument)
 
 
-COMMAND = Command("show models, processes and tenants while they work", _DESCRIPTION, _add_arguments, _run)
+COMMAND = Command("show live models, processes and tenants", _DESCRIPTION, _add_arguments, _run, _MANUAL)

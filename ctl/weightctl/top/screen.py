@@ -23,19 +23,22 @@ from weightctl.top.tables import ORDERS, TABLES, ScreenColumn, ScreenTable, View
 from weightd_common.dashboard.memory import MemoryUsage
 from weightd_common.dashboard.overview import Overview
 
-HELP = """\
+KEYS = """\
 q            quit                       Tab        models, processes, tenants
 h ?          this help                  Enter      processes of the model; back
-r space      poll now                   /          only names with this in them
-+ -          poll less, more often      Esc        all names; back to the models
-arrows j k   up and down                N R Q L M  sort by name, requests/s, queue,
-PgUp PgDn Home End                                 latency, memory; again: reversed
+r space      refresh now                /          filter by name
++ -          refresh less, more often   Esc        clear the filter; back to models
+arrows j k   move the selection         N R Q L M  sort by name, requests/s, queue,
+PgUp PgDn Home End                                 latency, memory; again: reverse"""
 
-REQ/s and times are those of the last 5 seconds, from a request's arrival to its answer.
-Processes and memory are looked at every 10 seconds, or when something changes.
-memory: one copy of the weights, what workers have beside it, and all else
-plain:  what as many plain processes would take, each with a copy of its own
-PROC is who takes requests, of those that are to. MB is 10^6 bytes."""
+HELP = f"""\
+{KEYS}
+
+REQ/s and latencies cover the last 5 seconds.
+Processes and memory are read every 10 seconds, and when processes have changed.
+memory: one copy of the weights, additional memory of the workers, all other memory
+plain:  estimate for the same number of processes, each with its own copy
+PROC: ready and desired workers. MB is 10^6 bytes."""
 
 _LABEL_WIDTH = 9
 _MIN_SPARK_WIDTH = 8
@@ -72,7 +75,12 @@ def draw(overview: Overview, view: View, poll_status: PollStatus, size: ScreenSi
     spark_width = max(_MIN_SPARK_WIDTH, min(_MAX_SPARK_WIDTH, size.width - _LABEL_WIDTH - 40))
     head = [_title(overview, poll_status, size.width), *_summary(overview, spark_width, glyphs), text_line()]
     if view.has_help:
-        lines = [*head, *map(text_line, HELP.splitlines()), text_line(), text_line("any key: back", Style.WEAK)]
+        lines = [
+            *head,
+            *map(text_line, HELP.splitlines()),
+            text_line(),
+            text_line("press any key to go back", Style.WEAK),
+        ]
     else:
         rows = view.rows(overview)
         height = max(1, size.height - len(head) - 2)
@@ -108,9 +116,9 @@ def _title(overview: Overview, poll_status: Optional[PollStatus], width: int) ->
 
 def _poll_status_span(poll_status: PollStatus) -> Span:
     if poll_status.error:
-        return f"no answer for {duration(poll_status.age_s)}: {narrow(poll_status.error)}", Style.BAD
+        return f"no response for {duration(poll_status.age_s)}: {narrow(poll_status.error)}", Style.BAD
     if poll_status.age_s >= 2 + 2 * poll_status.delay_s:
-        return f"no answer for {duration(poll_status.age_s)}", Style.BAD
+        return f"no response for {duration(poll_status.age_s)}", Style.BAD
     return f"every {poll_status.delay_s:g} s", Style.WEAK
 
 
@@ -147,7 +155,7 @@ def _memory(memory: MemoryUsage, width: int, glyphs: Glyphs) -> Iterator[StyledL
         (memory.private_bytes, glyphs.beside, Style.BESIDE),
         (memory.other_bytes, glyphs.other, Style.OTHER),
     ]
-    weights = f", {size(memory.copy_bytes)} of it weights, once" if memory.workers else ""
+    weights = f", {size(memory.copy_bytes)} of it shared weights" if memory.workers else ""
     yield _bar("memory", parts, max(now, plain), width, f"{size(now)}{weights}")
     if memory.workers:
         text = f"{size(plain)} as {count(memory.processes, 'plain process')}"

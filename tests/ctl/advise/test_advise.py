@@ -227,8 +227,8 @@ def test_a_file_that_is_not_for_the_model_is_refused(
 def test_what_has_no_rows_is_refused_by_name(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = serves(inputs=[X, TensorSignature("mask", "FP32", (2, 3))])
     text = (
-        "FAILED_PRECONDITION: m: its requests have no rows that could be merged, for the first dimension of each input "
-        "must be free: mask FP32 [2, 3]\n"
+        "FAILED_PRECONDITION: m: its requests cannot be batched: expected a free first dimension of each input, "
+        "got mask FP32 [2, 3]\n"
     )
     assert ctl("advise", "m") == (exit_codes.ERROR, "", text)
 
@@ -237,7 +237,7 @@ def test_a_single_row_that_is_refused_ends_it_with_a_hint(ctl: Ctl, daemon: Fake
     daemon.handle = serves(fails("INTERNAL", "too small"), [X])
     ran = ctl("advise", "m")
     assert (ran.status, ran.out) == (exit_codes.ERROR, "")
-    assert ran.err == "INTERNAL: too small; --shape says what the free dimensions are: x FP32 [-1, -1]\n"
+    assert ran.err == "INTERNAL: too small; set the free dimensions with --shape: x FP32 [-1, -1]\n"
     assert ctl("advise", "m", "--inputs", "a.npz", "--shape", "x=1,1").status == exit_codes.USAGE
 
 

@@ -112,7 +112,7 @@ def test_a_model_that_never_answers_again_is_no_success(ctl: Ctl, daemon: FakeDa
     daemon.handle = serves(lambda message, tensors: echo(message, tensors) if next(turn) == 0 else [])
     ran = ctl("bench", "m", "--in-flight", "2", "--seconds", "0.2")
     assert ran.status == exit_codes.ERROR
-    assert "2 in flight: no request was answered" in ran.out
+    assert "2 in flight: no request succeeded" in ran.out
 
 
 @pytest.mark.usefixtures("heeds_ctrl_c")
@@ -127,16 +127,16 @@ def test_ctrl_c_shows_what_has_been_measured(ctl: Ctl, daemon: FakeDaemon) -> No
     daemon.handle = serves(interrupts)
     ran = ctl("bench", "m", "--in-flight", "1,8", "--seconds", "600")
     assert (ran.status, ran.err) == (exit_codes.INTERRUPTED, "")
-    assert "1 in flight: ended after 0 windows; 3 that agree are wanted" in ran.out
+    assert "1 in flight: ended after 0 windows, expected 3 stable ones" in ran.out
     assert "8 in flight" not in ran.out
 
 
 def test_what_cannot_be_asked_says_what_to_do(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = fails("UNAVAILABLE", "m has no worker")
-    hint = "weightctl status m tells how it stands, --timeout waits longer"
+    hint = "check `weightctl status m`, or set a longer --timeout"
     assert ctl("bench", "m") == (exit_codes.ERROR, "", f"UNAVAILABLE: m has no worker; {hint}\n")
     daemon.handle = serves(fails("INTERNAL", "too small"))
-    hint = "--shape says what the free dimensions are: x FP32 [-1, -1], ids INT64 [-1]"
+    hint = "set the free dimensions with --shape: x FP32 [-1, -1], ids INT64 [-1]"
     assert ctl("bench", "m") == (exit_codes.ERROR, "", f"INTERNAL: too small; {hint}\n")
     ran = ctl("bench", "m", "--shape", "x=4")
     assert (ran.status, ran.out) == (exit_codes.USAGE, "")
@@ -160,8 +160,8 @@ def test_the_table() -> None:
         "       64     1,000.0  2,000.0   60.00   70.00     80.00       3         15.00",
         "      128           -        -       -       -         -       -             -",
         "",
-        "64 in flight: not stable: of the last 3 windows of 9, one is 25% off their mean; at most 10% is wanted",
-        "64 in flight: 1 request ended in INTERNAL",
-        "64 in flight: 2 requests ended in UNAVAILABLE",
-        "128 in flight: no request was answered",
+        "64 in flight: not stable: one of the last 3 windows of 9 deviates 25% from their mean, expected at most 10%",
+        "64 in flight: 1 request failed with INTERNAL",
+        "64 in flight: 2 requests failed with UNAVAILABLE",
+        "128 in flight: no request succeeded",
     ]

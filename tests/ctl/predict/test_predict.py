@@ -257,7 +257,7 @@ def test_all_outputs_go_to_one_file(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path
     [
         ("--labels names", "--labels: expected --top, too"),
         ("--shape x=1", "--shape: expected --random, too"),
-        ("--std 0", "--std: expected other numbers than 0"),
+        ("--std 0", "--std: expected numbers other than 0"),
         ("--mean 1,b", "expected numbers, as in 0.485,0.456,0.406, got '1,b'"),
         ("--scale 1,2", "expected one number, got '1,2'"),
         ("--random -1", "expected a number from 0 to 4294967295, got '-1'"),

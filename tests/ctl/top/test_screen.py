@@ -34,7 +34,7 @@ def test_on_a_small_screen_stands_what_matters_most() -> None:
         "weightd 0.1.0: running, up 3 s                                        every 1 s",
         "requests                            @@@ 101.0/s, 3 queued, 0 running",
         "latency                             @@@ p50 0.50 ms, p99 0.99 ms",
-        "memory   #######+++-                    330.0 MB, 200.0 MB of it weights, once",
+        "memory   #######+++-                    330.0 MB, 200.0 MB of it shared weights",
         "plain    .............................. 880.0 MB as 8 plain processes",
         "",
         "MODEL  STATE    PROC  REQ/s  ERR/s  QUEUE  P50 ms  P99 ms  MEM MB  PLAIN MB",
@@ -71,7 +71,7 @@ def _words(lines: List[str], most: int) -> List[str]:
 def test_help_is_of_all_keys() -> None:
     lines = drawn("h")
     assert [each for each in lines if each.startswith("q ") and "quit" in each]
-    assert "any key: back" in lines
+    assert "press any key to go back" in lines
     assert len(lines) <= 24
 
 
@@ -84,9 +84,9 @@ def test_what_is_typed_is_seen() -> None:
     ("standing", "told"),
     [
         (PollStatus(2.0, 4.0), "every 2 s"),
-        (PollStatus(0.5, 3.1), "no answer for 3 s"),
-        (PollStatus(1.0, 75.0, "UNAVAILABLE: no daemon"), "no answer for 1 min 15 s: UNAVAILABLE: no daemon"),
-        (PollStatus(1.0, 1.0, "a\x1b[2Jb"), "no answer for 1 s: a\\x1b[2Jb"),
+        (PollStatus(0.5, 3.1), "no response for 3 s"),
+        (PollStatus(1.0, 75.0, "UNAVAILABLE: no daemon"), "no response for 1 min 15 s: UNAVAILABLE: no daemon"),
+        (PollStatus(1.0, 1.0, "a\x1b[2Jb"), "no response for 1 s: a\\x1b[2Jb"),
     ],
 )  # fmt: skip
 def test_a_daemon_that_does_not_answer_is_told(standing: PollStatus, told: str) -> None:
@@ -122,7 +122,7 @@ def test_whoever_sees_its_own_alone_is_told_so() -> None:
     history.on_metrics(looks.metrics(1.0, looks.counted("m", processes=())))
     history.on_status(looks.status(1.0, pid=0))
     lines = [each.text for each in draw(history.overview(), View(), ALL_IS_WELL, ScreenSize(24, 79), ASCII)]
-    assert lines[3] == "only this tenant's own requests are shown: it may not see the status of others"
+    assert lines[3] == "only this tenant's requests are shown; it may not see the status of others"
     assert lines[6].split() == ["m", "serving", "-", "-", "-", "0", "-", "-", "-", "-"]
 
 
@@ -132,7 +132,7 @@ def test_printed_it_has_all_tables_and_all_columns() -> None:
         "weightd 0.1.0: running, up 3 s",
         "requests 101.0/s, 3 queued, 0 running",
         "latency  p50 0.50 ms, p99 0.99 ms",
-        "memory   330.0 MB, 200.0 MB of it weights, once",
+        "memory   330.0 MB, 200.0 MB of it shared weights",
         "plain    880.0 MB as 8 plain processes",
         "",
         "MODEL  STATE    GEN  PROC  REQ/s  ERR/s  QUEUE  RUN  P50 ms  P99 ms  MEM MB  PLAIN MB",
