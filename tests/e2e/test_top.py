@@ -134,7 +134,7 @@ def test_top_shows_a_daemon_at_work_keeps_the_picture_of_one_that_is_gone_and_fi
         top.resize(140, 30)
         top.shows(has("GEN", "RUN"), "more columns")
         daemon.end()
-        lines = top.shows(has("no answer for", "UNAVAILABLE"), "it is lost")
+        lines = top.shows(has("no response for", "UNAVAILABLE"), "it is lost")
         assert has("mlp")(lines)  # as it was told last: it may have been draining
         with place.serve({"mlp": {"path": mlp, "workers": 1}}):
             top.shows(lambda lines: has("every 0.2 s")(lines) and has("mlp", "serving", "1/1")(lines), "it is back")
