@@ -125,7 +125,7 @@ def test_top_shows_a_daemon_at_work_keeps_the_picture_of_one_that_is_gone_and_fi
             return has("requests", "█")(lines) and not has("requests", " 0.0/s")(lines)
 
         top.shows(are_counted, "requests")
-        top.shows(has("memory", "█", "of it weights, once"), "one copy")
+        top.shows(has("memory", "█", "of it shared weights"), "one copy")
         top.shows(has("plain", "░", "2 plain processes"), "and several")
         top.type("\r")
         top.shows(has("1.w2", "ready"), "its processes")
