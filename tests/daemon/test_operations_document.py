@@ -26,7 +26,7 @@ DOCS = REPOSITORY / "docs"
 TEXT = (DOCS / "operations.md").read_text("utf-8")
 PAGES = {"operations.md": TEXT, "tenants.md": (DOCS / "tenants.md").read_text("utf-8")}
 BLOCKS = [block for text in PAGES.values() for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)]
-LEVELS = {"crit", "err", "warning", "info"}  # as journalctl -p has them
+LEVELS = {"err", "warning", "info"}  # as journalctl -p has them
 
 
 def anchors(text: str) -> set[str]:
