@@ -1,4 +1,4 @@
-"""Text for logs and status lines: journal priorities (sd-daemon(3)), foreign text, and the progress of a load."""
+"""Text for logs and status lines: journal priorities (sd-daemon(3)), plurals, foreign text, the progress of a load."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ def add_priority(text: str, priority: int) -> str:
 def priority_of(level: int) -> int:
     """Return the syslog priority of a log level."""
     return next((priority for least, priority in _PRIORITIES if level >= least), _DEBUG)
+
+
+def plural(number: int, noun: str) -> str:
+    """Return the number with its noun: "1 worker", "2 workers", "2 processes"."""
+    suffix = "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{'' if number == 1 else suffix}"
 
 
 def to_one_line(text: str) -> str:

@@ -4,7 +4,7 @@ from typing import Optional
 
 import pytest
 
-from weightd_common.log_text import progress_text
+from weightd_common.log_text import plural, progress_text
 
 
 @pytest.mark.parametrize(
@@ -23,3 +23,8 @@ def test_what_is_known_is_told_and_no_more_exactly_than_that(
     done: Optional[float], left_s: Optional[float], text: str
 ) -> None:
     assert progress_text(done, left_s) == text
+
+
+def test_plurals() -> None:
+    assert [plural(number, "row") for number in (0, 1, 2)] == ["0 rows", "1 row", "2 rows"]
+    assert [plural(number, "process") for number in (1, 2)] == ["1 process", "2 processes"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from weightd_common.log_text import plural
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.progress import UnmergedPrincipal
@@ -55,7 +56,7 @@ def describe_batching(config: ModelConfig, generation: GenerationBase) -> str:
             if policy.tested_dims is not None and _has_other_free_dims(generation)
             else ""
         )
-        texts.append(f"requests of more than {policy.max_split_rows} rows{where} are split")
+        texts.append(f"requests of more than {plural(policy.max_split_rows, 'row')}{where} are split")
     if texts:
         texts.append("tested bit-equal" if row_support.is_equal else "not tested to be exact")
     if config.batching.max_rows > 1:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from weightd_common.log_text import plural
 from weightd_daemon.engines.ranktable import card_bytes
 from weightd_daemon.platform.memory import MIB
 
@@ -205,7 +206,7 @@ class DeviceBudget:
         process_kinds = "its rank" if request.buffer_bytes else "holder, workers and spares"
         reserved_by_label = {each: str(had.process_count) for each, had in other_requests.items()}
         text = (
-            f"{self.name} takes at most {self.max_processes} processes: {label} needs {request.process_count}"
+            f"{self.name} takes at most {plural(self.max_processes, 'process')}: {label} needs {request.process_count}"
             f" ({process_kinds})"
         )
         return f"{text}{_format_reservations(reserved_by_label)}"
@@ -342,7 +343,7 @@ def _format_processes(request: ResourceRequest) -> str:
         return (
             f"one process of {_format_mib(request.process_bytes)}, communication of {_format_mib(request.buffer_bytes)}"
         )
-    return f"{request.process_count} processes of {_format_mib(request.process_bytes)}"
+    return f"{plural(request.process_count, 'process')} of {_format_mib(request.process_bytes)}"
 
 
 def _format_mib(size: int) -> str:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from weightd_common.log_text import plural
 from weightd_daemon.platform.event_loop import Timer
 from weightd_daemon.tenants.tenant import Tenant, TenantResolver
 from weightd_daemon.tenants.usage import OTHER_MODELS, Usage, UsageTable
@@ -157,17 +158,17 @@ def _usage_text(usage: Usage, seconds: float, total_seconds: float) -> str:
     refused = f"{usage.refused_total} refused ({reasons})" if reasons else "none refused"
     share = f" ({usage.slot_seconds / total_seconds:.0%} of total)" if total_seconds else ""
     parts = [
-        f"{usage.requests} requests in {seconds:.0f} s",
+        f"{plural(usage.requests, 'request')} in {seconds:.0f} s",
         f"{usage.served} served",
         refused,
-        f"{usage.rows} rows",
+        plural(usage.rows, "row"),
         f"{usage.slot_seconds:.3f} slot seconds{share}",
         f"{usage.queue_seconds:.3f} s queued",
-        f"{usage.bytes_in} bytes in",
-        f"{usage.bytes_out} bytes out",
+        f"{plural(usage.bytes_in, 'byte')} in",
+        f"{plural(usage.bytes_out, 'byte')} out",
     ]
     if usage.unexpected_exits:
-        parts.append(f"{usage.unexpected_exits} unexpected exits")
+        parts.append(plural(usage.unexpected_exits, "unexpected exit"))
     return ", ".join(parts)
 
 

@@ -33,15 +33,15 @@ def test_a_line_tells_what_has_come_since_the_last_one() -> None:
     assert [*intervals.lines(["ann", "bob", "eve"], 60.0)] == [
         (
             "tenant ann: 5 requests in 60 s, 2 served, 3 refused (CANCELLED 1, max_rate 2), 8 rows, "
-            "3.000 slot seconds (75% of total), 0.500 s queued, 200 bytes in, 20 bytes out, 1 unexpected exits; "
+            "3.000 slot seconds (75% of total), 0.500 s queued, 200 bytes in, 20 bytes out, 1 unexpected exit; "
             "n 2.000 s, m 1.000 s"
         ),
         (
-            "tenant bob: 1 requests in 60 s, 0 served, 1 refused (NOT_FOUND 1), 0 rows, "
+            "tenant bob: 1 request in 60 s, 0 served, 1 refused (NOT_FOUND 1), 0 rows, "
             "0.000 slot seconds (0% of total), 0.000 s queued, 0 bytes in, 0 bytes out"
         ),
         (
-            "tenant eve: 1 requests in 60 s, 1 served, none refused, 4 rows, 1.000 slot seconds (25% of total), "
+            "tenant eve: 1 request in 60 s, 1 served, none refused, 4 rows, 1.000 slot seconds (25% of total), "
             "0.250 s queued, 100 bytes in, 10 bytes out; m 1.000 s"
         ),
     ]
@@ -57,7 +57,7 @@ def test_a_tenant_that_comes_again_begins_anew() -> None:
     accounts.keep_only([], ["m"])
     ask(accounts, "ann", "m", 1.0)
     [line] = intervals.lines(["ann"], 1.0)
-    assert line.startswith("tenant ann: 1 requests in 1 s, 1 served")
+    assert line.startswith("tenant ann: 1 request in 1 s, 1 served")
 
 
 class Daemon:
@@ -89,13 +89,13 @@ def test_a_line_comes_with_each_interval_and_a_reload_changes_it(caplog: pytest.
     # One that changes nothing of it puts nothing off.
     daemon.accounting.configure(30.0, 129.0)
     [line] = daemon.run(129.0, 135.0)
-    assert line.startswith("tenant ann: 1 requests in 30 s, ")
+    assert line.startswith("tenant ann: 1 request in 30 s, ")
     ask(daemon.accounts, "(operators)", "m", 1.0)
     daemon.accounting.configure(5.0, 140.0)
     assert daemon.run(140.0, 146.0) == []
     ask(daemon.accounts, "(operators)", "m", 1.0)
     [line] = daemon.run(146.0, 150.0)
-    assert line.startswith("tenant (operators): 1 requests in 5 s, ")
+    assert line.startswith("tenant (operators): 1 request in 5 s, ")
     daemon.accounting.configure(0.0, 151.0)
     ask(daemon.accounts, "ann", "m", 1.0)
     assert daemon.run(151.0, 300.0) == []

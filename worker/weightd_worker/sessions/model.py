@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple, Optional, Sequence
 
+from weightd_common.log_text import plural
 from weightd_protocol.codec import clip, encode
 from weightd_protocol.errors import RemoteProtocolError
 from weightd_protocol.messages.worker import (
@@ -217,11 +218,10 @@ class WorkerSession(Session):
         built_bytes, holder_cost_bytes = private_bytes() - bytes_before, HOLDER_COST_BYTES[self._origin.origin]
         sharer_count = self._sharing_plan.sharer_count
         if not is_holder_worthwhile(built_bytes, sharer_count, holder_cost_bytes):
-            processes_text = "1 process" if sharer_count == 1 else f"{sharer_count} processes"
             saved_mib, cost_mib = built_bytes * (sharer_count - 1) >> 20, holder_cost_bytes >> 20
             text = (
-                f"weights are not shared: sharing {built_bytes >> 20} MiB among {processes_text} would save"
-                f" {saved_mib} MiB, and the holder would use {cost_mib} MiB"
+                f"weights are not shared: sharing {built_bytes >> 20} MiB among {plural(sharer_count, 'process')}"
+                f" would save {saved_mib} MiB, and the holder would use {cost_mib} MiB"
             )
             return SharedWeights("", 0, text)
         if forker is None:
