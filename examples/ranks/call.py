@@ -1,4 +1,4 @@
-"""Ask the model that weightd serves, and compare with the network that was not cut."""
+"""Sends a request to the model and compares the answer with the answer of the whole network."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from weightd import Client
 
 
 def main() -> None:
-    """Print how far the answer is from the right one."""
+    """Print the largest difference from the correct answer."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("selftest", help="the file that export.py has written")
+    parser.add_argument("selftest", help="selftest.npz, as export.py has written it")
     parser.add_argument("--socket", default="/run/weightd/weightd.sock")
     options = parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""A network of two layers, cut by hand over ranks: a checkpoint of the whole, and of each rank a slice of it as MindIR.
+"""Exports a network of two layers, split by hand: a checkpoint of the whole network, and a MindIR file for each rank.
 
 `python export.py DIRECTORY` writes whole.ckpt, rank0.mindir, rank1.mindir and selftest.npz there. It needs mindspore.
 """
@@ -14,12 +14,12 @@ from mindspore import Parameter, Tensor, nn, ops
 
 INPUTS, OUTPUTS = 16, 8
 
-# All ranks, as the backend calls them. The name stands in the file: one that is exported for the other runs nowhere.
+# The backend's name for the group of all ranks. The file contains it, so it runs only on this backend.
 WORLD = {"cpu": "mccl_world_group", "ascend": "hccl_world_group"}
 
 
 class Whole(nn.Cell):
-    """The network as it was trained; here, with weights that are drawn."""
+    """The trained network; here with random weights."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Whole(nn.Cell):
 
 
 class Slice(nn.Cell):
-    """What one rank holds: columns of the first matrix and the same rows of the second. The sum over ranks is right."""
+    """The slice of one rank: columns of the first matrix and the same rows of the second. The sum is the answer."""
 
     def __init__(self, hidden: int, world: str) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Slice(nn.Cell):
         self.sum = ops.AllReduce(group=world)
 
     def construct(self, x: Tensor) -> Tensor:
-        """Compute this rank's part of both layers, and add up those of all."""
+        """Compute this rank's part of both layers and sum over all ranks."""
         return self.sum(self.matmul(self.relu(self.matmul(x, self.first)), self.second))
 
 
@@ -67,7 +67,7 @@ def export(directory: Path, ranks: int, hidden: int, backend: str) -> None:
 
 
 def main() -> None:
-    """Save the whole network, a question with its answer, and the slices."""
+    """Save the whole network, inputs with their outputs, and the slices."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
