@@ -19,7 +19,7 @@ _OVERFLOW_UID_HINT = (
     "namespace, or with a key"
 )
 
-RIGHT_REVOKED = "a reload has revoked the right to request this"
+RIGHT_REVOKED = "a reload has revoked the right to send this request"
 
 
 class Authorizer:

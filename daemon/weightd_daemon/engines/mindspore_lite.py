@@ -138,7 +138,7 @@ def _no_effect_on_cards(options: MindSporeLiteOptions) -> Iterator[_Problem]:
         if getattr(options, key):
             yield key, "it has no effect on a card, only on the cpu"
     if options.parallel_workers > 1:
-        yield "parallel_workers", "expected 1 on a card, where each of them would have its own weights"
+        yield "parallel_workers", "expected 1 on a card, where each parallel worker would load its own weights"
 
 
 def _core_binding_problems(options: MindSporeLiteOptions) -> Iterator[_Problem]:
@@ -157,11 +157,17 @@ def _no_effect(options: MindSporeLiteOptions) -> Iterator[_Problem]:
 def _sharing_problems(options: MindSporeLiteOptions) -> Iterator[_Problem]:
     remedy = 'set sharing = "off"'
     if options.provider == "ge":
-        yield "provider", f'weights cannot be shared with the provider "ge": it exports none; {remedy}'
+        yield (
+            "provider",
+            f'weights cannot be shared with the provider "ge": the provider does not export them; {remedy}',
+        )
     if options.dec_key_file:
-        yield "dec_key_file", f"the weights of an encrypted model cannot be shared: the library exports none; {remedy}"
+        yield (
+            "dec_key_file",
+            f"the weights of an encrypted model cannot be shared: MindSpore Lite does not export them; {remedy}",
+        )
     if options.variable_weights:
-        yield "variable_weights", f"weights that can be changed cannot be shared: the library exports none; {remedy}"
+        yield "variable_weights", f"variable weights cannot be shared: MindSpore Lite does not export them; {remedy}"
 
 
 def _check_private(key: str, path: Path, status: os.stat_result) -> None:
@@ -180,10 +186,10 @@ def _check_config(key: str, path: Path, provider: str) -> None:
         if name in _SHARING_KEYS:
             reason = f"{name} is set by weightd; remove it from the file"
         elif section == "ascend_context" and name == "rank_table_file":
-            reason = f"{name} makes a rank of a process, as [models.NAME.ranks] does; remove it from the file"
+            reason = f"{name} makes the process a rank; remove it from the file, and use [models.NAME.ranks]"
         elif section == "ascend_context" and name == "provider" and value == "ge" != provider:
             reason = (
-                'provider = ge would run the model by the graph engine, unseen; set provider = "ge" beside this key'
+                'provider = ge selects the graph engine, which weightd has to know; set provider = "ge" beside this key'
             )
         if reason:
             raise _field_error(key, f"{path}: {reason}")

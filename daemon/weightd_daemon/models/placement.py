@@ -218,7 +218,7 @@ class DeviceBudget:
         if self.capacity_bytes is None or used + request.total_bytes <= self.capacity_bytes:
             return ""
         return (
-            f"{self.name} has not enough memory: {label} needs {_format_mib(request.total_bytes)} "
+            f"{self.name} does not have enough memory: {label} needs {_format_mib(request.total_bytes)} "
             f"({_format_copies(request)} of "
             f"{_format_mib(card_bytes(request.weight_bytes))} weights, {_format_processes(request)}), "
             f"{_format_mib(max(0, self.capacity_bytes - used))} of {_format_mib(self.capacity_bytes)} are free"

@@ -97,7 +97,7 @@ class Rollouts:
             if not (each.has_failed or each.is_lost or each.is_being_replaced) and (
                 each.serving is None or each.is_busy
             ):
-                raise Unavailable(f"{self._name} is loading on {each.placement.name}: try again once it serves")
+                raise Unavailable(f"{self._name} is loading on {each.placement.name}: try again once the model serves")
         if rollback:
             source = self._rollback_target()
         else:

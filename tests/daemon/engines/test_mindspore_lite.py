@@ -102,12 +102,12 @@ OFF = 'set sharing = "off"'
 NO_CPU = "it has no effect on the cpu, only on a card"
 NO_CARD = "it has no effect on a card, only on the cpu"
 TWO = {"parallel_workers": 2}
-OWN = "expected 1 on a card, where each of them would have its own weights"
+OWN = "expected 1 on a card, where each parallel worker would load its own weights"
 SLOW = "parallel workers are not bound to the slow cores; set 0 or 1"
 NOT_SHARED = {
     "provider": ({"provider": "ge"}, 'weights cannot be shared with the provider "ge"'),
     "dec_key_file": ({"dec_key_file": "/k"}, "the weights of an encrypted model cannot be shared"),
-    "variable_weights": ({"variable_weights": True}, "weights that can be changed cannot be shared"),
+    "variable_weights": ({"variable_weights": True}, "variable weights cannot be shared"),
 }
 
 
@@ -132,7 +132,12 @@ NOT_SHARED = {
         (AFFINITY, ["cpu"], "thread_affinity_mode", "it has no effect beside thread_affinity_cores"),
         ({"dec_mode": "AES-CBC"}, CARDS, "dec_mode", "it has no effect without dec_key_file"),
         *(
-            (values, CARDS, key, f"{text}: {'it' if key == 'provider' else 'the library'} exports none; {OFF}")
+            (
+                values,
+                CARDS,
+                key,
+                f"{text}: {'the provider' if key == 'provider' else 'MindSpore Lite'} does not export them; {OFF}",
+            )
             for key, (values, text) in NOT_SHARED.items()
         ),
     ],
@@ -171,9 +176,21 @@ def test_a_configuration_that_decides_who_shares(line: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("section", "line", "text"),
     [
-        ("ascend_context", "provider = ge", "provider = ge would run the model by the graph engine, unseen; set *"),
-        (" ascend_context ", " provider=ge ", "provider = ge would run the model by the graph engine, unseen; set *"),
-        ("ascend_context", "rank_table_file=/r.json", "rank_table_file makes a rank of a process, as [models.NAME*"),
+        (
+            "ascend_context",
+            "provider = ge",
+            "provider = ge selects the graph engine, which weightd has to know; set *",
+        ),
+        (
+            " ascend_context ",
+            " provider=ge ",
+            "provider = ge selects the graph engine, which weightd has to know; set *",
+        ),
+        (
+            "ascend_context",
+            "rank_table_file=/r.json",
+            "rank_table_file makes the process a rank; remove it from the file, and use [models.NAME*",
+        ),
     ],
 )
 def test_a_configuration_that_decides_what_the_model_is(section: str, line: str, text: str, tmp_path: Path) -> None:

@@ -358,7 +358,7 @@ def test_nobody_leaves_for_one_that_would_have_no_room_even_alone(policy: Replac
     life = frozen(policy, ONE)
     life.device.capacity_bytes = ONE - 1
     assert life.pinned().serving == "m.1"
-    assert "has not enough memory: m.2 needs" in life.deployment.cause
+    assert "does not have enough memory: m.2 needs" in life.deployment.cause
     assert "m.1 has" not in life.deployment.cause
 
 
@@ -407,7 +407,7 @@ def test_an_update_is_loaded_beside_and_waits_for_the_switch(policy: Replacement
 def test_nobody_leaves_for_an_update_that_has_no_room(policy: ReplacementPolicy) -> None:
     life = updating(policy, 2 * ONE - 1).pinned(SECOND)
     assert (life.standing, life.deployment.is_updating, life.deployment.is_busy) == (("m.1", "", []), False, False)
-    assert life.deployment.cause.startswith("ascend:0 has not enough memory: m.2 needs 132 MiB")
+    assert life.deployment.cause.startswith("ascend:0 does not have enough memory: m.2 needs 132 MiB")
     assert not life.deployment.has_failed
 
 

@@ -418,7 +418,7 @@ SUFFIX = "expected a .onnx file for engine onnxruntime, got "
 @pytest.mark.parametrize(
     ("loaded", "path", "error", "text"),
     [
-        (False, "/models/new.onnx", Unavailable, "digits is loading on cpu: try again once it serves"),
+        (False, "/models/new.onnx", Unavailable, "digits is loading on cpu: try again once the model serves"),
         (True, "", FailedPrecondition, "no version to roll back to: digits serves /models/digits.onnx"),
         (True, "/models/new.bin", InvalidArgument, SUFFIX + "'/models/new.bin'"),
         (True, "/models/new", InvalidArgument, SUFFIX + "'/models/new'"),

@@ -48,11 +48,11 @@ def test_a_refusal_for_memory_tells_the_figures() -> None:
     device = DeviceBudget("ascend:0", 1500 * MIB)
     assert device.reserve("big.1", dataclasses.replace(NEED, weight_bytes=1229 * MIB)) == ""
     assert device.reserve("m.2", PRIVATE) == (
-        "ascend:0 has not enough memory: m.2 needs 346 MiB (3 copies of 102 MiB weights, 4 processes of 10 MiB), "
+        "ascend:0 does not have enough memory: m.2 needs 346 MiB (3 copies of 102 MiB weights, 4 processes of 10 MiB), "
         "230 MiB of 1,500 MiB are free; big.1 has 1,270 MiB"
     )
     assert DeviceBudget("ascend:0", 141 * MIB).reserve("m.1", NEED) == (
-        "ascend:0 has not enough memory: m.1 needs 142 MiB (one copy of 102 MiB weights, 4 processes of 10 MiB), "
+        "ascend:0 does not have enough memory: m.1 needs 142 MiB (one copy of 102 MiB weights, 4 processes of 10 MiB), "
         "141 MiB of 141 MiB are free"
     )
 
@@ -107,7 +107,7 @@ def test_each_card_has_the_slice_of_its_rank_and_its_own_buffers() -> None:
 def test_where_one_card_has_no_room_none_is_promised() -> None:
     group, devices = cards(None, 400 * MIB)
     assert group.reserve("big.1", GROUP_NEED) == (
-        "ascend:1 has not enough memory: big.1 needs 462 MiB (one copy of 52 MiB weights, one process of 10 MiB, "
+        "ascend:1 does not have enough memory: big.1 needs 462 MiB (one copy of 52 MiB weights, one process of 10 MiB, "
         "communication of 400 MiB), 400 MiB of 400 MiB are free"
     )
     devices[1].capacity_bytes, devices[0].max_processes = None, 0
