@@ -133,7 +133,7 @@ def _parse(path: str, file: BinaryIO) -> Any:
         return np.load(file, allow_pickle=False)
     except Exception as error:  # noqa: BLE001 - numpy evaluates the header as Python and may raise anything
         if "allow_pickle" in str(error):
-            raise BadInput(f"{path}: it holds Python objects; expected an array of numbers") from None
+            raise BadInput(f"{path}: the file contains Python objects; expected an array of numbers") from None
         raise BadInput(f"{path}: it is damaged or incomplete: {clean(str(error))}") from None
 
 

@@ -89,7 +89,7 @@ def test_requests_that_differ_in_more_than_their_rows_are_not_run_together(other
 
 
 def test_what_has_no_first_dimension_has_no_rows() -> None:
-    with pytest.raises(InvalidArgument, match="expected as many rows of each"):
+    with pytest.raises(InvalidArgument, match="expected the same number of rows in each input"):
         BatchLayout([described(x=np.float32(1) + np.zeros((), np.float32))])
 
 

@@ -167,7 +167,7 @@ def test_a_model_that_there_is_not_breaks_the_protocol(house: House) -> None:
     house.enter()
     house.ask(2, X)
     assert house.daemon.children["g"].wait(30) == exit_codes.FAILED
-    assert "member: expected one below 2, got [2]" in house.daemon.log("g")
+    assert "model_index: expected one index below 2, got [2]" in house.daemon.log("g")
 
 
 def play(answers: Sequence[Any], *orders: Optional[Sequence[Any]]) -> Tuple[int, Script]:
@@ -184,7 +184,7 @@ def test_a_model_whose_answer_changes_when_others_run_is_told() -> None:
     status, script = play([zero, one], encode(JoinGroup()), encode(RunSelfTest()), encode(Stop()))
     assert status == exit_codes.CANNOT_BUILD
     assert script.sent[-1] == ProcessFailed(
-        "/m/1: the self-test's answer changed when the other models of the group had run"
+        "/m/1: the answer to the self-test changed after the other models of the group had run"
     )
 
 

@@ -213,7 +213,7 @@ def test_a_model_without_a_canary_says_so() -> None:
     _, socket = play(fake(sequence(*[InvalidArgument("too small")] * 9)), BUILD, STOP)
     built = only(Built, socket)
     assert (built.selftest_cases, built.selftest_digest, built.note) == ((), "", "half of it")
-    assert built.selftest_note.startswith("the model runs on none of 9 inputs made from its signature")
+    assert built.selftest_note.startswith("the model runs on none of 9 inputs generated from its signature")
     assert built.outputs == SIGNATURE.outputs
     worker = fake(sequence(InvalidArgument("no")))
     status, socket = play(worker, encode(Attach("7", ())), predict(1), STOP)
@@ -279,7 +279,7 @@ def test_an_answer_that_changes_when_the_weights_are_shared_is_the_end() -> None
     status, socket = play(fake(sequence(*[ZEROS] * 5, ONES)), BUILD, STOP)
     assert status == exit_codes.CANNOT_BUILD
     assert [type(each) for each in socket.sent] == [Hello, ProcessFailed]
-    assert only(ProcessFailed, socket).reason == "the self-test's answer changed when the weights were shared"
+    assert only(ProcessFailed, socket).reason == "the answer to the self-test changed when the weights were shared"
 
 
 @pytest.mark.parametrize(
@@ -391,7 +391,7 @@ def test_a_template_exports_nothing_and_gives_all_that_it_has(monkeypatch: pytes
     assert engine.done.count("export /s/store") == 0
     assert (forker.freeze_count, forker.given) == (1, [InheritedModel(engine, SHA256, 32 << 20)])
     forked = [each for each in socket.sent if isinstance(each, Forked)]
-    assert forked == [Forked("w", 0, "this process is no template"), Forked("w", 11)]
+    assert forked == [Forked("w", 0, "this process is not a template"), Forked("w", 11)]
 
 
 @pytest.mark.parametrize(
@@ -419,7 +419,7 @@ def test_what_cannot_be_forked_or_may_not_repeat_itself_or_is_small_is_no_templa
 
 
 def test_a_holder_that_may_be_one_takes_no_request() -> None:
-    with pytest.raises(RemoteProtocolError, match="no predict where workers are forked"):
+    with pytest.raises(RemoteProtocolError, match="no predict in a template"):
         play(fake(), predict(1), STOP, sharing_plan=SharingPlan(2, cast(Any, FakeForker())))
 
 
@@ -996,7 +996,7 @@ def test_who_sends_many_requests_with_special_values_shares_no_job_any_more(monk
     job = [encode(BeginBatch(2, 0, (7, 8))), of_rows(1, np.nan), of_rows(2, 1)]
     _, socket = play(fake(), encode(Attach("7", CASES, 8, row_support=rows)), *job, *job, STOP)
     told = only(BatchMismatch, socket)
-    assert (told.principal_ids, told.note) == ((7,), "many have values that are run alone (nan)")
+    assert (told.principal_ids, told.note) == ((7,), "many requests have values that must run alone (nan)")
     assert [each.request for each in socket.sent if isinstance(each, PredictResult)] == [2, 1] * 2
 
 
@@ -1010,7 +1010,7 @@ def test_where_too_many_have_rows_that_differ_nothing_is_run_together(monkeypatc
 
 @pytest.mark.parametrize("principal_ids", [(1,), (1, 2, 3)])
 def test_whose_the_requests_are_is_said_of_each_or_of_none(principal_ids: Tuple[int, ...]) -> None:
-    with pytest.raises(RemoteProtocolError, match=f"principal_ids: expected 2, or none, got {len(principal_ids)}"):
+    with pytest.raises(RemoteProtocolError, match=f"principal_ids: expected 2 or none, got {len(principal_ids)}"):
         play(fake(), encode(BeginBatch(2, 0, principal_ids)), predict(1), predict(2), STOP)
 
 

@@ -138,7 +138,7 @@ class BatchGuard:
     def stop_batching(self, reason: str) -> None:
         """Run every request alone from now on, and report the reason to the daemon."""
         if self._is_batching:
-            _log.warning("batching is off: %s", reason)
+            _log.warning("requests are no longer batched: %s", reason)
             self._is_batching = False
             self._reply((BatchMismatch(clip(reason)), ()))
 
@@ -152,7 +152,8 @@ class BatchGuard:
             return
         if not new:
             return  # this batch ran before the principals were known
-        _log.warning("requests of %d principal_ids are no longer batched: %s", len(new), note)
+        principals_text = "1 principal" if len(new) == 1 else f"{len(new)} principals"
+        _log.warning("requests of %s are no longer batched: %s", principals_text, note)
         self._unbatchable_principals = {**self._unbatchable_principals, **dict.fromkeys(new, note)}
         self._reply((BatchMismatch(note, tuple(new)), ()))
 
@@ -165,7 +166,7 @@ class BatchGuard:
         ]
         if exceeding and len(self._unbatchable_principals) < _MAX_UNBATCHABLE_PRINCIPALS:
             kinds = ", ".join(each.value for each in self._special_kinds)
-            self.on_rows_differ(RowsDiffer(f"many have values that are run alone ({kinds})", exceeding))
+            self.on_rows_differ(RowsDiffer(f"many requests have values that must run alone ({kinds})", exceeding))
 
 
 class RowsDiffer(NotBatchable):

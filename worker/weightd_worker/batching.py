@@ -5,24 +5,13 @@ A row is one index of a tensor's first dimension. Inputs are copied once; output
 
 from __future__ import annotations
 
-import logging
 from typing import Any, List, NamedTuple, Sequence, Tuple
 
 from weightd_common.rowtest.bits import check_rows
-from weightd_protocol import limits
 from weightd_protocol.errors import InvalidArgument
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
 from weightd_protocol.tensors import describe_response, from_frame
 from weightd_worker.engines.engine import Arrays
-
-# Most principals whose requests run alone. With more of them, the requests of all principals run alone.
-_MAX_UNBATCHABLE_PRINCIPALS = limits.MAX_TENANTS
-
-# A principal that has sent this number of requests with special values is not batched any more: each of them costs the
-# other requests of its batch the time of another predict.
-_MAX_SPECIAL_REQUESTS = 64
-
-_log = logging.getLogger("weightd.worker")
 
 
 class OutputSlice(NamedTuple):
@@ -140,7 +129,7 @@ class BatchLayout:
 def _row_count(specs: Sequence[TensorSpec]) -> int:
     counts = {each.shape[0] if each.shape else -1 for each in specs}
     if len(counts) != 1 or -1 in counts:
-        raise InvalidArgument("inputs: expected as many rows of each")
+        raise InvalidArgument("inputs: expected the same number of rows in each input")
     return counts.pop()
 
 
@@ -148,7 +137,7 @@ def _position_of(description: RequestDescription, spec: TensorSpec) -> int:
     for position, each in enumerate(description.inputs):
         if each.name == spec.name and each.datatype == spec.datatype and each.shape[1:] == spec.shape[1:]:
             return position
-    raise InvalidArgument(f"{spec.name}: expected the same but for its rows in all requests of a batch")
+    raise InvalidArgument(f"{spec.name}: expected the same datatype and row shape in all requests of a batch")
 
 
 def _last_row(spec: TensorSpec, arrays: Sequence[Any]) -> Any:

@@ -102,7 +102,7 @@ class Forker:
             except OSError as error:
                 reason = f"cannot fork: {error.strerror}"
             except SystemExit:
-                reason = f"cannot fork: wrong arguments: {' '.join(order.arguments)}"
+                reason = f"cannot fork: invalid arguments: {' '.join(order.arguments)}"
         if reason:
             report(Forked(order.name, 0, clip(reason)))
 
@@ -241,7 +241,7 @@ def cannot_fork_reason(tasks: str = _TASKS) -> str:
     if sys.platform != "linux" or sys.maxsize <= 2**32 or platform.machine() not in _SYS_CLONE:
         return f"cannot fork: expected {' or '.join(_SYS_CLONE)} under Linux, got {platform.machine()}"
     if not _tid_address():
-        return "cannot fork: the kernel does not tell where the C library has the number of its thread"
+        return "cannot fork: the kernel does not report the address of the C library's thread id"
     # A path object would touch memory, and each forked process would then have a private copy of its pages.
     other_threads = [each for each in os.listdir(tasks) if each != str(os.getpid())]  # noqa: PTH208
     if not other_threads:

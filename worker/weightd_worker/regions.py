@@ -235,7 +235,7 @@ class UserFaults:
     def _open(self) -> int:
         number = _SYS_USERFAULTFD.get(platform.machine())
         if number is None:
-            raise OSError(errno.ENOSYS, "the number of userfaultfd on this machine is not known")
+            raise OSError(errno.ENOSYS, "the system call number of userfaultfd on this machine is unknown")
         descriptor = -1
         for flags in (_UFFD_USER_MODE_ONLY, 0):
             descriptor = self._libc.syscall(ctypes.c_long(number), ctypes.c_int(os.O_CLOEXEC | flags))

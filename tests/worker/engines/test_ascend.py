@@ -302,14 +302,14 @@ def test_a_holder_whose_canary_fails_leaves_the_next_try_to_another_and_the_last
     card.start("h")
     pid = card.start("w").engine_pid
     cause = card.refused("h", Build((pid,)))
-    assert cause.startswith("it does not run on the self-test input, x [1, 64]: predict failed!")
+    assert cause.startswith("the model does not run on the self-test input x [1, 64]: predict failed!")
     card.start("h2")
     card.daemon.tell(
         "h2", Build((pid,), failed_cases=tuple({"x": (size, 64)} for size in (1, 2, 4, 8, 16, 32, 48, 64)))
     )
     built, _ = card.daemon.hear("h2", Built)
     assert (built.selftest_cases, built.selftest_digest) == ((), "")
-    assert built.selftest_note.startswith("the model runs on none of 9 inputs made from its signature")
+    assert built.selftest_note.startswith("the model runs on none of 9 inputs generated from its signature")
     assert card.attach("w", built).selftest_digest == ""
     card.check("w", rows(1))
     assert (card.host.count("build"), card.host.copies_of_weights(0)) == (3, 1)
@@ -448,7 +448,7 @@ def test_answers_that_differ_a_little_are_believed_as_far_as_is_allowed(card: Ca
     assert card.attach("far", built).selftest_digest != built.selftest_digest
     card.start("exact")
     card.daemon.tell("exact", Build(()))
-    assert "selftest_tolerance is 0: allow more" in card.daemon.hear("exact", Built)[0].selftest_note
+    assert "selftest_tolerance is 0: raise it" in card.daemon.hear("exact", Built)[0].selftest_note
 
 
 def test_batches_that_differ_are_refused_where_a_card_would_take_the_first_for_all(card: Card, tmp_path: Path) -> None:
@@ -638,13 +638,17 @@ GOOD = npz(w0=np.zeros((64, 64), np.float32))
         (
             b"this is no archive\n",
             CHANGEABLE,
-            "expected an .npz of plain arrays: it is another kind of file, or damaged",
+            "expected an .npz of plain arrays: the file is of another kind or damaged",
         ),
         (b"", CHANGEABLE, "expected an .npz of plain arrays: "),
         (npy(), CHANGEABLE, "expected an .npz of plain arrays: "),
-        (npz(w0=np.array([{"an": "object"}])), CHANGEABLE, "expected an .npz of plain arrays: it holds Python objects"),
+        (
+            npz(w0=np.array([{"an": "object"}])),
+            CHANGEABLE,
+            "expected an .npz of plain arrays: the file contains Python objects",
+        ),
         (GOOD[:-40], CHANGEABLE, "expected an .npz of plain arrays: "),
-        (npz(), CHANGEABLE, "there is no array in it"),
+        (npz(), CHANGEABLE, "expected at least one array, got none"),
         (None, CHANGEABLE, "No such file or directory"),
     ],
     ids=["not variable", "other names", "text", "empty", "npy", "pickle", "truncated", "no arrays", "missing"],

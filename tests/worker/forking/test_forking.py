@@ -162,7 +162,9 @@ def test_another_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_so_is_a_kernel_that_does_not_say_where_the_thread_s_number_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forking, "_PR_GET_TID_ADDRESS", 1 << 20)
-    assert forking.cannot_fork_reason().startswith("cannot fork: the kernel does not tell where")
+    assert forking.cannot_fork_reason().startswith(
+        "cannot fork: the kernel does not report the address of the C library"
+    )
 
 
 def test_what_the_kernel_refuses_is_an_error_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,7 +145,7 @@ def test_a_thread_that_an_import_has_begun_is_told_and_it_goes_on(served: Start,
 def test_wrong_arguments_are_told_and_it_goes_on(forking: Forking) -> None:
     for _ in range(2):
         forking.server.tell(Fork("none", ("--role", "king"), "/log"))
-        assert forking.server.hear(Forked) == Forked("none", 0, "cannot fork: wrong arguments: --role king")
+        assert forking.server.hear(Forked) == Forked("none", 0, "cannot fork: invalid arguments: --role king")
 
 
 def test_ctrl_c_is_not_its_business(forking: Forking, model: Model) -> None:

@@ -116,7 +116,7 @@ def test_what_cannot_be_one_or_is_not_worth_it_is_none(
         words = "workers are not forked from this process: cannot fork: expected one thread, got 1 more: "
         assert (words in forking.daemon.log("h")) == shares
         channel.tell(Fork("w", (), "/log"))
-        assert channel.hear(Forked) == Forked("w", 0, "this process is no template")
+        assert channel.hear(Forked) == Forked("w", 0, "this process is not a template")
 
 
 def test_a_model_that_may_draw_at_random_is_none_for_all_would_draw_the_same(served: Start, model: Model) -> None:
@@ -138,4 +138,4 @@ def test_it_serves_nobody(served: Start, model: Model) -> None:
         template, _ = holder(forking, model("wide"))
         template.tell(Predict(1, RequestDescription("m", ())))
         assert os.WEXITSTATUS(forking.wait("h")) == exit_codes.FAILED
-        assert "expected no predict where workers are forked" in forking.daemon.log("h")
+        assert "expected no predict in a template" in forking.daemon.log("h")

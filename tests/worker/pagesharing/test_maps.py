@@ -75,7 +75,7 @@ def test_memory_of_which_the_kernel_says_less_than_was_asked_is_refused(monkeypa
 
     pagemap = Pagemap()
     monkeypatch.setattr(os, "pread", one_entry)
-    with pytest.raises(PageSharingUnavailable, match="says nothing about a part of the memory"):
+    with pytest.raises(PageSharingUnavailable, match="does not cover all of the memory"):
         pagemap.populated(0, 2 * PAGE)
     pagemap.close()
 

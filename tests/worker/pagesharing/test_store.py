@@ -49,7 +49,7 @@ def test_a_store_is_private_and_read_only(tmp_path: Path) -> None:
     path = tmp_path / "store"
     new = NewStore(str(path), 0)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert refusal(path) == "the store was never finished"
+    assert refusal(path) == "the store is incomplete"
     new.finish(np.empty(0, dtype=np.uint64))
     assert path.stat().st_mode & 0o777 == 0o400
 
@@ -94,7 +94,7 @@ def test_a_store_of_another_size(size: int, tmp_path: Path) -> None:
         (0, b"X", "not a page store"),
         (8, b"\2", "format version 2"),
         (12, struct.pack("<I", 12345), "pages of 12345 bytes"),
-        (16, b"\xff" * 8, "should have"),
+        (16, b"\xff" * 8, "expected a store of "),
     ],
 )
 def test_a_store_with_another_header(at: int, value: bytes, reason: str) -> None:
@@ -123,11 +123,11 @@ def test_what_is_no_private_file_of_this_user(tmp_path: Path, monkeypatch: pytes
     before = sorted(Path("/proc/self/fd").iterdir())
     for mode in (0o440, 0o404, 0o620, 0o602):
         path.chmod(mode)
-        assert "others may use the store" in refusal(path)
+        assert "expected a store that only its owner can access, got mode " in refusal(path)
     path.chmod(0o400)
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    assert refusal(path) == f"the store belongs to user {user}, this process to {user + 1}"
+    assert refusal(path) == f"expected a store of user {user + 1}, got one of user {user}"
     assert sorted(Path("/proc/self/fd").iterdir()) == before
 
 

@@ -178,7 +178,7 @@ def test_both_have_the_slice_of_one_rank_and_agree_on_a_wrong_answer(group: Grou
     said = group.answers()
     assert isinstance(said[0], SelfTestDone)
     assert isinstance(said[1], ProcessFailed)
-    assert "the self-test's answer is not the known one: output output_0: it is " in said[1].reason
+    assert "the answer to the self-test is wrong: output output_0: it differs by " in said[1].reason
 
 
 def test_one_that_is_killed_leaves_the_other_one_waiting_which_then_says_that_it_leaves(group: Group) -> None:

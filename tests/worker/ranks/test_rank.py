@@ -196,27 +196,27 @@ def test_where_all_answer_each_compares_its_share_of_the_rows(play: Play, rank: 
     _, script = play(fake(mine), ENTER, encode(RunSelfTest(8)), STOP, rank=rank, reply=None)
     warmed = only(SelfTestDone, script)
     assert warmed.selftest_digest == canary.from_answers(CASES, [mine({"x": X})]).digest
-    note = "each rank answers with rows of its own: requests are neither put together nor cut"
+    note = "each rank returns different rows, so requests are neither batched nor split"
     assert warmed.row_support == RowSupport(("x",), (), is_equal=False, note=note)
     _, script = play(fake(mine), ENTER, WARM, STOP, rank=1 - rank, reply=None)
-    assert only(ProcessFailed, script).reason.startswith("the self-test's answer is not the known one: output y: ")
+    assert only(ProcessFailed, script).reason.startswith("the answer to the self-test is wrong: output y: ")
 
 
 @pytest.mark.parametrize("shape", [(3, 3), ()])
 def test_what_cannot_be_shared_equally_is_told(play: Play, npz: Write, shape: Tuple[int, ...]) -> None:
     path = npz(x=X, y=np.zeros(shape, np.float32))
     _, script = play(fake(), ENTER, WARM, STOP, reply=None, canary=path)
-    expected = f"selftest: {path}: y: expected equal shares of rows for 2 ranks, got {list(shape)}"
+    expected = f"selftest: {path}: y: expected rows that 2 ranks can share equally, got {list(shape)}"
     assert only(ProcessFailed, script).reason == expected
 
 
-NOT_FAR = "it differs where it has to be equal: in whole numbers, in what is finite, or from an output of zeros"
+NOT_FAR = "it differs where equality is required: in integers, in which values are finite, or from an output of zeros"
 
 
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        (X * 2 + np.float32(0.1), "it is 0.01 of the largest value away, expected at most 0.001"),
+        (X * 2 + np.float32(0.1), "it differs by 0.01 of the largest value, expected at most 0.001"),
         ((X * 2).astype(np.float64), "expected float32 [2, 3], got float64 [2, 3]"),
         (X[:1] * 2, "expected float32 [2, 3], got float32 [1, 3]"),
         (X * np.float32("nan"), NOT_FAR),
@@ -225,7 +225,7 @@ NOT_FAR = "it differs where it has to be equal: in whole numbers, in what is fin
 def test_a_wrong_answer_to_the_canary_ends_it_and_says_what_is_wrong(play: Play, answer: Any, problem: str) -> None:
     status, script = play(fake(sequence(answer)), ENTER, WARM, predict(1, 1), STOP, tolerance=0.001)
     assert status == exit_codes.CANNOT_BUILD
-    assert only(ProcessFailed, script).reason == f"the self-test's answer is not the known one: output y: {problem}"
+    assert only(ProcessFailed, script).reason == f"the answer to the self-test is wrong: output y: {problem}"
     assert kinds(script) == ["Hello", "JoinedGroup", "ProcessFailed"]
 
 
@@ -281,7 +281,7 @@ def test_a_ping_is_answered_and_the_canary_run_for_none(play: Play) -> None:
 def test_an_order_for_who_is_no_rank_is_refused(play: Play) -> None:
     _, script = play(fake(), encode(Attach("", ())), STOP)
     assert only(ProcessFailed, script).reason == "type: expected an order for a rank, got attach"
-    with pytest.raises(RemoteProtocolError, match="expected no cancel_predict: what one rank runs, all run"):
+    with pytest.raises(RemoteProtocolError, match="expected no cancel_predict: all ranks must run the same predicts"):
         play(fake(), encode(CancelPredict(1)))
 
 
@@ -292,7 +292,7 @@ def test_with_more_rows_the_canary_is_run_a_second_time_with_twice_its_own(play:
     engine = fake()
     _, script = play(engine, ENTER, encode(RunSelfTest(8)), STOP)
     assert np.array_equal(engine.received_inputs[1]["x"], np.concatenate([X, X]))
-    note = "it was not tested whether answers are the same: a rank runs nothing but what all ranks are asked"
+    note = "equality of batched and single answers was not tested: a rank runs only the requests that all ranks run"
     assert only(SelfTestDone, script).row_support == RowSupport(("x",), ("y",), is_equal=False, note=note)
 
 

@@ -357,14 +357,14 @@ def test_without_a_test_only_the_form_is_looked_at() -> None:
     engine = fake(nudged)
     rows = found(engine, known=selftest.run(engine, cases.of(SIGNATURE, 1)), exact=False)
     assert (rows.inputs, rows.outputs, rows.is_equal) == (("x",), ("y",), False)
-    assert rows.note.startswith("it was not tested")
+    assert rows.note.startswith("equality of batched and single answers was not tested")
     assert len(engine.received_inputs) == 1 + 2
 
 
 def test_a_model_without_a_canary_is_not_run() -> None:
     engine = fake(lambda x: x)
     rows = found(engine, known=selftest.SelfTestRun((), "", note="it is off"))
-    assert (rows.note, rows.outputs) == ("there is no self-test to check rows with: it is off", ())
+    assert (rows.note, rows.outputs) == ("rows cannot be checked without a self-test: it is off", ())
     assert not engine.received_inputs
 
 
@@ -428,14 +428,14 @@ def test_what_is_tried_is_told_and_a_model_that_fails_is_whole_again(error: Exce
     assert told == [*tried, "rebuilt", ()] if isinstance(error, ModelCorrupted) else told == tried
     # What an earlier process has died of is not run again.
     again = found(engine, known=known, failed_cases=({"x": (8, 3)},))
-    assert (again.note, again.is_equal) == ("the process that has built the model died of 8 rows", False)
+    assert (again.note, again.is_equal) == ("the process that built the model crashed with 8 rows", False)
 
 
 def test_a_model_that_cannot_be_built_again_is_not_left_spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = fake(refusing(ModelCorrupted("too many")))
     known = selftest.run(engine, cases.of(SIGNATURE, 1))
     monkeypatch.setattr(FakeEngine, "can_rebuild", False)
-    with pytest.raises(BuildError, match="so many rows: too many; turn batching off"):
+    with pytest.raises(BuildError, match="does not run on several rows: too many; turn batching off"):
         found(engine, known=known)
 
 

@@ -241,7 +241,7 @@ def test_what_does_not_run_is_left_out_and_the_model_is_whole(
     known = found(engine, told=told)
     assert known.cases == cases.of(FREE, *expected)
     assert (rebuilds(engine), len(told.unfit)) == (builds * failures, failures)
-    none = "the model runs on none of 9 inputs made from its signature; the key selftest can name one"
+    none = "the model runs on none of 9 inputs generated from its signature; set the key selftest to an input"
     assert known.note == ("" if expected else none)
 
 
@@ -330,7 +330,7 @@ def test_a_model_that_has_gears_is_tried_in_them_alone() -> None:
 
 def test_an_engine_that_cannot_be_rebuilt_takes_another_process_for_the_next_try() -> None:
     assert found(Once(row_sums, FREE)).cases == (x(1, 4),)
-    with pytest.raises(BuildError, match=r"^it does not run on the self-test input, x \[1, 4\]: died$"):
+    with pytest.raises(BuildError, match=r"^the model does not run on the self-test input x \[1, 4\]: died$"):
         found(Once(picky(error=ModelCorrupted("died")), FREE))
     for signature, unfit in ((FREE, cases.of(FREE, 1, 2, 4, 8, 16, 32, 48, 64)), (FIXED, ())):
         last = Once(picky(error=ModelCorrupted("died")), signature)
@@ -341,8 +341,8 @@ def test_an_engine_that_cannot_be_rebuilt_takes_another_process_for_the_next_try
 @pytest.mark.parametrize(
     ("unfit", "note"),
     [
-        ((), "it is off: nothing shows whether a worker answers as the model does"),
-        ((x(1, 4),), "the search was given up, it took too long or too many processes died; "),
+        ((), "it is off, so weightd cannot check the answers of workers"),
+        ((x(1, 4),), "the search was given up: it took too long or crashed too many processes; "),
     ],
 )
 def test_without_a_search_nothing_is_run(unfit: SelfTestCases, note: str) -> None:
@@ -376,8 +376,8 @@ def test_a_model_that_is_random_has_shapes_but_no_digest_unless_it_is_so_by_no_m
     random = np.random.RandomState(0)
     known = found(FakeEngine(lambda inputs: {"y": 1 + random.rand(len(inputs["x"]), 7)}, FREE))
     assert (known.cases, known.digest) == (cases.of(FREE, 1, 2), "")
-    assert known.note.startswith("the model gives different answers to the same input, 0.")
-    assert "of the largest value apart, selftest_tolerance is 0: allow more, or build the model" in known.note
+    assert known.note.startswith("the model gives different answers to the same input, which differ by 0.")
+    assert "of the largest value; selftest_tolerance is 0: raise it or make the model deterministic" in known.note
     assert selftest.with_observed_outputs(FREE, known).outputs == (tensor("y", -1, 7),)
 
     noisy = FakeEngine(lambda inputs: {"y": inputs["x"] * (1 + 1e-6 * random.rand())}, FREE)
@@ -407,7 +407,7 @@ def test_a_sample_is_what_is_asked(tmp_path: Path) -> None:
 def test_an_answer_without_a_finite_number_is_no_canary(rows: Any) -> None:
     engine = FakeEngine(row_sums, FREE)
     known = found(engine, Build((), search_selftest=False), sample={"x": rows})
-    assert (known.digest, known.note) == ("", "the model's answer to it has no finite number, which shows nothing")
+    assert (known.digest, known.note) == ("", "the model's answer has no finite number, so it cannot be compared")
     # In a search the next one is tried.
     known = found(FakeEngine(lambda inputs: {"y": inputs["x"][8:, 0]}, FREE))
     assert known.cases[0] == x(16, 4)

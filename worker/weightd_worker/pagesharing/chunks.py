@@ -127,7 +127,7 @@ class Pagemap:
         wanted = (end - start) // PAGE * _ENTRY_BYTES
         entries = os.pread(self._fd, wanted, start // PAGE * _ENTRY_BYTES)
         if len(entries) != wanted:
-            raise PageSharingUnavailable("/proc/self/pagemap says nothing about a part of the memory")
+            raise PageSharingUnavailable("/proc/self/pagemap does not cover all of the memory")
         exists: NDArray[np.bool_] = (np.frombuffer(entries, dtype=np.uint64) & _IN_MEMORY_OR_SWAP) != 0
         return exists
 
@@ -233,7 +233,7 @@ def check_malloc(libc: Libc) -> None:
         fits = after.block_count == before.block_count + 1 and grown == expected and start % PAGE == 0
         if not fits or mapping_size(bytes(view(start, _HEADER.size))) != expected:
             raise PageSharingUnavailable(
-                "malloc does not map large blocks as glibc's does by default: another malloc, or tuned?"
+                "malloc does not map large blocks as glibc's malloc does by default; it was replaced or tuned"
             )
     finally:
         libc.free(block)

@@ -235,7 +235,7 @@ def unsupported_reason() -> str:
     if sys.platform != "linux":
         return f"page sharing needs Linux, this is {sys.platform}"
     if platform.machine() not in _MACHINES:
-        return f"page sharing knows x86_64 and aarch64, this is {platform.machine()}"
+        return f"page sharing needs x86_64 or aarch64, this is {platform.machine()}"
     if sys.maxsize <= 2**32 or sys.byteorder != "little":
         return "page sharing needs a 64-bit little-endian interpreter"
     try:
@@ -243,7 +243,7 @@ def unsupported_reason() -> str:
     except (ValueError, OSError):
         version = None
     if not version or not version.startswith("glibc"):
-        return "page sharing knows the malloc of glibc only, and this is another C library"
+        return "page sharing needs glibc, this is another C library"
     return ""
 
 

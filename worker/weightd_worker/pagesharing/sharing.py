@@ -141,7 +141,7 @@ def _quiesce() -> Generator[None, None, None]:
     # Memory that is allocated from here on does not belong to the model, so small blocks go to the heap again.
     prepare()
     if tracemalloc.is_tracing():
-        raise PageSharingUnavailable("tracemalloc is on: it writes to its tables at any time")
+        raise PageSharingUnavailable("tracemalloc is on, which writes to memory at any time")
     collecting = gc.isenabled()
     # Old objects must not be freed meanwhile, because memory of this package could then take their addresses.
     gc.collect()

@@ -56,10 +56,10 @@ def encode_header(page_count: int) -> bytes:
 def decode_header(header: bytes, file_size: int) -> int:
     """Check a header and return the number of pages; raise PageSharingUnavailable if the header is invalid."""
     if len(header) < _HEADER.size:
-        raise PageSharingUnavailable("the store has no header: it is truncated or no store")
+        raise PageSharingUnavailable("the store has no header: the file is truncated or is not a page store")
     magic, version, page, page_count = _HEADER.unpack_from(header)
     if not any(header[: _HEADER.size]):
-        raise PageSharingUnavailable("the store was never finished")
+        raise PageSharingUnavailable("the store is incomplete")
     if magic != MAGIC:
         raise PageSharingUnavailable("the file is not a page store")
     if version != VERSION:
@@ -68,7 +68,7 @@ def decode_header(header: bytes, file_size: int) -> int:
         raise PageSharingUnavailable(f"the store has pages of {page} bytes, this machine {PAGE}")
     if size_of(page_count) != file_size:
         raise PageSharingUnavailable(
-            f"the store should have {size_of(page_count)} bytes and has {file_size}: truncated?"
+            f"expected a store of {size_of(page_count)} bytes, got {file_size}; the file may be truncated"
         )
     return int(page_count)
 
@@ -166,9 +166,11 @@ def check_owner(status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise PageSharingUnavailable("the store is not a regular file")
     if status.st_uid != os.geteuid():
-        raise PageSharingUnavailable(f"the store belongs to user {status.st_uid}, this process to {os.geteuid()}")
+        raise PageSharingUnavailable(f"expected a store of user {os.geteuid()}, got one of user {status.st_uid}")
     if status.st_mode & 0o077:
-        raise PageSharingUnavailable(f"others may use the store: its mode is {stat.S_IMODE(status.st_mode):o}")
+        raise PageSharingUnavailable(
+            f"expected a store that only its owner can access, got mode {stat.S_IMODE(status.st_mode):o}"
+        )
 
 
 def is_on_disk(path: str) -> bool:
@@ -220,6 +222,6 @@ def resident_bytes(path: str) -> int:
         finally:
             c.unmap(address, size)
     except OSError as error:
-        raise PageSharingUnavailable(f"cannot tell how much of the store is in memory: {error}") from error
+        raise PageSharingUnavailable(f"cannot determine how much of the store is in memory: {error}") from error
     finally:
         os.close(fd)

@@ -13,8 +13,8 @@ from weightd_protocol.messages.worker_common import RowSupport, SelfTestCase
 from weightd_worker.engines.engine import Arrays, BuildError, ModelSignature
 from weightd_worker.selftest import sample, selftest
 
-_NOT_TESTED = "it was not tested whether answers are the same: a rank runs nothing but what all ranks are asked"
-_ROWS_ARE_SHARDED = "each rank answers with rows of its own: requests are neither put together nor cut"
+_NOT_TESTED = "equality of batched and single answers was not tested: a rank runs only the requests that all ranks run"
+_ROWS_ARE_SHARDED = "each rank returns different rows, so requests are neither batched nor split"
 
 
 class RowShare(NamedTuple):
@@ -75,7 +75,7 @@ class ReferenceAnswer:
             far = selftest.answer_difference({name: right}, {name: answer[name]})
             if far > self._tolerance:
                 problem = _describe_difference(right, answer[name], far, self._tolerance)
-                raise BuildError(f"the self-test's answer is not the known one: output {name}: {problem}")
+                raise BuildError(f"the answer to the self-test is wrong: output {name}: {problem}")
         return selftest.from_answers((self.case,), [{name: answer[name] for name in self._expected}]).digest
 
     def with_other_row_count(self, allowed_batch_sizes: Sequence[int]) -> Tuple[Arrays, str]:
@@ -139,7 +139,7 @@ def _shard_of(path: str, name: str, array: Any, row_share: RowShare) -> Any:
     each, rest = divmod(len(array) if array.ndim else 1, row_share.share_count)
     if rest or not array.ndim:
         raise BuildError(
-            f"selftest: {path}: {name}: expected equal shares of rows for {row_share.share_count} ranks, got"
+            f"selftest: {path}: {name}: expected rows that {row_share.share_count} ranks can share equally, got"
             f" {list(array.shape)}"
         )
     return array[row_share.share_index * each : (row_share.share_index + 1) * each]
@@ -150,5 +150,7 @@ def _describe_difference(expected: Any, answer: Any, difference: float, toleranc
         layouts = [f"{each.dtype} {list(each.shape)}" for each in (expected, answer)]
         if layouts[0] != layouts[1]:
             return f"expected {layouts[0]}, got {layouts[1]}"
-        return "it differs where it has to be equal: in whole numbers, in what is finite, or from an output of zeros"
-    return f"it is {difference:.3g} of the largest value away, expected at most {tolerance:g}"
+        return (
+            "it differs where equality is required: in integers, in which values are finite, or from an output of zeros"
+        )
+    return f"it differs by {difference:.3g} of the largest value, expected at most {tolerance:g}"

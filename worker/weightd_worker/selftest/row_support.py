@@ -47,7 +47,7 @@ def find_row_support(
     try:
         inputs = comparison.inputs_with_rows(engine.signature.inputs, order.allowed_batch_sizes)
         if not reference.cases:
-            raise NotBatchable(f"there is no self-test to check rows with: {reference.note}")
+            raise NotBatchable(f"rows cannot be checked without a self-test: {reference.note}")
     except NotBatchable as error:
         return RowSupport((), (), is_equal=False, note=clip(str(error)))
     try_reporter = _TryReporter(engine, order, inputs, reference.cases, rebuild, announce)
@@ -59,7 +59,11 @@ def find_row_support(
     try_reporter.finish()
     note = found.note
     if not note and not is_exact:
-        note = reference.note if order.exact else "it was not tested whether answers are the same: they need not be"
+        note = (
+            reference.note
+            if order.exact
+            else "equality of batched and single answers was not tested: the configuration does not require it"
+        )
     # A batch that corrupts the model must not run with the requests of clients.
     outputs = () if isinstance(found.batch_error, ModelCorrupted) else found.outputs
     special_kinds = tuple([each.value for each in found.unequal_specials])
@@ -138,7 +142,7 @@ class _TryReporter:
             name: (row_count, *shape[1:]) if name in self._inputs else shape for name, shape in self._cases[0].items()
         }
         if case in self._failed_cases:
-            raise NotBatchable(f"the process that has built the model died of {row_count} rows")
+            raise NotBatchable(f"the process that built the model crashed with {row_count} rows")
         if case not in self._cases:
             self._announce((case,))
 
@@ -150,7 +154,7 @@ class _TryReporter:
         """
         if isinstance(error, ModelCorrupted):
             if not self._engine.can_rebuild:
-                raise BuildError(f"the model does not run on so many rows: {error}; turn batching off") from None
+                raise BuildError(f"the model does not run on several rows: {error}; turn batching off") from None
             self.finish()
             self._rebuild()
 

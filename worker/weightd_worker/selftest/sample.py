@@ -62,7 +62,9 @@ def load_with_answers(path: str, signature: ModelSignature) -> Tuple[Arrays, Arr
     names = [each.name for tensors in signature for each in tensors]
     duplicates = [name for name in names if names.count(name) > 1]
     if duplicates:
-        raise BuildError(f"selftest: {path}: {duplicates[0]} is an input and an output: no array can be named for both")
+        raise BuildError(
+            f"selftest: {path}: {duplicates[0]} is an input and an output, so an array of this name is ambiguous"
+        )
     if sorted(arrays) != sorted(names):
         raise BuildError(
             f"selftest: {path}: expected arrays {', '.join(names)}, the inputs and the right outputs, "

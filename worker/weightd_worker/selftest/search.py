@@ -45,10 +45,10 @@ _RANKS = (2, 4, 3, 1, 0)
 # Larger inputs are not generated, because every process runs the self-test when it starts.
 _MAX_BYTES = 16 * 1024 * 1024
 
-_OFF = "it is off: nothing shows whether a worker answers as the model does"
-_GIVEN_UP = "the search was given up, it took too long or too many processes died; the key selftest can name an input"
-_INCONCLUSIVE = "the model's answer to it has no finite number, which shows nothing"
-_NO_INPUT_RUNS = "the model runs on none of {} inputs made from its signature; the key selftest can name one"
+_OFF = "it is off, so weightd cannot check the answers of workers"
+_GIVEN_UP = "the search was given up: it took too long or crashed too many processes; set the key selftest to an input"
+_INCONCLUSIVE = "the model's answer has no finite number, so it cannot be compared"
+_NO_INPUT_RUNS = "the model runs on none of {} inputs generated from its signature; set the key selftest to an input"
 
 
 def find_selftest(
@@ -178,7 +178,9 @@ class _Search:
             self._exclude(cases)
         except ModelCorrupted as error:
             if has_more and not self._engine.can_rebuild:
-                raise BuildError(f"it does not run on the self-test input, {describe_cases(cases)}: {error}") from None
+                raise BuildError(
+                    f"the model does not run on the self-test input {describe_cases(cases)}: {error}"
+                ) from None
             self._exclude(cases)
             if self._engine.can_rebuild:
                 self._rebuild()
@@ -230,8 +232,8 @@ def _assess(first: SelfTestRun, second: SelfTestRun, tolerance: float) -> SelfTe
     note = "the model gives different answers to the same input"
     if difference < float("inf"):
         note += (
-            f", {difference:.2g} of the largest value apart, selftest_tolerance is {tolerance:g}: allow more, or build"
-            " the model so that it computes the same each time"
+            f", which differ by {difference:.2g} of the largest value; selftest_tolerance is {tolerance:g}: raise it or"
+            " make the model deterministic"
         )
     return first._replace(digest="", note=note)
 

@@ -216,9 +216,7 @@ class AnswerVerifier:
         if not is_legitimate:
             unproven = "" if self._reference.cases else "; it has no self-test to check that"
             raise ModelCorrupted(f"the answer contradicts the model's signature: {contradiction}{unproven}")
-        _log.warning(
-            "the model's signature is not true, and is not held against its answers any more: %s", contradiction
-        )
+        _log.warning("the model's signature is wrong; answers are no longer checked against it: %s", contradiction)
         self._outputs.clear()
         return outputs
 
@@ -237,9 +235,7 @@ class AnswerVerifier:
         _log.warning("answers depend on the shapes computed before: the model is built again at each change of shape")
         self._engine.should_rebuild_per_shape = True
         if self.is_corrupted():
-            raise ModelCorrupted(
-                "after it was built again for a larger shape, the model no longer gives the known answers"
-            )
+            raise ModelCorrupted("the model no longer gives the known answers after it was rebuilt for a larger shape")
         return self._engine.predict(inputs)
 
     def _find_contradiction(self, inputs: Arrays, outputs: Arrays) -> str:

@@ -208,7 +208,7 @@ class Inbox:
         elif isinstance(order, BeginBatch):
             if len(order.principal_ids) not in (0, order.items):
                 raise RemoteProtocolError(
-                    f"principal_ids: expected {order.items}, or none, got {len(order.principal_ids)}"
+                    f"principal_ids: expected {order.items} or none, got {len(order.principal_ids)}"
                 )
             self._open_batch, self._missing_count = order, order.items
         else:

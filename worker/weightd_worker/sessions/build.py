@@ -323,12 +323,12 @@ def load_weights(path: str) -> Arrays:
         # np.load returns a plain array for an .npy, which has neither a context manager nor `files`.
         raise BuildError(f"{path}: expected an .npz of plain arrays: {_describe_problem(path, str(error))}") from None
     if not arrays:
-        raise BuildError(f"{path}: there is no array in it")
+        raise BuildError(f"{path}: expected at least one array, got none")
     return arrays
 
 
 def _describe_problem(path: str, message: str) -> str:
     """Describe the defect of the file; numpy's own message would only advise to load pickles."""
     if not zipfile.is_zipfile(path):
-        return "it is another kind of file, or damaged"
-    return "it holds Python objects" if "allow_pickle" in message else message
+        return "the file is of another kind or damaged"
+    return "the file contains Python objects" if "allow_pickle" in message else message

@@ -111,7 +111,9 @@ class MultiModelSession(GroupSession):
             after = _run_selftest(engine, inputs)
             if selftest.difference(before, after) > tolerance:
                 path = self._members[number].model
-                raise BuildError(f"{path}: the self-test's answer changed when the other models of the group had run")
+                raise BuildError(
+                    f"{path}: the answer to the self-test changed after the other models of the group had run"
+                )
             predictor = self._predictors[number]
             predictor.verifier = selftest.AnswerVerifier(engine, before, inputs.sample, tolerance)
             results.append(SelfTestResult(before.digest, inputs.cases))
@@ -134,7 +136,9 @@ class _ModelPredictors(RequestRunner):
     def _predictor_of(self, orders: Sequence[Predict]) -> Predictor:
         members = {order.model_index for order in orders}
         if len(members) != 1 or max(members) >= len(self._predictors):
-            raise RemoteProtocolError(f"member: expected one below {len(self._predictors)}, got {sorted(members)}")
+            raise RemoteProtocolError(
+                f"model_index: expected one index below {len(self._predictors)}, got {sorted(members)}"
+            )
         self.step = orders[-1].step
         return self._predictors[members.pop()]
 

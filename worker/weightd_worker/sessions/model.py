@@ -48,7 +48,7 @@ from weightd_worker.sessions.base import Session, all_versions
 from weightd_worker.sessions.build import SHAPE_DEPENDENT, ModelBuilder, ModelInputs
 
 _log = logging.getLogger("weightd.worker")
-_ROWS_DIFFER = "the answer of this process to many rows is not that of the one that has found out that they can be so"
+_ROWS_DIFFER = "the answer of this process to many rows differs from the answer of the holder, which tested batching"
 
 # Seconds without messages after which the process keeps no free memory for the next predict.
 _IDLE_TIMEOUT_S = 10.0
@@ -123,7 +123,7 @@ class WorkerSession(Session):
 
     def _on_predict(self, order: Predict, tensors: Sequence[Any]) -> None:
         if self._sharing_plan.forker is not None:
-            raise RemoteProtocolError("type: expected no predict where workers are forked, got one")
+            raise RemoteProtocolError("type: expected no predict in a template, got one")
         super()._on_predict(order, tensors)
 
     def _do_housekeeping(self) -> None:
@@ -176,7 +176,7 @@ class WorkerSession(Session):
         self._handle = shared_weights.handle
         if self._handle and reference.digest:
             if builder.prefer_holder_answers(builder.run_selftest(reference.cases)).digest != reference.digest:
-                raise BuildError("the self-test's answer changed when the weights were shared")
+                raise BuildError("the answer to the self-test changed when the weights were shared")
             engine.release_cached_memory()
             engine.discard_model()
             self._malloc_tuner.trim()
@@ -231,7 +231,7 @@ class WorkerSession(Session):
 
     def _fork(self, order: Fork) -> None:
         if self._sharing_plan.forker is None or self._template_model is None:
-            self._report_forked(Forked(order.name, 0, "this process is no template"))
+            self._report_forked(Forked(order.name, 0, "this process is not a template"))
         else:
             self._sharing_plan.forker.fork(order, self._report_forked, self._template_model)
 

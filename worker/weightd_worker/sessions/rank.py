@@ -143,7 +143,7 @@ class RankSession(GroupSession):
         self._send(SelfTestDone(digest, (reference.case,), row_support, self._engine.memory()))
 
     def _on_cancel_predict(self, order: CancelPredict) -> None:
-        raise RemoteProtocolError("type: expected no cancel_predict: what one rank runs, all run")
+        raise RemoteProtocolError("type: expected no cancel_predict: all ranks must run the same predicts")
 
     def _fail_out_of_step(self, cause: str) -> int:
         return self._report_failure(cause, exit_codes.MODEL_CORRUPTED)
