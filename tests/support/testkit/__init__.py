@@ -1,6 +1,6 @@
-"""What tests, benchmarks and the demo share: models, their conversion, measured memory, the bare engine.
+"""Helpers of tests, benchmarks and the demo: models, their conversion, memory measurements and the bare engine.
 
-`models` writes ONNX files; `mindir` converts them with MindSpore Lite's own Converter; `memory` reads what
-processes really occupy; `plain` is "the engine called directly", in a process of its own, to compare with;
-`waiting` waits for what comes without a message.
+`models` writes ONNX files; `mindir` converts them with MindSpore Lite's Converter; `memory` reads the memory use of
+processes; `plain` calls an engine directly in a separate process, as the reference for comparisons; `waiting` polls
+for conditions that no message announces.
 """

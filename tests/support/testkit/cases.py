@@ -1,4 +1,4 @@
-"""Inputs of the self-test that tests run, made from a signature; and the search for them, with nobody who is told."""
+"""Self-test inputs for tests: made from a signature, or searched for without progress reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weightd_worker.selftest.selftest import SelfTestRun
 
 
 def of(signature: ModelSignature, *sizes: int) -> SelfTestCases:
-    """One case for each size: that of every free dimension."""
+    """Return one case for each size, in which every free dimension has that size."""
     return tuple(
         {each.name: tuple(size if dim < 0 else dim for dim in each.shape or ()) for each in signature.inputs}
         for size in sizes
@@ -20,5 +20,5 @@ def of(signature: ModelSignature, *sizes: int) -> SelfTestCases:
 
 
 def found(engine: Engine, rebuild: Callable[[], None]) -> SelfTestRun:
-    """The self-test that a holder finds which knows nothing."""
+    """Return the self-test that a holder finds without known cases."""
     return search.find_selftest(engine, Build(()), rebuild, lambda trying, unfit: None)

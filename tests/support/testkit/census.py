@@ -1,4 +1,4 @@
-"""The processes of a service, found in /proc, however each came to be."""
+"""Search for the processes of a service in /proc, whether spawned or forked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Dict, Iterable, List, Mapping
 
 SHIM_MARK = b"processes.shim import process"
 
-# What the command line or the name of a process that is no model's shows it to be; the first that fits.
+# Text in the command line or the name of a process: its role. The first match counts.
 _ROLES: Mapping[str, str] = {
     "weightd_worker.forkserver": "fork server",
     SHIM_MARK.decode(): "shim",
@@ -19,13 +19,13 @@ _ROLES: Mapping[str, str] = {
 
 
 def shims(directory: Path) -> List[int]:
-    """Return the shims that have this private directory; the daemon that has started one may be gone."""
+    """Return the pids of the shims with this private directory, even if the daemon that started them has exited."""
     there = os.fsencode(directory)
     return [pid for pid in _pids() if there in _command(pid) and SHIM_MARK in _command(pid)]
 
 
 def families(roots: Iterable[int]) -> List[int]:
-    """Return the processes in `roots`, and all that they have started, in turn. What has exited is left out."""
+    """Return the pids in `roots` and those of all their descendants, without processes that have exited."""
     children: Dict[int, List[int]] = {}
     for pid in _pids():
         fields = _read(pid, "stat").rpartition(b")")[2].split()
@@ -40,13 +40,13 @@ def families(roots: Iterable[int]) -> List[int]:
 
 
 def role(pid: int) -> str:
-    """Return what a process is that is neither the daemon nor one of a model."""
+    """Return the role of a process that is neither the daemon nor belongs to a model; "other" if it is unknown."""
     seen = _command(pid).decode("utf-8", "replace") + "name " + _read(pid, "comm").decode("utf-8", "replace")
     return next((name for sign, name in _ROLES.items() if sign in seen), "other")
 
 
 def log(pid: int) -> str:
-    """Return the path of the file to which a process writes its errors; "" where that is not known."""
+    """Return the path of a process's stderr, or "" if it cannot be read."""
     try:
         return os.readlink(f"/proc/{pid}/fd/2")
     except OSError:

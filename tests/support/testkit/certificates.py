@@ -1,4 +1,4 @@
-"""Certificates for tests alone, good for a century: an authority, a server called localhost, clients called robot."""
+"""Test certificates, valid for 100 years: an authority, the server `localhost` and two clients named `robot`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Certificate(NamedTuple):
     key: str
 
     def write(self, directory: Path, name: str) -> tuple[Path, Path]:
-        """Write both to files; return which."""
+        """Write the certificate and the key to files; return their paths."""
         paths = directory / f"{name}.crt", directory / f"{name}.key"
         for path, content in zip(paths, self, strict=True):
             path.write_text(content)

@@ -1,4 +1,4 @@
-"""What the daemon's loop does with a desk, for tests that have no loop."""
+"""Stand-ins for the daemon's main loop in tests of the dispatcher."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightd_protocol.messages.worker import PredictResult
 
 
 class IgnoringSink:
-    """A sink for the replies of a dispatcher that ignores all of them; a test overrides those that it looks at."""
+    """A response sink that ignores all replies. Tests override the methods whose replies they check."""
 
     def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
         """Called with the result of a request."""
@@ -36,14 +36,14 @@ class IgnoringSink:
 
 
 def expire(desk: Dispatcher, now: float) -> None:
-    """End every request whose deadline has passed. The desk ends only some of them in each turn of the loop."""
+    """Fail every request whose deadline has passed. The dispatcher fails a limited number per turn of the loop."""
     desk.expire(now, lambda error: error)
     while desk.has_pending_failures or desk._scheduler.deadlines.next_deadline <= now:
         desk.expire(now, lambda error: error)
 
 
 def run_turns(desk: Dispatcher, now: float) -> None:
-    """Do what the desk has to do at once, as if no other message had come."""
+    """Run the turns of the loop that the dispatcher needs at once, as if no other message arrived."""
     while desk.next_event_at == AT_ONCE:
         desk.expire(now, lambda error: error)
         desk._isolator.continue_fingerprint(now)

@@ -1,4 +1,4 @@
-"""How many examples a property test tries: fewer where it is tried again, more in a night."""
+"""Number of examples of a property test, scaled by the environment variable EXAMPLES."""
 
 from __future__ import annotations
 

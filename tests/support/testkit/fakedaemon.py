@@ -1,4 +1,4 @@
-"""A daemon of a few lines: a thread with a ROUTER socket, or with unix sockets, whose answers the test decides."""
+"""Fake daemon: a thread with a ROUTER socket or Unix sockets that sends the replies that a test chooses."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from weightd_protocol.messages.regions import Register
 from weightd_protocol.messages.status import Status, StatusResponse
 from weightd_protocol.messages.types import FROM_CLIENT, ClientMessage
 
-# For everything that must happen: a machine that is busy with other work needs it.
+# Limit of every wait; large enough for a busy machine.
 LIMIT_S = 30.0
 
-# What to answer to a message and its tensor frames: messages, each a list of frames.
+# Takes a message and its tensor frames; returns the replies, each a list of frames.
 Handler = Callable[[ClientMessage, Sequence[bytes]], Iterable[List[Any]]]
 Seen = Tuple[ClientMessage, Sequence[bytes]]
 
 
 def echo(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]]:  # noqa: PLR0911 - one for each kind
-    """Answer at once: a model that returns its inputs, whatever it is called."""
+    """Reply at once, as a daemon where every model name is a model that returns its inputs."""
     if isinstance(message, Infer):
         return [
             [
@@ -60,7 +60,7 @@ def echo(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]
             ]
         ]
     if isinstance(message, Cancel):
-        return []  # it has been answered
+        return []  # the reply has been sent already
     if isinstance(message, ModelMetadata):
         return [encode(ModelMetadataResponse(message.id, message.model_name, "echo", (), ()))]
     if isinstance(message, ServerMetadata):
@@ -74,7 +74,7 @@ def echo(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]
 
 
 def taking(**datatypes: str) -> Handler:
-    """Answer as `echo` does: a model with these inputs."""
+    """Return a handler like `echo` whose model has these inputs."""
 
     def handle(message: ClientMessage, tensors: Sequence[bytes]) -> Iterable[List[Any]]:
         if isinstance(message, ModelMetadata):
@@ -86,18 +86,18 @@ def taking(**datatypes: str) -> Handler:
 
 
 def silent(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]]:
-    """Never answer."""
+    """Send no reply."""
     return []
 
 
 class _RouterEnd:
-    """Listens with ZeroMQ."""
+    """A ZeroMQ ROUTER socket that replies to the last peer."""
 
     def __init__(self, address: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
-        # Nothing is dropped because a queue is full: then it waits.
+        # Without this option ZeroMQ drops messages when a queue is full; with it, `send` blocks.
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(address)
         self.address = cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
@@ -116,7 +116,7 @@ class _RouterEnd:
         try:
             self._socket.send_multipart([self._peer, *frames])
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # who asked is gone
+            if error.errno != zmq.EHOSTUNREACH:  # the client has disconnected
                 raise
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class _RouterEnd:
 
 
 class _UnixEnd:
-    """Listens on a unix socket."""
+    """A Unix socket that replies to the last peer."""
 
     def __init__(self, address: str) -> None:
         path = unix_path(f"ipc://{address[len('unix://') :]}")
@@ -170,7 +170,7 @@ class _UnixEnd:
 
     def send(self, frames: Sequence[Any]) -> None:
         assert self._peer is not None
-        with contextlib.suppress(OSError):  # who asked is gone
+        with contextlib.suppress(OSError):  # the client has disconnected
             self._peer.send(frames)
 
     def close(self) -> None:
@@ -180,12 +180,12 @@ class _UnixEnd:
 
 
 class FakeDaemon:
-    """Listens from its construction on; `stop` ends it as a killed process ends: all connections close.
+    """A fake daemon that listens from its construction on. `stop` closes all connections, as if it were killed.
 
     Attributes:
-        address: where it listens: ipc:// and tcp:// with ZeroMQ, unix:// on a unix socket.
-        seen: what has come, in order.
-        handle: what to answer; may be exchanged at any time.
+        address: its address: ipc:// or tcp:// for ZeroMQ, unix:// for a Unix socket.
+        seen: the received messages, in order.
+        handle: the handler that makes the replies; tests may replace it at any time.
     """
 
     def __init__(self, address: str, handle: Handler = echo) -> None:
@@ -193,7 +193,7 @@ class FakeDaemon:
         self.seen: queue.Queue[Seen] = queue.Queue()
         self._end = _UnixEnd(address) if address.startswith("unix://") else _RouterEnd(address)
         self.address = self._end.address
-        # None: stop.
+        # Messages to send; None stops the thread.
         self._orders: Deque[Optional[Sequence[bytes]]] = deque()
         self._inside, self._outside = socket.socketpair()
         self._thread: Optional[threading.Thread] = threading.Thread(target=self._run, daemon=True)
@@ -204,16 +204,16 @@ class FakeDaemon:
         return self.seen.get(timeout=LIMIT_S)
 
     def descriptor(self) -> int:
-        """Return what came with the last message, for a handler to keep."""
+        """Return the file descriptor that came with the last message; the caller owns it."""
         assert isinstance(self._end, _UnixEnd)
         return self._end.descriptor()
 
     def send(self, *frames: bytes) -> None:
-        """Send a message to the peer that was heard last."""
+        """Send a message to the peer of the last received message."""
         self._order(frames)
 
     def stop(self) -> None:
-        """End; the second time does nothing."""
+        """Stop listening and close all connections. Further calls do nothing."""
         if self._thread is not None:
             self._order(None)
             self._thread.join(LIMIT_S)
@@ -244,20 +244,20 @@ class FakeDaemon:
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """A directory with a path short enough for sockets, which pytest's own need not have."""
+    """A directory whose path is short enough for sockets; paths of pytest's `tmp_path` may be too long."""
     with tempfile.TemporaryDirectory(prefix="weightd-test-") as path:
         yield Path(path)
 
 
 @pytest.fixture
 def address(directory: Path) -> str:
-    """Where nobody listens yet."""
+    """An ipc:// address without a listener."""
     return f"ipc://{directory}/d.sock"
 
 
 @pytest.fixture
 def daemon(address: str) -> Iterator[FakeDaemon]:
-    """A daemon that echoes until it is told otherwise."""
+    """A fake daemon that echoes until a test replaces its handler."""
     fake = FakeDaemon(address)
     yield fake
     fake.stop()

@@ -1,4 +1,4 @@
-"""An engine whose model is a Python function."""
+"""Fake engine whose model is a Python function."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Answer = Callable[[Arrays], Arrays]
 
 
 class FakeEngine(Engine, WeightSharing):
-    """Keeps a record of what was done with it; a step of that name in `fails` raises."""
+    """An engine that records its calls in `done`. A step with an entry in `fails` raises that exception."""
 
     name: ClassVar[str] = "fake"
     traits = SharingTraits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
@@ -73,7 +73,7 @@ class FakeEngine(Engine, WeightSharing):
     def predict(self, inputs: Arrays) -> Arrays:
         self.done.append("predict")
         self.received_inputs.append(inputs)
-        # As libraries do, numpy warns of special values only if it is told to.
+        # Engines do not warn of NaN and infinity, but numpy does by default.
         with np.errstate(all="ignore"):
             return self.answer(inputs)
 
@@ -84,7 +84,7 @@ class FakeEngine(Engine, WeightSharing):
 
 
 def sequence(*answers: Any) -> Answer:
-    """A model that gives, or raises, one after another."""
+    """Return a model that returns or raises these answers one after another."""
     left = list(answers)
 
     def answer(_: Arrays) -> Arrays:

@@ -1,4 +1,4 @@
-"""An engine of one rank whose share of the model is a Python function."""
+"""Fake engine of one rank whose slice of the model is a Python function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NOWHERE = RankRendezvous(0, 2, "cpu")
 
 
 class FakeRank(RankEngine):
-    """Keeps a record of what was done with it; a step of that name in `fails` raises."""
+    """A rank engine that records its calls. A step with an entry in `fails` raises that exception."""
 
     name: ClassVar[str] = "fake"
 

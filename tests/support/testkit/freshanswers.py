@@ -1,7 +1,8 @@
-"""Answers of MindSpore Lite alone, each of a process that computes nothing else.
+"""Reference answers of MindSpore Lite, each computed in a new process.
 
-``python freshanswers.py MODEL DIRECTORY NUMBER`` computes DIRECTORY/0.in.npz to NUMBER - 1, and writes N.out.npz, which
-is missing where the process died. Processes are forked before the library has built anything.
+``python freshanswers.py MODEL DIRECTORY NUMBER`` reads 0.in.npz to (NUMBER - 1).in.npz in DIRECTORY and writes
+N.out.npz for each; the file is missing if the process crashed. The processes are forked before the library builds a
+model.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ Arrays = Mapping[str, Any]
 
 
 def answers(model: Path, inputs: Sequence[Arrays], directory: Path, python: str) -> List[Optional[Arrays]]:
-    """Return the answer to each of the inputs, None where the process died; `python` has MindSpore Lite."""
+    """Return the answer to each of the inputs, or None if the process crashed.
+
+    `python` is an interpreter with MindSpore Lite.
+    """
     for number, arrays in enumerate(inputs):
         np.savez(str(directory / f"{number}.in.npz"), **arrays)
     command = [python, __file__, str(model), str(directory), str(len(inputs))]
@@ -28,7 +32,7 @@ def answers(model: Path, inputs: Sequence[Arrays], directory: Path, python: str)
 
 
 def answer(model: str, arrays: Arrays) -> Dict[str, Any]:
-    """Return what a new Model answers."""
+    """Return the answer of a newly built model."""
     import mindspore_lite
 
     context = mindspore_lite.Context()
@@ -45,8 +49,8 @@ def answer(model: str, arrays: Arrays) -> Dict[str, Any]:
 
 
 def main(model: str, directory: str, number: int) -> None:
-    """Write the answers."""
-    import mindspore_lite  # noqa: F401 - once for all processes
+    """Write the answers to the files of the directory."""
+    import mindspore_lite  # noqa: F401 - imported once, before the processes are forked
 
     for each in range(number):
         child = os.fork()

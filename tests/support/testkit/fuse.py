@@ -1,4 +1,4 @@
-"""A file of a FUSE file system that never answers FLUSH: whoever closes it, or runs another program with it, waits."""
+"""A file on a FUSE file system that never answers FLUSH, so that `close` and `exec` block in processes that hold it."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def is_available() -> bool:
 
 @contextlib.contextmanager
 def unclosable(path: Path) -> Generator[None, None, None]:
-    """Mount such a file at `path` for the block. Its end releases everybody who waits.
+    """Mount such a file at `path` for the block. The end of the block releases all blocked processes.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: the kernel refuses the mount.
     """
     path.touch()
     device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -50,7 +50,7 @@ def unclosable(path: Path) -> Generator[None, None, None]:
     finally:
         os.close(stop)
         server.join()
-        # The kernel answers every request that waits with an error.
+        # The kernel fails every pending request.
         os.close(device)
         libc.umount2(os.fsencode(path), 2)  # MNT_DETACH
         os.close(stopping)

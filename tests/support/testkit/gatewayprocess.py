@@ -1,4 +1,4 @@
-"""A real gateway, started as an operator would: `weightd gateway CONFIG`."""
+"""A gateway process, started by the command that operators use: `weightd gateway CONFIG`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _SERVING = re.compile(r"serving at (\S+) 127\.0\.0\.1:(\d+)")
 
 
 class GatewayProcess:
-    """Serves within the block; it ends with status 0 at the end of it.
+    """A gateway that serves within the block. At the end of the block it must exit with status 0.
 
     Args:
-        directory: where its configuration is.
-        daemon: the address of the daemon.
-        tables: of the configuration; without any, whoever is on this host may ask.
+        directory: directory of the configuration file.
+        daemon: address of the daemon.
+        tables: tables of the configuration. Without any, every local client has access.
 
     Attributes:
-        pid: its pid.
-        config: its configuration file.
+        pid: pid of the gateway.
+        config: path of the configuration file.
     """
 
     def __init__(self, directory: Path, daemon: str, tables: Mapping[str, Mapping[str, object]] | None = None) -> None:
@@ -54,11 +54,11 @@ class GatewayProcess:
 
     @property
     def log(self) -> str:
-        """What it logged so far."""
+        """The text that the gateway has logged."""
         return "".join(self._log.lines)
 
     def port(self, protocol: str) -> int:
-        """Wait until it serves a protocol, and return the port."""
+        """Wait until the gateway serves a protocol, and return the port."""
         while True:
             seen = len(self._log.lines)
             for found, port in _SERVING.findall(self.log):
@@ -68,13 +68,13 @@ class GatewayProcess:
                 raise RuntimeError(f"the gateway does not serve {protocol}:\n{self.log}")
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Ask it to end, and return its status."""
+        """Send a signal to the gateway, and return its exit status."""
         if self._process.poll() is None:
             self._process.send_signal(number)
         return self.wait()
 
     def wait(self) -> int:
-        """Wait for its end, and return its status; one that takes too long is killed."""
+        """Wait until the gateway exits, and return its exit status; kill it after the limit."""
         try:
             status = self._process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:

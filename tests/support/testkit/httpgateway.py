@@ -1,4 +1,4 @@
-"""A gateway that speaks HTTP, in a thread of the test's own process."""
+"""An HTTP gateway in a thread of the test process."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ LIMIT_S = 30.0
 
 
 class HttpGateway:
-    """Serves within the block.
+    """An HTTP gateway that serves within the block.
 
     Args:
-        daemon: the address of the daemon.
-        tables: of the configuration; without any, whoever is on this host may ask, at any free port.
-        regions: where files that callers share are.
+        daemon: address of the daemon.
+        tables: tables of the configuration. Without any, every local client has access, and the port is a free one.
+        regions: directory of the files that callers share.
 
     Attributes:
-        port: of the first address, if it has one.
-        gateway: what is shared.
+        port: port of the first address, if it has one.
+        gateway: the state that all connections share.
     """
 
     def __init__(self, daemon: str, tables: Mapping[str, Any] | None = None, regions: Path | None = None) -> None:
@@ -72,23 +72,23 @@ class HttpGateway:
 
     @property
     def connections(self) -> HttpConnections:
-        """All connections."""
+        """The open connections."""
         return self._rest.connections
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the loop of the gateway, and return what it returns."""
+        """Run a coroutine in the gateway's event loop, and return its result."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(LIMIT_S)
 
     def become(self, identities: Authenticator) -> None:
-        """Have other callers, as a reload has."""
+        """Replace the authenticator, as a reload does."""
         self.gateway.authenticator = identities
 
     def ask(
         self, method: str, path: str, content: Any = None, headers: Mapping[str, str] | None = None
     ) -> tuple[int, Any, http.client.HTTPMessage]:
-        """Send one request over a connection of its own; return status, content and headers of the answer.
+        """Send one request over a new connection; return status, content and headers of the response.
 
-        What is sent, and what is answered, is JSON unless it is bytes.
+        Request and response bodies are JSON unless they are bytes.
         """
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
         try:

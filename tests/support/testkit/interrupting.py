@@ -1,4 +1,4 @@
-"""Ctrl-C at a chosen moment of a program."""
+"""SIGINT at a chosen moment of a program."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-# As the script that an installation makes; a shell may have started the tests with SIGINT ignored.
+# Like the script that pip installs. SIGINT gets its default handler, as the shell may have started the tests with
+# SIGINT ignored.
 PROGRAM = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from {module} import main
 sys.exit(main())
 """
-# A signal that comes just before a sleep is handled after it: short ones.
+# Python handles a signal that arrives just before a sleep only after the sleep, so each sleep is short.
 _WAITS = """
 import time
 print("now", flush=True)
@@ -26,14 +27,14 @@ while True:
 
 
 class Interrupted(NamedTuple):
-    """How a program has ended, and what it has said on stderr."""
+    """Exit status and stderr of an interrupted program."""
 
     status: int
     stderr: bytes
 
 
 def interrupted(program: str, *arguments: str, where: str, directory: Path) -> Interrupted:
-    """Run the text of a program, and send it SIGINT while it imports the module `where`, which never ends by itself."""
+    """Run the source of a program, and send SIGINT while it imports the module `where`, whose import never returns."""
     (directory / f"{where}.py").write_text(_WAITS, "utf-8")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(directory), *filter(None, sys.path)])}
     pipe = subprocess.PIPE

@@ -1,6 +1,6 @@
-"""KServe's own clients ask a gateway: ``python kserve_child.py HTTP GRPC MODEL``, an array x as JSON on stdin.
+"""KServe's clients against a gateway: ``python kserve_child.py HTTP GRPC MODEL``, with an array x as JSON on stdin.
 
-Runs in an environment that has kserve, and nothing of weightd; prints what came, as JSON.
+Runs in an environment with kserve and without weightd; prints the responses as JSON.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kserve.protocol.infer_type import RequestedOutput
 
 
 async def main() -> None:
-    """Ask all that these clients can, by both ways."""
+    """Call every method of the HTTP and the gRPC client."""
     http, grpc, model = sys.argv[1:]
     x = np.array(json.load(sys.stdin), np.float32)
     results: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""A service in a control group of its own with a limit of memory, as MemoryMax= of its unit makes it."""
+"""A service in a separate control group with a memory limit, like MemoryMax= of a systemd unit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from testkit.service import Service
 
-# As OOMScoreAdjust= of the unit.
+# The same value as OOMScoreAdjust= of the unit.
 _SCORE = 100
 
 _ENTER = f'echo $$ >"$0/cgroup.procs" && echo {_SCORE} >/proc/self/oom_score_adj && exec "$@"'
@@ -20,17 +20,17 @@ _REMOVAL_LIMIT_S = 20.0
 
 
 class NoControlGroup(RuntimeError):
-    """This process cannot make a control group with a limit of memory; the text says why."""
+    """Error: this process cannot create a control group with a memory limit."""
 
 
 class MemoryGroup:
-    """A control group with a limit of memory, gone after the block. Whatever is in it then has to end by itself.
+    """A control group with a memory limit, removed at the end of the block once its processes have exited.
 
     Args:
-        limit: bytes.
+        limit: limit in bytes.
 
     Attributes:
-        path: its directory.
+        path: directory of the group.
     """
 
     def __init__(self, limit: int) -> None:
@@ -65,25 +65,25 @@ class MemoryGroup:
 
     @property
     def peak(self) -> int:
-        """The most memory that was charged, in bytes."""
+        """Peak of the charged memory, in bytes."""
         key = "memory.max_usage_in_bytes" if self._is_legacy else "memory.peak"
         return int((self.path / key).read_text("ascii"))
 
     @property
     def kills(self) -> int:
-        """How many processes the kernel has killed at the limit."""
+        """Number of processes that the kernel has killed at the limit."""
         key = "memory.oom_control" if self._is_legacy else "memory.events"
         lines = (self.path / key).read_text("ascii").splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
 class LimitedService(Service):
-    """A service all of whose processes are in a control group, with the score for the want of memory of the unit.
+    """A service whose processes are in a control group and have the OOM score adjustment of the unit.
 
     Args:
         group: the control group.
-        args: of `Service`.
-        kwargs: likewise.
+        args: positional arguments of `Service`.
+        kwargs: keyword arguments of `Service`.
     """
 
     def __init__(self, group: MemoryGroup, *args: Any, **kwargs: Any) -> None:

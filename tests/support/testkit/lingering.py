@@ -9,9 +9,9 @@ from typing import Tuple
 
 
 def lingering(seconds: int = 30) -> Tuple[socket.socket, socket.socket]:
-    """Return a TCP socket whose close waits for so long, unless its peer goes, and that peer, which reads nothing."""
+    """Return a TCP socket whose close blocks for `seconds`, or until its peer closes, and that peer."""
     with socket.socket() as server:
-        # As bytes: of a text Python would import a codec, which not every user can read.
+        # For a str, Python would import a codec, whose file not every user can read.
         server.bind((b"127.0.0.1", 0))
         server.listen(1)
         ours = socket.socket()

@@ -1,4 +1,4 @@
-"""What users do to a daemon, each in a process of its own (see `users.User`): ask, flood, poison, storm, crowd."""
+"""Load generators for processes of other users (see `users.User`): valid requests, floods, poison and hostile input."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ NOTHING: Mapping[str, Any] = {}
 OK = "OK"
 WRONG = "WRONG"
 
-# Seconds that an answer of a gateway may take.
+# Timeout of a gateway's response, in seconds.
 _ANSWER_TIMEOUT_S = 30.0
 
-# A close that takes longer than this waits for the peer of the socket.
+# A close that takes longer than this blocks on the peer of the socket.
 _CLOSE_S = 1.0
 
 # The first id of users with subordinate ids, as useradd gives them.
 _FIRST_SUBORDINATE = 100_000
 
-# Messages of a storm that are sent at once over a connection.
+# Number of messages that a storm sends at once over a connection.
 _GUST = 16
 
 # An element that kills a worker of the model `models.negated`.
@@ -71,7 +71,7 @@ def http2_frame(kind: int, stream: int = 0, content: bytes = b"") -> bytes:
     return len(content).to_bytes(3, "big") + bytes([kind, 0]) + stream.to_bytes(4, "big") + content
 
 
-# What a flood of each kind begins with after the preface, and repeats.
+# Kind of flood: the bytes after the preface, and the bytes that the flood repeats.
 HTTP2_FLOODS: Mapping[str, Tuple[bytes, bytes]] = {
     "CONTINUATION": (http2_frame(1, 1, b"\x82\x87"), 64 * http2_frame(9, 1, b"\x40\x04name\x7f\x80\x07" + 1000 * b"v")),
     "PING": (b"", 2000 * http2_frame(6, 0, bytes(8))),
@@ -86,12 +86,12 @@ STORMS: Mapping[str, Callable[[str, str], Any]] = {
 
 
 class LoadResult(NamedTuple):
-    """What became of requests.
+    """Latencies and outcomes of a series of requests.
 
     Attributes:
-        seconds: of each that was answered.
-        outcomes: how many ended how: in OK, WRONG or the code of an error.
-        busy_s: how long it took.
+        seconds: latency of each successful request.
+        outcomes: number of requests by outcome: OK, WRONG or an error code.
+        busy_s: duration of the series.
     """
 
     seconds: List[float]
@@ -107,7 +107,7 @@ def ask(
     seconds: float,
     min_count: int = 3,
 ) -> LoadResult:
-    """Ask one request at a time for so long, and so many at least; each must have its answer bit by bit."""
+    """Send one request at a time for a duration, and at least a minimum number; compare each answer bit by bit."""
     took: List[float] = []
     outcomes: Counter[str] = Counter()
     begin = time.perf_counter()
@@ -129,7 +129,7 @@ def ask(
 def at_once(
     hands: ProcessContext, model: str, inputs: Sequence[Arrays], options: Mapping[str, Any] = NOTHING
 ) -> List[str]:
-    """Send all of these at once, and return what each has ended in: OK, or the code of its error with the text."""
+    """Send all requests at once; return the outcome of each: OK, or the error code and text."""
     pending = [hands.client.submit(model, each, **options) for each in inputs]
     return [_end_of(each, with_text=True) for each in pending]
 
@@ -137,23 +137,23 @@ def at_once(
 def hold(
     hands: ProcessContext, model: str, inputs: Sequence[Arrays], options: Mapping[str, Any] = NOTHING
 ) -> List[str]:
-    """As `at_once`; it tells when all are sent, and the daemon has taken them in."""
+    """Do the same as `at_once`, and report when the daemon has received all requests."""
     pending = [hands.client.submit(model, each, **options) for each in inputs]
-    # Messages of one connection are handled in their order.
+    # The daemon handles the messages of a connection in order.
     hands.client.server()
     hands.report("started")
     return [_end_of(each, with_text=True) for each in pending]
 
 
 def with_another(hands: ProcessContext, model: str, inputs: Arrays) -> Any:
-    """Return what one more client is answered, the only output of it, as a list."""
+    """Return the only output of the model as a list, requested by an additional client."""
     with hands.another() as client:
         (answer,) = client.infer(model, inputs).values()
     return answer.tolist()
 
 
 def time_of(hands: ProcessContext, model: str, inputs: Arrays, count: int) -> List[float]:
-    """Return the seconds that each of so many requests takes, whose answers nobody looks at."""
+    """Return the latency in seconds of each of `count` requests; the answers are not checked."""
     took: List[float] = []
     for _ in range(count):
         sent = time.perf_counter()
@@ -165,7 +165,7 @@ def time_of(hands: ProcessContext, model: str, inputs: Arrays, count: int) -> Li
 def ask_until_stopped(
     hands: ProcessContext, model: str, inputs: Sequence[Arrays], answers: Sequence[Arrays]
 ) -> LoadResult:
-    """As `ask`, until it is told to end; it tells when its first answer has come."""
+    """Do the same as `ask` until stopped; report when the first answer has arrived."""
     took: List[float] = []
     outcomes: Counter[str] = Counter()
     begin = time.perf_counter()
@@ -181,12 +181,10 @@ def ask_until_stopped(
 def keep(
     hands: ProcessContext, model: str, inputs: Sequence[Arrays], in_flight: int, warm_up: int = 1, address: str = ""
 ) -> LoadResult:
-    """Keep so many requests in flight until told to end, and leave them then.
+    """Keep a number of requests in flight until stopped, and abandon those that remain.
 
-    It tells when so many have ended, with 0 at once; what it returns is of those after that. Who is refused asks again
-    at once.
-    They go to `address`, where one is given. It tells when so many have ended; what it returns is of those after that.
-    Who is refused asks again at once.
+    The function reports once `warm_up` requests have ended, with 0 at once; its result covers only later requests. It
+    repeats rejected requests at once. The requests go to `address` if it is given.
     """
     outcomes: Counter[str] = Counter()
     if not warm_up:
@@ -210,9 +208,9 @@ def keep(
 
 
 def poison(hands: ProcessContext, model: str, inputs: Sequence[Arrays], in_flight: int) -> LoadResult:
-    """Send requests that kill workers, each another one, until told to end.
+    """Send different requests that crash workers, until stopped.
 
-    Each of `inputs` gets a number added, so that none is known already.
+    A number is added to each of `inputs`, so that the daemon knows none of them.
     """
     outcomes: Counter[str] = Counter()
     begin = time.perf_counter()
@@ -233,10 +231,10 @@ def poison(hands: ProcessContext, model: str, inputs: Sequence[Arrays], in_fligh
 
 
 def storm(hands: ProcessContext, path: str, kind: str, model: str, connections: int = 4) -> Dict[str, int]:
-    """Send messages of a kind over some connections to the unix socket at `path`, as many as go, until told to end.
+    """Send messages of a kind over several connections to the Unix socket at `path` as fast as possible.
 
-    Each connection has a bounded number of them unanswered, and reads the answers without a look at them. Return how
-    many were sent.
+    Each connection has a bounded number of unanswered messages, and drops the answers. The function ends when
+    stopped, and returns the number of messages sent.
     """
     threads: List[threading.Thread] = []
     sent: List[int] = []
@@ -251,14 +249,14 @@ def storm(hands: ProcessContext, path: str, kind: str, model: str, connections: 
 
 
 def _blow(hands: ProcessContext, path: str, kind: str, model: str, number: int, sent: List[int]) -> None:
-    """One connection; one that is ended is followed by another."""
+    """Use one connection at a time until stopped; replace it when the daemon closes it."""
     count = 0
     while not hands.stopping.is_set():
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as peer:
             peer.connect(path)
             peer.settimeout(0.2)
             while not hands.stopping.is_set():
-                # After each gust one question with an answer, by which it is seen that all before it are done.
+                # A request with an answer follows each gust; its answer shows that the daemon has handled the gust.
                 gust = [STORMS[kind](f"{number}.{count + each}", model) for each in range(_GUST)]
                 gust.append(ModelMetadata(f"last.{number}.{count}", model))
                 peer.sendall(b"".join(map(_framed, gust)))
@@ -280,7 +278,7 @@ def _read_up_to(peer: socket.socket, last: bytes, hands: ProcessContext) -> None
 def hold_connections(
     hands: ProcessContext, addresses: Sequence[Any], count: int, greetings: Sequence[bytes] = (b"",)
 ) -> Dict[str, int]:
-    """Open so many connections to these sockets, say one of these on each, and hold all until told to end."""
+    """Open a number of connections to these sockets, send one of the texts on each, and hold all until stopped."""
     _allow_descriptors(count + 100)
     outcomes: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
@@ -302,11 +300,11 @@ def hold_connections(
 def connect_from(
     hands: ProcessContext, address: Any, source: Any = None, device: str = "", ends: str = "", linger_s: int = 0
 ) -> None:
-    """Connect to a TCP address, send a byte, and hold the connection until told to end.
+    """Connect to a TCP address, send a byte, and hold the connection until stopped.
 
     Args:
-        hands: of the process.
-        address: of the listener.
+        hands: context of the process.
+        address: address of the listener.
         source: the address to connect from; None: the kernel chooses.
         device: name of the interface that the socket is bound to; "" for none.
         ends: what happens after the byte is sent: "half" sends a FIN, "close" closes the socket.
@@ -337,9 +335,9 @@ def _family(address: Any) -> int:
 
 
 def connect_as_many_users(hands: ProcessContext, addresses: Sequence[str], count: int) -> Dict[str, int]:
-    """Hold so many connections to these Unix sockets, each of another user, and go on to replace the oldest.
+    """Hold `count` connections to these Unix sockets, each from a different user id, and keep replacing the oldest.
 
-    Root does this in the place of a user with subordinate ids. Return how many connections were opened and failed.
+    Root stands for a user with subordinate ids. Return how many connections were opened and how many failed.
     """
     _allow_descriptors(count + 100)
     outcomes: Counter[str] = Counter()
@@ -369,9 +367,9 @@ def connect_as_many_users(hands: ProcessContext, addresses: Sequence[str], count
 
 
 def reconnect(hands: ProcessContext, address: Any, says: bytes = b"") -> Dict[str, int]:
-    """Open and close connections to a socket until told to stop; return how many were opened and failed.
+    """Open and close connections to a socket until stopped; return how many were opened and how many failed.
 
-    Two threads do so. Each connection sends `says` before it is closed.
+    Two threads do this. Each connection sends `says` before it is closed.
     """
     outcomes: Counter[str] = Counter()
     threads = [threading.Thread(target=_reconnect, args=(hands, address, says, outcomes)) for _ in range(2)]
@@ -384,7 +382,7 @@ def reconnect(hands: ProcessContext, address: Any, says: bytes = b"") -> Dict[st
 
 
 def send_millions_of_frames(hands: ProcessContext, address: str) -> Dict[str, int]:
-    """Send messages of 20 million empty frames to a ZeroMQ listener until told to stop; return what became of them."""
+    """Send messages of 20 million empty frames to a ZeroMQ listener until stopped; count the outcomes."""
     outcomes: Counter[str] = Counter()
     part = b"\1\0" * 100_000
     hands.report("started")
@@ -405,10 +403,9 @@ def send_millions_of_frames(hands: ProcessContext, address: str) -> Dict[str, in
 def request_and_cancel(
     hands: ProcessContext, address: str, model: str, inputs: Arrays, connections: int = 4
 ) -> Dict[str, int]:
-    """Send requests, each with its cancellation, over some connections as fast as they go, until told to stop.
+    """Send requests, each with its cancellation, over several connections as fast as possible, until stopped.
 
-    The address is that of the Unix socket or of a ZeroMQ listener. Answers are read and dropped. Return how many
-    requests were sent.
+    `address` is a Unix socket or a ZeroMQ listener. Answers are dropped. Return the number of requests sent.
     """
     specs = tuple(TensorSpec(name, "FP32", array.shape) for name, array in inputs.items())
     pairs: List[bytes] = []
@@ -419,9 +416,9 @@ def request_and_cancel(
 
 
 def ask_for(hands: ProcessContext, address: str, kind: str, connections: int = 4) -> Dict[str, int]:
-    """Ask for the status, the metrics or the events over some connections as fast as answers are read.
+    """Request the status, the metrics or the events over several connections as fast as the answers arrive.
 
-    The address is that of the Unix socket or of a ZeroMQ listener. Return how many requests were sent.
+    `address` is a Unix socket or a ZeroMQ listener. Return the number of requests sent.
     """
     message: Any = {"status": Status, "metrics": Metrics, "events": Events}[kind]
     return _repeat(hands, address, _as_sent(address, encode(message("1"))) * 500, connections)
@@ -440,7 +437,7 @@ def _as_sent(address: str, frames: Sequence[bytes]) -> bytes:
 
 
 def _repeat(hands: ProcessContext, address: str, messages: bytes, connections: int) -> Dict[str, int]:
-    """Send 500 messages again and again over some connections until told to stop; return how many were sent."""
+    """Send 500 messages repeatedly over several connections until stopped; return the number of messages sent."""
     data = (b"" if address.endswith(".unix") else ZMTP_GREETING), messages
     sent: List[int] = []
     threads = [threading.Thread(target=_repeat_one, args=(hands, address, data, sent)) for _ in range(connections)]
@@ -453,7 +450,7 @@ def _repeat(hands: ProcessContext, address: str, messages: bytes, connections: i
 
 
 def _repeat_one(hands: ProcessContext, address: str, data: Tuple[bytes, bytes], sent: List[int]) -> None:
-    """One connection; one that is ended is followed by another."""
+    """Use one connection at a time until stopped; replace it when the daemon closes it."""
     begin, pairs = data
     while not hands.stopping.is_set():
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as peer:
@@ -471,7 +468,7 @@ def _repeat_one(hands: ProcessContext, address: str, data: Tuple[bytes, bytes], 
 
 
 def end_many(hands: ProcessContext, path: str, model: str, inputs: Arrays, count: int, way: str) -> Dict[str, int]:
-    """Queue `count` requests over the Unix socket and end them all at one moment, again and again until told to stop.
+    """Queue `count` requests over the Unix socket and end all of them at the same time, repeatedly until stopped.
 
     They end when the connection closes ("close"), at their deadline ("deadline"), or by one cancellation, as all have
     the same id ("cancel"). With "expire", they stay in the queue, and requests with a deadline in 1 us follow. Return
@@ -523,7 +520,7 @@ def _bytes_of(array: np.ndarray[Any, Any]) -> bytes:
 def _reconnect(hands: ProcessContext, address: Any, says: bytes, outcomes: Counter[str]) -> None:
     while not hands.stopping.is_set():
         with socket.socket(_family(address)) as peer:
-            # Where the backlog is full, `connect` waits, for no longer than this.
+            # `connect` blocks while the backlog is full; this is its time limit.
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 1, 0))
             try:
                 peer.connect(address)
@@ -539,11 +536,11 @@ class GatewayRequest(NamedTuple):
 
     Attributes:
         protocol: "http" or "grpc".
-        port: of the gateway on this host.
-        path: of the method.
-        headers: of HTTP, or the metadata of gRPC.
-        requests: the bodies, which are asked in turn.
-        ends: how the answer to each of them ends.
+        port: port of the gateway on this host.
+        path: path of the method.
+        headers: headers of HTTP, or metadata of gRPC.
+        requests: bodies, sent in turn.
+        ends: the last bytes of the response to each body.
     """
 
     protocol: str
@@ -555,7 +552,7 @@ class GatewayRequest(NamedTuple):
 
 
 def ask_gateway(hands: ProcessContext, question: GatewayRequest, seconds: float) -> LoadResult:
-    """Ask a gateway one request at a time for so long, over one connection."""
+    """Send a gateway one request at a time for `seconds`, over one connection."""
     took: List[float] = []
     outcomes: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
@@ -569,7 +566,7 @@ def ask_gateway(hands: ProcessContext, question: GatewayRequest, seconds: float)
             sent = time.perf_counter()
             try:
                 code, answer = send(question.requests[index])
-            except Exception as error:  # noqa: BLE001 - each library has its own
+            except Exception as error:  # noqa: BLE001 - each library has its error classes
                 outcomes[type(error).__name__] += 1
                 continue
             if code != OK:
@@ -581,7 +578,7 @@ def ask_gateway(hands: ProcessContext, question: GatewayRequest, seconds: float)
 
 
 def _sender(question: GatewayRequest, stack: contextlib.ExitStack) -> Callable[[bytes], Tuple[str, bytes]]:
-    """Return what sends a request, and returns the code and the content of the answer."""
+    """Return a function that sends a request and returns the code and content of the response."""
     if question.protocol == "grpc":
         import grpc
 
@@ -604,7 +601,7 @@ def _sender(question: GatewayRequest, stack: contextlib.ExitStack) -> Callable[[
 def call_grpc(
     hands: ProcessContext, port: int, path: str, message: bytes, metadata: Sequence[Tuple[str, str]], calls: int = 4
 ) -> Dict[str, int]:
-    """Have some calls with the same message under way until told to stop; return how many calls had which end."""
+    """Keep several calls with the same message in flight until stopped; return the number of calls by outcome."""
     import grpc
 
     outcomes: Counter[str] = Counter()
@@ -629,10 +626,10 @@ def call_grpc(
 
 
 def pour(hands: ProcessContext, port: int, begins: bytes, repeats: bytes, connections: int = 2) -> Dict[str, int]:
-    """Send the same bytes again and again over some connections to a port of this host until told to stop.
+    """Send the same bytes repeatedly over several connections to a port of this host until stopped.
 
-    Each connection begins with `begins`; one that is closed is followed by another. What is answered is read, and not
-    looked at. Return how many connections and megabytes there were.
+    Each connection starts with `begins`; a closed connection is replaced. Answers are dropped. Return the number of
+    connections and of megabytes.
     """
     counts: Counter[str] = Counter()
     threads = [threading.Thread(target=_pour, args=(hands, port, begins, repeats, counts)) for _ in range(connections)]
@@ -664,9 +661,9 @@ def _pour(hands: ProcessContext, port: int, begins: bytes, repeats: bytes, count
 
 
 def pass_unclosable(hands: ProcessContext, path: str) -> Dict[str, int]:
-    """Send descriptors whose close waits, to the Unix socket at `path`, until told to stop; return how that ended.
+    """Send descriptors whose close blocks to the Unix socket at `path` until stopped; count the outcomes.
 
-    The first is a TCP socket with unsent data and SO_LINGER; then come as many of /dev/null as go.
+    The first is a TCP socket with unsent data and SO_LINGER; descriptors of /dev/null follow as fast as possible.
     """
     outcomes: Counter[str] = Counter()
     with _passed_lingering(path), Path("/dev/null").open("rb") as null:
@@ -679,9 +676,9 @@ def pass_unclosable(hands: ProcessContext, path: str) -> Dict[str, int]:
 
 
 def _passed_lingering(path: str) -> socket.socket:
-    """Leave the receiver at `path` with the last descriptor of a socket whose close waits; return that socket's peer.
+    """Leave the receiver at `path` with the last descriptor of a socket whose close blocks; return that socket's peer.
 
-    The close that waits is that of whoever closes last. If that is this process, it ends the wait and tries again.
+    Only the last close blocks. If this process closes last, it ends the wait and tries again.
     """
     while True:
         lingers, held = lingering(600)
@@ -691,7 +688,7 @@ def _passed_lingering(path: str) -> socket.socket:
         if is_closed.wait(_CLOSE_S):
             thread.join()
             return held
-        # Without its peer the socket waits for nothing.
+        # The close of a socket without a peer does not block.
         held.close()
         thread.join()
         lingers.close()
@@ -708,9 +705,9 @@ def _pass_and_close(path: str, passed: socket.socket, is_closed: threading.Event
 def hoard(
     hands: ProcessContext, path: str, model: str, connections: int = 2000, questions: int = 300
 ) -> Dict[str, int]:
-    """Ask over many connections to the Unix socket at `path`, read no answer, and end the half that sends.
+    """Send requests over many connections to the Unix socket at `path`, read no answer, and shut down the sending half.
 
-    Return how many connections were made, and the bytes of answers that nobody has read, when told to stop.
+    Return the number of connections and of unread bytes when stopped.
     """
     _allow_descriptors(connections + 100)
     outcomes: Counter[str] = Counter()
@@ -747,7 +744,7 @@ def _allow_descriptors(count: int) -> None:
 
 
 def pass_descriptor(path: str, descriptor: int, on_sent: Callable[[], object] = lambda: None) -> str:
-    """Send a descriptor with a message that is none; return how that ended."""
+    """Send a descriptor with an invalid message; return the outcome."""
     rights = struct.pack("@i", descriptor)
     try:
         with socket.socket(socket.AF_UNIX) as peer:
@@ -762,9 +759,9 @@ def pass_descriptor(path: str, descriptor: int, on_sent: Callable[[], object] = 
 
 
 def overlong(hands: ProcessContext, address: str) -> Dict[str, int]:
-    """Send messages of too many frames to a ZeroMQ listener until told to stop, each over a connection of its own.
+    """Send messages with too many frames to a ZeroMQ listener until stopped, each over a new connection.
 
-    Return how many were refused, after which the listener closes the connection.
+    Return the number of rejected messages. The listener closes the connection after each.
     """
     refused = 0
     with zmq.Context() as context:
@@ -779,7 +776,7 @@ def overlong(hands: ProcessContext, address: str) -> Dict[str, int]:
 
 
 def garbage(hands: ProcessContext, address: str, seconds: float = float("inf")) -> Dict[str, int]:
-    """Send bytes that are no message over one connection to the Unix socket after another; return how many ended."""
+    """Send bytes that are no message over successive connections to the Unix socket; return how many were closed."""
     ended, begin = 0, time.monotonic()
     hands.report("started")
     while not hands.stopping.is_set() and (not ended or time.monotonic() < begin + seconds):
@@ -794,11 +791,11 @@ def garbage(hands: ProcessContext, address: str, seconds: float = float("inf")) 
 
 
 def share_holes(hands: ProcessContext, path: str, model: str, nbytes: int, max_open: int) -> Dict[str, int]:
-    """Have workers read and write memory that was never written to, until told to stop.
+    """Have workers read and write shared memory that was never written to, until stopped.
 
-    Each request of `model`, whose one output is as large as its input, names a memfd of its own of twice `nbytes`,
-    which is unregistered then; the last `max_open` descriptors stay open. Return the number of requests and how many
-    bytes of memory these descriptors have: all of that was allocated by the service.
+    The only output of `model` is as large as its input. Each request names a new memfd of twice `nbytes`, which is
+    unregistered afterwards; the last `max_open` descriptors stay open. Return the number of requests and the memory of
+    these descriptors in bytes, all of which the service has allocated.
     """
     descriptors: Deque[int] = deque()
     outcomes: Counter[str] = Counter()
@@ -827,21 +824,21 @@ def share_holes(hands: ProcessContext, path: str, model: str, nbytes: int, max_o
 
 
 def leave_unread(hands: ProcessContext, path: str, model: str, connections: int) -> Dict[str, int]:
-    """Fill the kernel's buffers of connections: ask on each as long as that is taken, and read no answer.
+    """Fill the kernel's buffers of connections: send requests while the socket accepts them, and read no answer.
 
-    Return how many messages were sent, and how often a connection was closed by the daemon.
+    Return the number of messages sent and of connections that the daemon closed.
     """
     return _send_and_read_nothing(hands, path, _framed(ModelMetadata("unread", model)) * _GUST, connections)
 
 
 def send_empty_frames(hands: ProcessContext, path: str, connections: int) -> Dict[str, int]:
-    """As `leave_unread`, with messages of as many frames as one may have, all of them empty."""
+    """Do the same as `leave_unread`, with messages of the maximum number of frames, all empty."""
     frames = [b""] * (limits.MAX_HEADER_FRAMES + limits.MAX_TENSORS)
     return _send_and_read_nothing(hands, path, message_prefix(frames) * _GUST, connections)
 
 
 def _send_and_read_nothing(hands: ProcessContext, path: str, gust: bytes, connections: int) -> Dict[str, int]:
-    """Send a gust of messages again and again over each connection; one that is closed is followed by another."""
+    """Send a gust of messages repeatedly over each connection; replace closed connections."""
     outcomes: Counter[str] = Counter()
     peers: List[socket.socket] = []
     hands.report("started")
@@ -872,9 +869,9 @@ def _send_and_read_nothing(hands: ProcessContext, path: str, gust: bytes, connec
 def frame_innocent(
     hands: ProcessContext, path: str, model: str, innocent: Sequence[np.ndarray[Any, Any]]
 ) -> Dict[str, int]:
-    """Send contents in shared memory that kill workers by their last element, and restore that when the error comes.
+    """Send shared memory whose last element crashes workers, and restore that element when the error arrives.
 
-    Then the memory has a content that others send. Return how many requests ended how.
+    The memory then has the same content as valid requests of other clients. Return the number of requests by outcome.
     """
     outcomes: Counter[str] = Counter()
     for array in itertools.cycle(innocent):
@@ -888,7 +885,7 @@ def frame_innocent(
                 answer = peer.ask(Infer("killer", description, Parameters(regions=regions)))
                 os.pwrite(descriptor, array.tobytes()[-len(_KILLER) :], array.nbytes - len(_KILLER))
                 outcomes[answer.code if isinstance(answer, Error) else OK] += 1
-                # The daemon reads as long as the connection, and with it the region, is there.
+                # The daemon reads the region until the connection closes.
                 time.sleep(0.05)
         finally:
             os.close(descriptor)
@@ -900,10 +897,10 @@ def frame_innocent(
 
 
 class SharedMemoryPeer:
-    """A connection to a Unix socket whose messages are made by the caller, one at a time.
+    """A connection to a Unix socket on which the caller sends and receives single messages.
 
     Args:
-        path: of the socket.
+        path: path of the socket.
     """
 
     def __init__(self, path: str) -> None:
@@ -946,9 +943,9 @@ class SharedMemoryPeer:
 
 
 def slow_headers(hands: ProcessContext, address: str, model: str) -> Dict[str, int]:
-    """Send `infer` messages with headers of 64 KiB that are costly to unpack, until told to stop; return how many.
+    """Send `infer` messages with headers of 64 KiB that are costly to unpack until stopped; return their number.
 
-    The address is `unix://PATH`, or one of ZeroMQ.
+    `address` is `unix://PATH` or an address of ZeroMQ.
     """
     messages = _slow_headers(model)
     sent = 0

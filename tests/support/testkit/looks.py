@@ -1,4 +1,4 @@
-"""What a daemon tells of itself, made up: metrics and statuses for those who show them."""
+"""Made-up metrics and status responses, for tests of the programs that display them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOTHING = Histogram((0, 0, 0, 0), 0.0)
 
 
 def counted(name: str, counts: Sequence[int] = (0, 0, 0, 0), workers: int = 2, **more: Any) -> ModelMetrics:
-    """Return what is counted of a model that serves; `counts` are answers by `BOUNDS`."""
+    """Return the metrics of a serving model; `counts` is its latency histogram with the bounds `BOUNDS`."""
     values: Dict[str, Any] = {
         "name": name,
         "engine": "onnxruntime",
@@ -47,7 +47,7 @@ def counted(name: str, counts: Sequence[int] = (0, 0, 0, 0), workers: int = 2, *
 
 
 def metrics(uptime: float, *models: ModelMetrics, tenants: Optional[Sequence[TenantStatus]] = None) -> MetricsResponse:
-    """Return what a daemon with these models tells."""
+    """Return the metrics response of a daemon with these models."""
     return MetricsResponse(
         id="id",
         version="0.1.0",
@@ -70,7 +70,7 @@ def tenant(name: str, *accounts: AccountStatus, weight: float = 1.0, share: Opti
 
 
 def account(model: str, served: int, refused: Optional[Mapping[str, int]] = None, **more: Any) -> AccountStatus:
-    """Return what a tenant has asked of a model."""
+    """Return the usage of a model by a tenant."""
     lost = dict(refused or {})
     values: Dict[str, Any] = {
         "requests": served + sum(lost.values()),
@@ -86,7 +86,7 @@ def account(model: str, served: int, refused: Optional[Mapping[str, int]] = None
 
 
 def processes(model: str, workers: int, private: int, weights: int, served: int = 0) -> Tuple[ProcessStatus, ...]:
-    """Return a holder and its workers, which share its weights and have some memory alone."""
+    """Return a holder and its workers, which share its weights; each has `private` bytes of private memory."""
     part = weights // (workers + 1)
     holder = ProcessStatus(f"{model}.1.holder", "holder", "holding", _pid(), 0, 0, pss_bytes=part + private,
                            private_bytes=private)  # fmt: skip
@@ -108,7 +108,7 @@ def model(name: str, there: Sequence[ProcessStatus] = (), copy: Optional[int] = 
 
 
 def status(uptime: float, *models: ModelStatus, **more: Any) -> StatusResponse:
-    """Return what a daemon with these models tells; it has 10 MB, and its fork server 20."""
+    """Return the status response of a daemon with these models; the daemon has 10 MB, its fork server 20 MB."""
     server = ForkServerStatus("onnxruntime", "python3", 2, 0, 20 * MB)
     values: Dict[str, Any] = {"pid": 1, "pss_bytes": 10 * MB, "fork_servers": (server,), **more}
     return StatusResponse("id", "0.1.0", "running", uptime_s=uptime, models=models, **values)

@@ -1,4 +1,4 @@
-"""A daemon as a service manager runs it: it tells how it goes, is passed sockets, and has descriptors kept."""
+"""A daemon under a service manager, with socket activation, notifications and stored file descriptors."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class ManagedService(Service):
 
     @property
     def manager(self) -> Manager:
-        """What has started the daemon."""
+        """The service manager that has started the daemon."""
         if self._manager is None:
             self._manager = Manager(Path(self.address), self._runtime / "notify")
         return self._manager
 
     def restart(self, number: int) -> int:
-        """End the daemon by a signal, and start the next one as soon as it is gone; return the exit status."""
+        """Send a signal to the daemon, start the next one once it has exited, and return the exit status."""
         os.kill(self.pid, number)
         status = self.wait()
         self.start_again()
         return status
 
     def wait(self) -> int:
-        """Wait for the end of the daemon; return its exit status."""
+        """Wait until the daemon exits, and return its exit status."""
         status = self._process.wait(_LIMIT_S)
         self._log.finish()
         self.manager.drain_notifications()

@@ -1,4 +1,4 @@
-"""What a service manager does for a daemon, as systemd does it: sockets, a store for descriptors, an open ear."""
+"""Minimal service manager: socket activation, file descriptor store and sd_notify, as systemd provides them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Dict, List, Mapping, Sequence
 
 _LIMIT_S = 60.0
 
-# Puts descriptors where sd_listen_fds(3) says, with the pid that only the process itself knows.
+# Moves descriptors to 3 and above and sets LISTEN_PID to the pid of this process, see sd_listen_fds(3).
 _EXEC = """
 import os, sys
 count = int(sys.argv[1])
@@ -28,16 +28,16 @@ os.execv(sys.argv[2 + count], sys.argv[2 + count :])
 
 
 class Manager:
-    """Starts one daemon after the other with the same sockets, and with what the one before wanted kept.
+    """A service manager that passes the listeners and the stored descriptors from one daemon to the next.
 
     Args:
-        listening: path of the socket for clients that speak ZeroMQ; that for others lies beside it.
-        notified: path of the socket on which daemons tell how it goes.
-        watchdog_s: how often they have to.
+        listening: path of the socket for ZeroMQ clients; the Unix socket for other clients is `listening`.unix.
+        notified: path of the notification socket.
+        watchdog_s: watchdog interval of the daemons, in seconds.
 
     Attributes:
-        notifications: each assignment that they have sent, in order.
-        stored_fds: what they want kept, by name.
+        notifications: the assignments that daemons have sent, in order.
+        stored_fds: the file descriptors that daemons have stored, by name.
     """
 
     def __init__(self, listening: Path, notified: Path, watchdog_s: float = 30.0) -> None:
@@ -55,7 +55,7 @@ class Manager:
         self._receiver.start()
 
     def popen(self, command: Sequence[str], environment: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a daemon; `options` are those of Popen."""
+        """Start a daemon. `options` are keyword arguments of Popen."""
         passed = [*(("clients", each.fileno()) for each in self._listeners), *self.stored_fds.items()]
         names, descriptors = zip(*passed)
         variables = {
@@ -70,14 +70,14 @@ class Manager:
         )
 
     def drain_notifications(self) -> None:
-        """Hear all that a daemon has said; systemd does so, too, before it hears of its end."""
+        """Wait until all notifications sent so far are received, as systemd does before it handles an exit."""
         beyond = len(self.notifications)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.sendto(b"X_END=1", str(self._path))
         self.wait_for_notification("X_END=1", beyond)
 
     def wait_for_notification(self, assignment: str, beyond: int = 0) -> int:
-        """Wait until an assignment of `notifications` from this index on begins so; return the index after it."""
+        """Wait for a notification from index `beyond` on that starts with `assignment`; return the index after it."""
         deadline = time.monotonic() + _LIMIT_S
 
         def index() -> int:
@@ -91,15 +91,15 @@ class Manager:
             return index() + 1
 
     def forget(self) -> None:
-        """Close what daemons wanted kept, as at the end of the service."""
+        """Close the stored file descriptors, as systemd does when the service stops."""
         while self.stored_fds:
             os.close(self.stored_fds.popitem()[1])
 
     def close(self) -> None:
-        """Forget, listen no longer, hear no longer; nothing is left but the paths of the sockets."""
+        """Close all descriptors and stop the thread. The paths of the sockets stay."""
         self.forget()
         self._ended = True
-        self._notified.shutdown(socket.SHUT_RDWR)  # which the thread that reads it hears
+        self._notified.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._receiver.join()
         self._notified.close()
         for each in self._listeners:
@@ -119,7 +119,7 @@ class Manager:
             if "FDSTOREREMOVE" in assignments and name in self.stored_fds:
                 os.close(self.stored_fds.pop(name))
             for descriptor in descriptors:
-                # recv_fds(3) of Python leaves that out; a shim that inherited its own link would never end.
+                # Python's recv_fds does not set O_CLOEXEC; a shim that inherited its own link would never exit.
                 os.set_inheritable(descriptor, False)
             if "FDSTORE" in assignments:
                 self.stored_fds[name] = descriptors[0]
@@ -129,7 +129,7 @@ class Manager:
 
 
 def _bound(kind: int, path: Path) -> socket.socket:
-    """A socket bound there, which nothing is left of when it is closed but the path."""
+    """Return a socket bound to a path. The path stays when the socket is closed."""
     each = socket.socket(socket.AF_UNIX, kind)
     each.bind(str(path))
     return each

@@ -1,7 +1,7 @@
-"""What processes really occupy: PSS, the proportional set size.
+"""Memory use of processes as PSS, the proportional set size.
 
-A private page counts in full, a page that k processes map counts 1/k in each. So the sum over the processes
-of a service is the memory it takes from the machine, shared pages counted once. RSS would count them k times.
+A private page counts in full, and a page that k processes map counts 1/k in each. The sum over the processes of a
+service therefore counts shared pages once; the sum of RSS would count them k times.
 """
 
 from __future__ import annotations
@@ -11,22 +11,25 @@ from pathlib import Path
 
 
 def pss(pid: int) -> int:
-    """PSS of one process, in bytes; ProcessLookupError when it is gone."""
+    """Return the PSS of a process, in bytes. Raises ProcessLookupError if the process has exited."""
     return rollup(pid)["Pss"]
 
 
 def pss_anonymous(pid: int) -> int:
-    """The part of PSS that is in no file; which, unlike that of libraries, no stranger's process makes smaller."""
+    """Return the anonymous part of the PSS, in bytes.
+
+    Unrelated processes that map the same libraries reduce the file-backed part, but not this one.
+    """
     return rollup(pid)["Pss_Anon"]
 
 
 def pss_total(pids: Iterable[int]) -> int:
-    """PSS of several processes together, in bytes: what they take from the machine."""
+    """Return the total PSS of several processes, in bytes."""
     return sum(pss(pid) for pid in pids)
 
 
 def rollup(pid: int) -> dict[str, int]:
-    """The sums over all mappings of a process, in bytes, by their names."""
+    """Return the fields of /proc/PID/smaps_rollup, in bytes, by name."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()[1:]
     except FileNotFoundError:

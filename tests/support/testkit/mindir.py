@@ -1,6 +1,6 @@
-"""ONNX to MindIR by MindSpore Lite's own Converter, and where its interpreter is.
+"""Conversion from ONNX to MindIR with MindSpore Lite's Converter, and the path of its interpreter.
 
-The Converter runs in a process of its own: it can crash, and a process that has converted may crash later.
+The Converter runs in a separate process, because it can crash, and a process that has converted may crash later.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ for source, out in zip(sys.argv[1::2], sys.argv[2::2]):
 
 
 class ConvertError(RuntimeError):
-    """The Converter refused the model or died; the text holds what its native log says."""
+    """Error: the Converter rejected the model or crashed. The message contains the native log."""
 
 
 @functools.lru_cache(maxsize=None)
 def interpreter() -> Path | None:
-    """The repository's `.venv-mslite/bin/python` if MindSpore Lite can be imported there, else None."""
+    """Return the repository's `.venv-mslite/bin/python`, or None if it cannot import MindSpore Lite."""
     python = REPOSITORY / ".venv-mslite" / "bin" / "python"
     if not python.exists():
         return None
@@ -43,17 +43,17 @@ def interpreter() -> Path | None:
 
 
 def convert(onnx: Path, out: Path, python: Path) -> Path:
-    """Convert the ONNX file to MindIR at `out` (suffix `.mindir`), in MindSpore Lite's own `python`.
+    """Convert the ONNX file to MindIR at `out` (suffix `.mindir`); `python` is an interpreter with MindSpore Lite.
 
-    The file is readable for its owner only (mode 0400). Models above 1 GB, which become several files, fail.
+    Only the owner can read the file (mode 0400). Models above 1 GB fail, as they become several files.
     """
     convert_all({onnx: out}, python)
     return out
 
 
 def convert_all(outs: Mapping[Path, Path], python: Path) -> None:
-    """Convert several, each to its own path, in one process."""
-    # The Converter appends the suffix by itself, always.
+    """Convert several ONNX files in one process; `outs` maps each to its output path."""
+    # The Converter always appends the suffix.
     command = [str(python), "-I", "-c", _CONVERT]
     for onnx, out in outs.items():
         if out.suffix != ".mindir":

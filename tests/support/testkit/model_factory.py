@@ -1,4 +1,4 @@
-"""Makes models for tests, without a loop, a limit of loads or anything else in common unless a test gives it."""
+"""Factory of daemon models for tests, without a main loop, a limit of loads or other shared state by default."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def model_factory(
     sink: Any,
     scheduling: SharedScheduling | None = None,
 ) -> ModelFactory:
-    """Return a factory of models on these devices, whose clients are told by `sink`."""
+    """Return a factory of models on these devices; `sink` receives the replies to clients."""
     notifier = ClientNotifier(sink, sink)
     return ModelFactory(devices, host, lambda: notifier, lambda _: None, scheduling or SharedScheduling(), None)

@@ -45,14 +45,14 @@ def mlp(path: Path, layers: int = 12, width: int = 2048, batch: Dim = "N", seed:
 
 
 def tiny(path: Path, seed: int = 0) -> Path:
-    """One MatMul, W FP32 [64, 64]: "x" FP32 [N, 64] -> "y" FP32 [N, 64]."""
+    """Write one MatMul, W FP32 [64, 64]: "x" FP32 [N, 64] -> "y" FP32 [N, 64]."""
     weight = _weight("w", _he(np.random.default_rng(seed), 64, 64))
     nodes = [helper.make_node("MatMul", ["x", "w"], ["y"])]
     return save(path, nodes, [fp32("x", "N", 64)], [fp32("y", "N", 64)], [weight])
 
 
 def thick(path: Path, rows: Dim = 4096, seed: int = 0) -> Path:
-    """relu(x @ V) @ W, "x" FP32 [rows, 64] -> "y" FP32 [rows, 8]: a predict takes 16 KiB for a row between the two."""
+    """Write relu(x @ V) @ W, "x" FP32 [rows, 64] -> "y" FP32 [rows, 8], with 16 KiB of activations for each row."""
     rng = np.random.default_rng(seed)
     nodes = [
         helper.make_node("MatMul", ["x", "v"], ["m"]),
@@ -63,7 +63,7 @@ def thick(path: Path, rows: Dim = 4096, seed: int = 0) -> Path:
     return save(path, nodes, [fp32("x", rows, 64)], [fp32("y", rows, 8)], weights)
 
 
-# Of an inverted residual net: expansion of the channels, channels after, repeats, stride of the first.
+# Blocks of an inverted residual net: expansion of the channels, output channels, repeats, stride of the first.
 _BLOCKS = (
     (1, 12, 1, 1),
     (6, 20, 2, 2),
@@ -76,9 +76,9 @@ _BLOCKS = (
 
 
 def convolutions(path: Path, size: int = 224, seed: int = 0) -> Path:
-    """A net such as images are classified with: "x" FP32 [N, 3, size, size] -> "y" FP32 [N, 1000].
+    """Write an image classifier: "x" FP32 [N, 3, size, size] -> "y" FP32 [N, 1000].
 
-    It has 10 MB of weights in 53 convolutions, most of them 1 x 1, with depthwise ones of 3 x 3 between.
+    The model has 10 MB of weights in 53 convolutions, most of them 1 x 1, with depthwise 3 x 3 convolutions between.
     """
     net = _Net(seed)
     now, channels = net.convolution("x", 3, 24, kernel=3, stride=2), 24
@@ -88,7 +88,7 @@ def convolutions(path: Path, size: int = 224, seed: int = 0) -> Path:
             inner = net.convolution(now, channels, wide) if expansion > 1 else now
             inner = net.convolution(inner, wide, wide, kernel=3, stride=1 if repeat else stride, group=wide)
             inner = net.convolution(inner, wide, after, bounded=False)
-            # Halved: else the sum of many blocks grows.
+            # The sum is halved, because the values would grow over many blocks.
             now = net.add("Mul", net.add("Add", now, inner), net.weight(np.float32(0.5))) if repeat else inner
             channels = after
     now = net.add("GlobalAveragePool", net.convolution(now, channels, 1280))
@@ -138,7 +138,7 @@ class _Net:
         return self.weights[-1].name
 
     def shape(self, *dims: int) -> str:
-        """Add one for a Reshape, in which 0 is what is there; return its name."""
+        """Add a shape for a Reshape, in which 0 keeps the dimension; return its name."""
         self.weights.append(numpy_helper.from_array(np.array(dims), f"s{len(self.weights)}"))
         return self.weights[-1].name
 
@@ -148,7 +148,7 @@ class _Net:
         return self.add("Add", self.add("MatMul", x, self.weight(_he(self.rng, before, after))), self.weight(bias))
 
     def normalized(self, x: str) -> str:
-        """Add what gives each row mean 0 and variance 1, in operators that both engines know; return its name."""
+        """Normalize each row to mean 0 and variance 1 with operators of both engines; return the name of the output."""
         away = self.add("Sub", x, self.add("ReduceMean", x, axes=[-1]))
         variance = self.add("ReduceMean", self.add("Mul", away, away), axes=[-1])
         return self.add("Div", away, self.add("Sqrt", self.add("Add", variance, self.weight(1e-5))))
@@ -156,7 +156,7 @@ class _Net:
     def convolution(
         self, x: str, before: int, after: int, kernel: int = 1, stride: int = 1, group: int = 1, *, bounded: bool = True
     ) -> str:
-        """Add one with a bias, and what bounds its output to 0 to 6; return the name of the output."""
+        """Add a convolution with a bias, and a clip to [0, 6]; return the name of the output."""
         weights = _he(self.rng, before // group * kernel**2, after).T.reshape(after, before // group, kernel, kernel)
         bias = self.rng.standard_normal(after, dtype=np.float32) * np.float32(0.1)
         attributes = {"kernel_shape": [kernel] * 2, "strides": [stride] * 2, "pads": [kernel // 2] * 4}
@@ -165,7 +165,7 @@ class _Net:
 
 
 def two_inputs(path: Path) -> Path:
-    """Inputs "a", "b" FP32 [N, 4] -> "sum" = a + b, "difference" = a - b: a swap shows at once."""
+    """Write inputs "a", "b" FP32 [N, 4] -> "sum" = a + b, "difference" = a - b, which show swapped inputs."""
     nodes = [
         helper.make_node("Add", ["a", "b"], ["sum"]),
         helper.make_node("Sub", ["a", "b"], ["difference"]),
@@ -192,7 +192,7 @@ def integers(path: Path, seed: int = 0) -> Path:
 
 
 def embedding(path: Path, seed: int = 0) -> Path:
-    """An embedding of 12 words, the indices of which are floats: "x" FP32 [N, 9] -> "y" FP32 [N, 9, 8]."""
+    """Write an embedding of 12 words with float indices: "x" FP32 [N, 9] -> "y" FP32 [N, 9, 8]."""
     table = _weight("table", _he(np.random.default_rng(seed), 12, 8))
     nodes = [
         helper.make_node("Cast", ["x"], ["ids"], to=TensorProto.INT32),
@@ -209,7 +209,7 @@ def fixed(path: Path, seed: int = 0) -> Path:
 
 
 def with_external_data(path: Path, locations: int = 2, width: int = 64, seed: int = 0) -> Path:
-    """A chain of MatMuls, "x" FP32 [N, width] -> "y"; weight i lies in a file of its own, STEM.w<i>.bin."""
+    """Write a chain of MatMuls, "x" FP32 [N, width] -> "y"; weight i is in a separate file, STEM.w<i>.bin."""
     rng = np.random.default_rng(seed)
     names = ["x", *(f"h{i}" for i in range(1, locations)), "y"]
     nodes: list[NodeProto] = []
@@ -278,7 +278,7 @@ def patient(path: Path) -> Path:
 
 
 def batch_row_count(path: Path) -> Path:
-    """Input "x" FP32 [N, 1] -> "rows" FP32 [N, 1] = N: an answer tells how many rows were run together."""
+    """Write input "x" FP32 [N, 1] -> "rows" FP32 [N, 1] = N, the number of rows of the batch."""
     nodes = [
         helper.make_node("Mul", ["x", "zero"], ["zeros"]),
         helper.make_node("Add", ["zeros", "one"], ["ones"]),
@@ -322,7 +322,7 @@ def with_scalar(path: Path) -> Path:
 
 
 def lengths(path: Path) -> Path:
-    """Input "x" FP32 [N, T] -> "y" FP32 [N, T] = relu(3 * x + 1): requests of many lengths are of as many forms."""
+    """Write input "x" FP32 [N, T] -> "y" FP32 [N, T] = relu(3 * x + 1); each length T is a separate shape."""
     nodes = [
         helper.make_node("Mul", ["x", "three"], ["product"]),
         helper.make_node("Add", ["product", "one"], ["sum"]),
@@ -345,9 +345,9 @@ def random_output(path: Path) -> Path:
 
 
 def declared_for_one(path: Path, node: str = "Relu") -> Path:
-    """Input "x" FP32 [N, 2, 3] -> "y" of that shape, of which the file says [1, 2, 3], as an export with a batch of 1.
+    """Write input "x" FP32 [N, 2, 3] -> "y" of the same shape, which the file declares as [1, 2, 3].
 
-    With "RandomNormalLike" no two answers are equal. For ONNX Runtime only.
+    Exports with a batch of 1 look like this. With "RandomNormalLike" no two answers are equal. For ONNX Runtime only.
     """
     return save(path, [helper.make_node(node, ["x"], ["y"])], [fp32("x", "N", 2, 3)], [fp32("y", 1, 2, 3)])
 
@@ -355,7 +355,7 @@ def declared_for_one(path: Path, node: str = "Relu") -> Path:
 def dies_of_small_images(path: Path) -> Path:
     """Input "x" FP32 [N, 3, H, W] -> "y" FP32 [N, 3, H / 64, W / 64].
 
-    MindSpore Lite 2.0.0 dies by SIGSEGV where that is 1 x 1: of a 5 x 5 convolution of each channel by itself.
+    MindSpore Lite 2.0.0 crashes with SIGSEGV in a depthwise 5 x 5 convolution if the output is 1 x 1.
     """
     weight = _weight("w", np.arange(75, dtype=np.float32).reshape(3, 1, 5, 5) % 5 - 2)
     pool = helper.make_node("MaxPool", ["x"], ["p"], kernel_shape=[64, 64], strides=[64, 64], pads=[0] * 4)
@@ -373,15 +373,15 @@ def dies_of_small_images(path: Path) -> Path:
 def floored(path: Path, width: int = 3) -> Path:
     """Input "x" FP32 [N, width] -> "y" of the same shape, rounded down.
 
-    ONNX Runtime takes several values at once, and the last ones of all one by one: there a signalling NaN stays one.
+    ONNX Runtime computes several values at once, except the last ones, for which a signalling NaN stays signalling.
     """
     return save(path, [helper.make_node("Floor", ["x"], ["y"])], [fp32("x", "N", width)], [fp32("y", "N", width)])
 
 
 def negated(path: Path) -> Path:
-    """Input "a" INT64 [N] -> "y" INT64 [N] = a / -1: on x86-64 the least INT64 ends ONNX Runtime by SIGFPE.
+    """Write input "a" INT64 [N] -> "y" INT64 [N] = a / -1. On x86-64 the least INT64 kills ONNX Runtime by SIGFPE.
 
-    Of smaller integers it divides several at once, as real numbers, and nothing happens. For ONNX Runtime only.
+    ONNX Runtime divides narrower integers as vectors of real numbers, which never traps. For ONNX Runtime only.
     """
     divisor = numpy_helper.from_array(np.full(1, -1, np.int64), "divisor")
     node = helper.make_node("Div", ["a", "divisor"], ["y"])
@@ -389,7 +389,7 @@ def negated(path: Path) -> Path:
     return save(path, [node], [a], [y], [divisor])
 
 
-# As the wire calls them.
+# Names of the datatypes on the wire.
 _TYPES = {
     "BOOL": TensorProto.BOOL,
     "UINT8": TensorProto.UINT8,
@@ -407,7 +407,7 @@ _TYPES = {
 
 
 def datatypes(path: Path) -> Path:
-    """Of each datatype an input [N, 2], and an output that is the same, with "_same" behind its name.
+    """Write one input [N, 2] of each datatype, and an equal output whose name ends in "_same".
 
     For ONNX Runtime only.
     """

@@ -1,4 +1,4 @@
-"""The engine called directly, in a process of its own: the measure of weightd's answers, memory and speed."""
+"""An engine called directly in a separate process: the reference for weightd's answers, memory and speed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ LOG_LINES = 30  # of the engine's native log, in an error
 
 
 class PlainError(RuntimeError):
-    """The engine refused or its process died. It is gone now; the text holds traceback and native log."""
+    """Error: the engine raised or its process crashed. The process has ended; the text has traceback and native log."""
 
 
 class PlainProcess:
-    """One process that builds `model` as an ordinary user would and answers over a pipe.
+    """A process that builds `model` with the engine's public API and answers over a pipe.
 
         with PlainProcess(path, engine="mindspore_lite", threads=1) as plain:
             plain.infer({"x": x})["y"]
@@ -65,7 +65,7 @@ class PlainProcess:
             self.__exit__()
             raise
         self.pid: int = self._process.pid
-        # The engine's library (numpy is there already), the model alone, and all from the spawn on.
+        # Import of the engine's library without numpy, build of the model, and the whole start from the spawn on.
         self.import_seconds: float = ready["import_seconds"]
         self.build_seconds: float = ready["build_seconds"]
         self.start_seconds: float = time.perf_counter() - begin
@@ -84,20 +84,20 @@ class PlainProcess:
         self._log.close()
 
     def infer(self, inputs: Inputs) -> Outputs:
-        """One predict."""
+        """Run one prediction."""
         self._send({"op": "infer"}, inputs)
         return self._receive()[1]
 
     def repeat(self, inputs: Inputs, n: int) -> float:
-        """Seconds that n predicts take inside the process: each sets inputs, predicts and copies outputs."""
+        """Return the total seconds of n predictions inside the process, with setting inputs and copying outputs."""
         return float(self.times(inputs, n).sum())
 
     def times(self, inputs: Inputs, n: int) -> NDArray[np.float64]:
-        """Seconds that each of n predicts takes inside the process, float64 [n]; the first are slow."""
+        """Return the seconds of each of n predictions inside the process, float64 [n]; the first ones are slow."""
         return concurrent_times([self], inputs, n)[0]
 
     def log(self) -> str:
-        """What the engine wrote to stdout and stderr so far."""
+        """The text that the engine has written to stdout and stderr."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 
@@ -137,7 +137,7 @@ class PlainProcess:
 
 
 def concurrent_times(processes: Sequence[PlainProcess], inputs: Inputs, n: int) -> list[NDArray[np.float64]]:
-    """`times` of several processes at the same time: bare throughput with all of them busy."""
+    """Return `times` of several processes that run at the same time."""
     for process in processes:
         process._send({"op": "repeat", "times": n}, inputs)  # pyright: ignore[reportPrivateUsage]
     return [process._receive()[1]["seconds"] for process in processes]  # pyright: ignore[reportPrivateUsage]

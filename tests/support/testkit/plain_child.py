@@ -1,4 +1,4 @@
-"""The child of `testkit.plain`: one engine, one model, questions on stdin, answers on stdout.
+"""Child process of `testkit.plain`: one engine and one model, requests on stdin, replies on stdout.
 
 Runs on Python 3.7 and later with numpy and the engine alone:
 
@@ -28,7 +28,7 @@ LENGTHS = struct.Struct("<QQ")
 
 
 class OnnxRuntime:
-    """An InferenceSession as the documentation makes it: only the number of threads is set."""
+    """An InferenceSession with default options except for the number of threads."""
 
     def __init__(self) -> None:
         self.library: Any = importlib.import_module("onnxruntime")
@@ -46,7 +46,7 @@ class OnnxRuntime:
 
 
 class MindSporeLite:
-    """A Model on the CPU target, used the only way that gives right answers (see each comment)."""
+    """A Model on the CPU target. The comments explain the steps without which the answers are wrong."""
 
     def __init__(self) -> None:
         self.library: Any = importlib.import_module("mindspore_lite")
@@ -99,7 +99,7 @@ def receive(read: Callable[[int], bytes]) -> tuple[dict[str, Any], Arrays]:
 
 
 def answer(engine: Any, message: dict[str, Any], inputs: Arrays) -> Arrays:
-    """Do what a question asks."""
+    """Handle one request; return the arrays of the reply."""
     if message["op"] == "infer":
         return cast("Arrays", engine.infer(inputs))
     seconds = np.zeros(message["times"])
@@ -111,7 +111,7 @@ def answer(engine: Any, message: dict[str, Any], inputs: Arrays) -> Arrays:
 
 
 def main() -> None:
-    """Import, build, answer until stdin ends."""
+    """Import the engine, build the model, and answer requests until the end of stdin."""
     name, model, threads = sys.argv[1:]
     questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

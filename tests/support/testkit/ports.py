@@ -1,4 +1,4 @@
-"""Ports of the loopback that nobody listens on."""
+"""Unused ports of the loopback interface."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import List
 
 
 def free_ports(count: int) -> List[int]:
-    """Return so many, all different; somebody else may take one at any time."""
+    """Return `count` different ports. Other processes may bind them at any time."""
     with contextlib.ExitStack() as stack:
         # CPython 3.7 has no create_server.
         probes = [stack.enter_context(socket.socket()) for _ in range(count)]

@@ -1,8 +1,8 @@
-"""Ranks of the real MindSpore without weightd: slices that are exported, and a group that is called directly.
+"""Ranks of the real MindSpore without weightd: exported slices, and a group that tests call directly.
 
-`export` makes what the example of docs/ranks.md makes, in three seconds. A `Group` is a scheduler and the ranks, each a
-process of `ranks_child.py`; it starts in ten seconds on two quiet cores, and takes 400 MB for each process, more than
-half of which is files that all map. So: few groups, and one at a time.
+`export` writes the slices of the example of docs/ranks.md in three seconds. A `Group` is a scheduler and its ranks, each
+a process of `ranks_child.py`. A group starts in ten seconds on two idle cores and takes 400 MB for each process, more
+than half of it in shared files; tests should start few groups, one at a time.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ ms.export(Pair(), free, free, file_name=sys.argv[1], file_format="MINDIR")
 
 
 class Slices(NamedTuple):
-    """What the example's script has written.
+    """Files written by the example's script.
 
     Attributes:
-        directory: where all of it lies, and `whole.ckpt`.
-        paths: of each rank's file, in the order of ranks; the pattern of all is `pattern`.
-        selftest_path: an .npz with "x" and the right "output_0", of the network that was not cut.
+        directory: directory of all files, among them `whole.ckpt`.
+        paths: path of each rank's file, in the order of ranks; `pattern` is the pattern of all.
+        selftest_path: an .npz with "x" and the right "output_0", computed by the network before the split.
     """
 
     directory: Path
@@ -69,30 +69,30 @@ class Slices(NamedTuple):
 
     @property
     def pattern(self) -> str:
-        """The paths of all, as [models.NAME] has it."""
+        """The pattern of all paths, as in the table [models.NAME]."""
         return str(self.directory / "rank{rank}.mindir")
 
 
 @functools.lru_cache(maxsize=None)
 def interpreter() -> Optional[Path]:
-    """The repository's `.venv-mindspore/bin/python` if it is complete, else None."""
+    """Return the repository's `.venv-mindspore/bin/python`, or None if that environment is not complete."""
     python = REPOSITORY / ".venv-mindspore" / "bin" / "python"
     return python if (REPOSITORY / ".venv-mindspore" / ".made").exists() and python.exists() else None
 
 
 def export(directory: Path, *, ranks: int = 2, hidden: int = 64) -> Slices:
-    """Cut the example's network, by the example's script; of `hidden` depends how large it is: 96 bytes for each."""
+    """Split the example's network with the example's script. The network has 96 bytes for each unit of `hidden`."""
     _run(str(EXAMPLE / "export.py"), str(directory), "--ranks", str(ranks), "--hidden", str(hidden))
     paths = [directory / f"rank{rank}.mindir" for rank in range(ranks)]
     return Slices(directory, paths, directory / "selftest.npz")
 
 
 def export_pair(path: Path) -> Path:
-    """Export the slice of every rank of: a, b FP32 [N, 4], [M, 4] -> output_0; N and M have to fit each other.
+    """Export one slice for every rank: a, b FP32 [N, 4], [M, 4] -> output_0, where N and M must fit each other.
 
-    It sums a over the ranks, adds b, and sums again: where they do not fit, something was sent already.
+    The network sums a over the ranks, adds b, and sums again. If N and M do not fit, it fails after the first sum.
     """
-    # The library reads the source of what it compiles, which has to be in a file.
+    # MindSpore reads the source of the network that it compiles, so the source must be in a file.
     script = path.with_suffix(".py")
     script.write_text(_PAIR, "utf-8")
     _run(str(script), str(path.with_suffix("")))
@@ -100,20 +100,20 @@ def export_pair(path: Path) -> Path:
 
 
 def inputs(rows: int, seed: int = 0) -> Arrays:
-    """So many rows for the example's network, which differ from those of every other seed."""
+    """Return `rows` rows for the example's network, different for each seed."""
     return {"x": np.random.default_rng(seed).standard_normal((rows, INPUTS)).astype(np.float32)}
 
 
 class RankError(Exception):
-    """A rank has answered with an error; the text begins with the name of its class."""
+    """Error: a rank replied with an error. The text begins with the name of the error's class."""
 
 
 class Group:
-    """A scheduler and ranks that have met, each with its slice loaded; all end with the block.
+    """A scheduler and connected ranks, each with its slice loaded; all exit at the end of the block.
 
     Args:
-        paths: of each rank's file.
-        plain: by the library's own calls alone, nothing of weightd is imported: what weightd is measured against.
+        paths: path of each rank's file.
+        plain: whether the ranks use MindSpore alone, without weightd, as the reference of comparisons.
         exec_timeout: seconds that a rank waits for another one.
 
     Attributes:
@@ -153,12 +153,12 @@ class Group:
         self._stack.close()
 
     def ask(self, order: str, arrays: Mapping[str, Any]) -> List[Arrays]:
-        """Give an order to all ranks; return what each answers.
+        """Send an order to all ranks; return the answer of each.
 
-        - "predict": as weightd's engine does it; in a plain group as the library does.
-        - "direct": as the library does, without weightd.
-        - "measure": "times" direct predicts; the answer is "seconds", an array.
-        - "parent": "signal", with which the process ends when its parent does.
+        - "predict": predict with weightd's engine, or with MindSpore in a plain group.
+        - "direct": predict with MindSpore, without weightd.
+        - "measure": "times" direct predictions; the answer is "seconds", an array.
+        - "parent": the answer is "signal", which the process receives when its parent exits.
         """
         for rank in range(len(self.ranks)):
             self.send(rank, order, arrays)
@@ -174,7 +174,7 @@ class Group:
         return answers
 
     def send(self, rank: int, order: str, arrays: Mapping[str, Any]) -> None:
-        """Give an order to one rank alone. What others do not do with it, it waits for."""
+        """Send an order to one rank. The rank waits for the other ranks in collective operations."""
         data = io.BytesIO()
         np.savez(data, _order=np.array(order), **arrays)
         self._sockets[rank].sendall(_LENGTH.pack(data.tell()) + data.getvalue())
@@ -183,7 +183,7 @@ class Group:
         """Return a rank's next answer.
 
         Raises:
-            RankError: it is an error.
+            RankError: the answer is an error.
             EOFError: the rank has ended.
         """
         file = self._sockets[rank]
@@ -200,7 +200,7 @@ class Group:
         script = Path(__file__).with_name("ranks_child.py")
         numbers = [rank, len(self._paths), port, CONNECT_S, self._exec_timeout, its.fileno() if its else -1]
         command = [str(_python()), str(script), role, self._how, *map(str, numbers)]
-        # What it refuses, the library describes in files of the directory in which it runs.
+        # MindSpore writes descriptions of its errors to files in the working directory.
         home = stack.enter_context(tempfile.TemporaryDirectory())
         fds = [its.fileno()] if its else []
         process = subprocess.Popen(command, pass_fds=fds, cwd=home, stdout=subprocess.DEVNULL)
@@ -217,7 +217,7 @@ def _run(*arguments: str) -> None:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.kill()
-    # One that was stopped dies, too.
+    # A stopped process must continue before it can exit.
     process.send_signal(signal.SIGCONT)
     process.wait(ANSWER_LIMIT_S)
 

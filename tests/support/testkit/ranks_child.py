@@ -1,6 +1,6 @@
-"""One process of a group of ranks, in the interpreter that has MindSpore: what `ranks.Group` starts.
+"""Process of a rank or scheduler of `ranks.Group`, in the interpreter that has MindSpore.
 
-It dies with the process that has started it, and imports nothing of weightd where it is told to be plain.
+The process exits with its parent. A plain rank imports nothing of weightd.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ Arrays = Dict[str, Any]
 _LENGTH = struct.Struct(">I")
 _PR_SET_PDEATHSIG, _PR_GET_PDEATHSIG = 1, 2
 _HOST = "127.0.0.1"
-_THREADS = 1  # as weightd has it unless it is told otherwise
+_THREADS = 1  # the default of weightd
 
 
 class RankArguments(NamedTuple):
-    """What the command line says, as numbers; `fd` is the socket by which a rank is told what to do."""
+    """Numbers of the command line; `fd` is the socket on which a rank receives orders."""
 
     rank: int
     size: int
@@ -36,7 +36,7 @@ class RankArguments(NamedTuple):
 
 
 class PlainRank:
-    """A rank by nothing but the library's own calls."""
+    """A rank that uses MindSpore alone."""
 
     def __init__(self, rank_arguments: RankArguments) -> None:
         join("MS_WORKER", rank_arguments)
@@ -55,7 +55,7 @@ class PlainRank:
 
 
 class Engine:
-    """A rank by weightd's engine, and beside it the same file by the library's own calls."""
+    """A rank that loads its file with weightd's engine, and again with MindSpore alone."""
 
     def __init__(self, rank_arguments: RankArguments) -> None:
         from weightd_worker.engines.mindspore import MindSporeRank
@@ -161,7 +161,7 @@ def serve(rank: Any, fd: int) -> None:
                 arrays = dict(given)
             try:
                 answer: Any = obey(rank, str(arrays.pop("_order")), arrays)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the test is told
+            except Exception as error:  # noqa: BLE001 - the test receives every error
                 answer = {"_error": np.array(f"{type(error).__name__}: {error}")}
             data = io.BytesIO()
             np.savez(data, **answer)

@@ -1,4 +1,4 @@
-"""A Ray cluster of several nodes on this machine, which nothing outlives. It needs the environment that has Ray."""
+"""A Ray cluster of several nodes on this machine, for tests in the environment with Ray. Its end removes everything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Before Ray is imported: nothing is told to anybody, and all of it is on the loopback interface.
+# Set before the import of Ray: Ray sends no usage reports and listens on the loopback interface only.
 os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
     RAY_AUTH_MODE="disabled",
@@ -30,34 +30,34 @@ from ray.cluster_utils import Cluster
 from testkit.census import families
 from testkit.waiting import until
 
-# All nodes have the loopback address, and so has this process: else Ray takes it for one that others do not reach.
+# All nodes and this process use the loopback address; otherwise Ray assumes that the other nodes cannot reach it.
 ray_constants.ENABLE_RAY_CLUSTER = False
 _ADDRESS = "127.0.0.1"
 
-# Of each node. Ray takes no less than about 75 MB.
+# Size of each node's object store. Ray accepts no less than about 75 MB.
 STORE_BYTES = 100 * 1024 * 1024
 
-# Enough for a replica's daemon: nodes are given more cores than the machine has.
+# Enough cores for a replica's daemon. Nodes may declare more cores than the machine has.
 CORES = 4
 
-# Ray hears of a dead node within seconds, and not a minute.
+# Ray detects a dead node within seconds instead of a minute.
 _SYSTEM = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 
 _REQUEST_S = 20.0
 
 
 class Nodes:
-    """A cluster, with a head that has Serve's proxy and no cores for replicas unless it is said.
+    """A cluster whose head has Serve's proxy, and by default no cores for replicas.
 
     Args:
-        directory: of Ray's own files; short, for it has sockets there.
-        count: of nodes, the head among them.
-        request_timeout: seconds of Serve's proxy.
+        directory: directory of Ray's files. Its path must be short, because Ray has sockets there.
+        count: number of nodes including the head.
+        request_timeout: timeout of Serve's proxy, in seconds.
 
     Attributes:
-        directory: as above.
-        http: the port of the proxy.
-        base: the directory for the files of replicas.
+        directory: directory of Ray's files.
+        http: port of the proxy.
+        base: directory of the files of replicas.
     """
 
     def __init__(self, directory: Path, count: int = 1, request_timeout: float = _REQUEST_S) -> None:
@@ -65,7 +65,7 @@ class Nodes:
         self.base = directory / "w"
         self.http = _free_port()
         self._applications: dict[str, Mapping[str, Any]] = {}
-        # Its own files, and where it writes which cluster this machine has.
+        # Ray's files, and the file that names the cluster of this machine.
         (directory / "ray").mkdir()
         os.environ["RAY_TMPDIR"] = str(directory)
         self._args = {"num_cpus": CORES, "object_store_memory": STORE_BYTES}
@@ -75,7 +75,7 @@ class Nodes:
                 **self._args,
                 "include_dashboard": False,
                 "node_ip_address": _ADDRESS,
-                "_system_config": {**_SYSTEM},  # Ray writes into it where things are
+                "_system_config": {**_SYSTEM},  # a copy, because Ray modifies the dictionary
             },
             shutdown_at_exit=True,
         )
@@ -85,11 +85,11 @@ class Nodes:
         serve.start(proxy_location="HeadOnly", http_options=options)
 
     def add(self) -> Any:
-        """Return a node more."""
+        """Add a node, and return it."""
         return self._cluster.add_node(node_ip_address=_ADDRESS, **self._args)
 
     def kill(self, node: Any) -> list[int]:
-        """Kill a node at once, with all that it has started; return which processes those were."""
+        """Kill a node and its descendants at once; return their pids."""
         (process,) = node.all_processes["raylet"]
         killed = families([process.process.pid])
         for pid in killed:
@@ -100,12 +100,12 @@ class Nodes:
         return killed
 
     def deploy(self, *applications: Mapping[str, Any]) -> None:
-        """Have these applications beside the others, as by a YAML of Serve's; return when that is asked for."""
+        """Add these applications to the others, as a YAML file of Serve does. Does not wait until they run."""
         self._applications.update({each["name"]: each for each in applications})
         self._apply()
 
     def delete(self, name: str) -> None:
-        """Have an application no more."""
+        """Delete an application."""
         del self._applications[name]
         self._apply()
         until(lambda: name not in serve.status().applications, f"{name} is gone", 60)
@@ -122,7 +122,7 @@ class Nodes:
     def application(
         self, name: str, arguments: Mapping[str, Any], prefix: str = "", **deployment: Any
     ) -> Mapping[str, Any]:
-        """Return an application as a YAML has it."""
+        """Return an application in the form of Serve's YAML file."""
         return {
             "name": name,
             "import_path": "weightd_ray:app",
@@ -132,7 +132,7 @@ class Nodes:
         }
 
     def run(self, *applications: Mapping[str, Any], limit: float = 180.0) -> None:
-        """Have them, and wait until they run."""
+        """Deploy these applications, and wait until they run."""
         self.deploy(*applications)
         for each in applications:
             count = each["deployments"][0].get("num_replicas", 1)
@@ -142,7 +142,7 @@ class Nodes:
         return self.running(name) == count
 
     def running(self, name: str) -> int:
-        """Return how many replicas of an application serve, if it is as it was asked for; -1 as long as it is not."""
+        """Return the number of running replicas of an application, or -1 until it is in the requested state."""
         application = serve.status().applications.get(name)
         if application is None or application.status.value != "RUNNING":
             if application is not None and application.status.value == "DEPLOY_FAILED":
@@ -152,25 +152,25 @@ class Nodes:
         return states.get("RUNNING", 0) if set(states) == {"RUNNING"} else -1
 
     def pids(self, what: str) -> list[int]:
-        """Return the processes whose command line has this in it, and the directory of this cluster's replicas."""
+        """Return the pids whose command line contains `what` and the directory of this cluster's replicas."""
         return [pid for pid, command in _commands() if what in command and str(self.base) in command]
 
     def replicas(self, application: str) -> list[int]:
-        """Return the processes that Ray calls replicas of an application."""
+        """Return the pids of the replicas of an application."""
         return [pid for pid, command in _commands() if command.startswith(f"ray::ServeReplica:{application}:")]
 
     def supervisors(self, application: str) -> list[int]:
-        """Return the guards that the replicas of an application hold on a leash."""
+        """Return the pids of the supervisors that the replicas of an application started."""
         held = {name for pid in self.replicas(application) for name in _descriptors(pid)}
         return [pid for pid in self.pids("weightd_ray.daemon_supervisor") if _descriptors(pid, "0") & held]
 
     def left(self) -> Sequence[str]:
-        """Return what is left of replicas: processes, and files that are not to stay."""
+        """Return the remaining processes and temporary files of replicas."""
         files = [str(each) for each in (self.base / "work").glob("*")]
         return [*(f"{pid}: {command}" for pid, command in _commands() if str(self.base) in command), *files]
 
     def close(self) -> None:
-        """End all of it."""
+        """Stop the cluster."""
         with contextlib.suppress(Exception):
             serve.shutdown()
         ray.shutdown()
@@ -179,12 +179,12 @@ class Nodes:
 
 @contextlib.contextmanager
 def nodes(count: int = 1, **options: Any) -> Generator[Nodes]:
-    """Have a cluster within the block, and nothing of it behind that: neither process nor file."""
+    """Run a cluster within the block; its end removes all processes and files."""
     directory = Path(tempfile.mkdtemp(prefix="wr-", dir="/tmp"))
     with contextlib.ExitStack() as stack:
         stack.callback(_remove, directory)
         stack.callback(_kill, directory)
-        # Whatever else happens: Ray ends a program that is not told of its cluster's end.
+        # Always shut down: Ray exits a program whose cluster has gone without a shutdown.
         stack.callback(ray.shutdown)
         made = Nodes(directory, count, **options)
         try:
@@ -196,14 +196,14 @@ def nodes(count: int = 1, **options: Any) -> Generator[Nodes]:
 
 
 def _kill(directory: Path) -> None:
-    """Kill what a failed test has left."""
+    """Kill the remaining processes of a failed test."""
     for pid, _ in _of(directory):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def _remove(directory: Path) -> None:
-    """Remove it, though threads of Ray in this process may write to its log there once more."""
+    """Remove the directory, to whose log threads of Ray in this process may still write."""
 
     def is_gone() -> bool:
         shutil.rmtree(directory, ignore_errors=True)
@@ -228,7 +228,7 @@ def _commands() -> list[tuple[int, str]]:
 
 
 def _descriptors(pid: int, which: str = "*") -> set[str]:
-    """Return what descriptors of a process lead to, of pipes and files."""
+    """Return the pipes and files that descriptors of a process refer to."""
     found: set[str] = set()
     for each in Path(f"/proc/{pid}/fd").glob(which):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""A connection of a child that is a script."""
+"""Scripted connection of a child process."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PAUSE: Sequence[Any] = ()
 
 
 class Script:
-    """A connection: gives the orders one after another, keeps what is sent. More is not to be asked for than there is.
+    """A connection that returns the given messages one after another and records the messages sent.
 
-    Where it says None another daemon is there, and where PAUSE, nothing comes for as long as is waited.
+    None stands for a new daemon, and PAUSE for a receive that times out. A receive beyond the last message is an error.
     """
 
     def __init__(self, *orders: Optional[Sequence[Any]]) -> None:
@@ -32,9 +32,9 @@ class Script:
         self.sent: List[Union[ChildMessage, Forked]] = []
         self.frames: List[List[bytes]] = []
         self.probed: List[AnnounceSelfTest] = []
-        # How many answers have come at once.
+        # Number of messages in each call of `reply`.
         self.reply_counts: List[int] = []
-        # How many orders have come already when the first one is read, and when the one after that is begun with.
+        # Number of further messages that the next receive returns with a timeout, and without one.
         self.ahead = 0
         self.late = 0
 

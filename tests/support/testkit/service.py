@@ -1,4 +1,4 @@
-"""A real daemon with real workers, started as an operator would: `weightd serve CONFIG`."""
+"""A daemon process with workers, started by the command that operators use: `weightd serve CONFIG`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Models = Mapping[str, Mapping[str, object]]
 LISTEN_LIMIT_S = 30
 READY_LIMIT_S = 300  # eight workers that build 192 MiB one after another on a busy machine
 STOP_LIMIT_S = 60
-# Beyond what the daemon and its ZeroMQ proxy take until they give back what they hold no more.
+# Longer than the daemon and its ZeroMQ proxy take to return unused memory.
 REST_S = 2.0
 REST_LIMIT_S = 60
 STEADY_BYTES = 300_000  # of the whole service
@@ -34,27 +34,27 @@ TAIL_LINES = 30
 
 
 class ServiceError(RuntimeError):
-    """The daemon did not do what was waited for; the text ends with what it logged last."""
+    """Error: the daemon did not reach the awaited state. The text ends with the last lines of its log."""
 
 
 class Service:
-    """A daemon that serves `models` from private directories, and is gone with them after the block.
+    """A daemon that serves `models` from private directories, which are removed after the block.
 
         with Service({"mlp": {"path": path, "workers": 2}}) as service, service.client() as client:
             client.infer("mlp", {"x": x})
 
-    A model whose file ends in .mindir gets the repository's interpreter that has MindSpore Lite. `daemon` is more
-    for the table [daemon], `devices` are the tables [devices.NAME], `groups`, `listeners` and `tenants` likewise, `env`
-    is added to the daemon's environment, which its children have too; `verbose` logs what each process does. Users of
-    the group `gid` may connect, if it is given. At the start of the block the daemon listens and the models load:
-    requests wait for them, `ready` waits for every worker.
+    A model whose file ends in .mindir uses the repository's interpreter with MindSpore Lite. `daemon` extends the table
+    [daemon]; `devices` are the tables [devices.NAME]; `groups`, `listeners` and `tenants` likewise; `env` is added to
+    the environment of the daemon and its children; `verbose` turns on logs of every process. Members of the group `gid`
+    may connect, if it is given. At the start of the block the daemon listens and loads the models: requests wait for
+    the load, and `ready` waits for every worker.
 
     Attributes:
-        address: where clients connect, by whatever transport they choose.
-        zmq_address: where those do who speak ZeroMQ.
-        pid: the daemon's.
-        begin: when it was started (time.perf_counter).
-        cache: the directory of its snapshots, page stores and children's logs.
+        address: address from which clients choose their transport.
+        zmq_address: address for ZeroMQ.
+        pid: pid of the daemon.
+        begin: time of the start (time.perf_counter).
+        cache: directory of the snapshots, page stores and logs of child processes.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Service:
         # Short, for a socket's path has at most 107 bytes; TMPDIR may be long.
         self._runtime = Path(tempfile.mkdtemp(prefix="weightd-", dir="/tmp"))
         if self._gid is not None:
-            # The sockets are of the directory's group.
+            # The sockets get the group of their directory.
             os.chown(self._runtime, -1, self._gid)
             self._runtime.chmod(0o2750)
         # Beside the repository's other builds: /tmp may be a memory file system, where a page store costs memory.
@@ -113,15 +113,15 @@ class Service:
 
     @property
     def config(self) -> Path:
-        """The configuration file."""
+        """The path of the configuration file."""
         return self._runtime / "weightd.toml"
 
     def client(self, timeout: float = 60.0) -> Client:
-        """A client of this daemon, to be closed by the caller; for one thread."""
+        """Return a client of this daemon for one thread; the caller closes it."""
         return Client(self.address, timeout=timeout)
 
     def ready(self, timeout: float = READY_LIMIT_S) -> StatusResponse:
-        """Wait until every worker of every model is READY; return the status that says so."""
+        """Wait until every worker of every model is ready; return that status."""
 
         def check() -> StatusResponse | None:
             status = self.status()
@@ -137,26 +137,26 @@ class Service:
         return self._until(check, timeout, "have every worker READY")
 
     def status(self, timeout: float = 60.0) -> StatusResponse:
-        """What the daemon says about itself."""
+        """Return the status of the daemon."""
         with self.client(timeout) as client:
             return client.status()
 
     def processes(self) -> list[ProcessStatus]:
-        """Holders and workers of all models, as the daemon tells."""
+        """Return the holders and workers of all models in the daemon's status."""
         models = self.status().models
         return [process for model in models for generation in model.generations for process in generation.processes]
 
     def pids(self) -> list[int]:
-        """The daemon's pid, then those of all that it and its shim have started, however they came to be."""
+        """Return the daemon's pid, then the pids of all descendants of the daemon and of its shim."""
         return census.families([self.pid, *(pid for pid in census.shims(self._runtime) if pid != self.pid)])
 
     def roles(self) -> dict[int, str]:
-        """What each of `pids` is: "daemon", "proxy", "fork server", "holder", "worker" and so on."""
+        """Return the role of each of `pids`: "daemon", "proxy", "fork server", "holder", "worker" and so on."""
         model_roles = {each.pid: each.role for each in self.processes()}
         return {pid: "daemon" if pid == self.pid else model_roles.get(pid) or census.role(pid) for pid in self.pids()}
 
     def pss_at_rest(self, seconds: float = REST_S) -> dict[int, int]:
-        """PSS of each of `pids`, in bytes, once neither they nor their own memory have changed for so long."""
+        """Return the PSS of each of `pids` in bytes, once processes and memory have not changed for `seconds`."""
         begin = since = time.monotonic()
         last: dict[int, int] = {}
         while True:
@@ -174,7 +174,7 @@ class Service:
 
     @property
     def log(self) -> str:
-        """What the daemon logged so far."""
+        """The text that the daemon has logged."""
         return "".join(self._log.lines)
 
     def stop(self, limit: float = STOP_LIMIT_S) -> int:
@@ -186,11 +186,11 @@ class Service:
         self._start()
 
     def kill(self) -> int:
-        """Kill the daemon without a warning; the kernel takes its children along, a moment later."""
+        """Kill the daemon by SIGKILL; the kernel kills its children a moment later."""
         return self._end(signal.SIGKILL, STOP_LIMIT_S)
 
     def reload(self, models: Models | None = None, tenants: Models | None = None, timeout: float = 60.0) -> None:
-        """Have the daemon read a configuration with these models, or tenants."""
+        """Reload the daemon with a configuration of these models or tenants."""
         self._models = self._models if models is None else models
         self._tenants = self._tenants if tenants is None else tenants
         self._write()
@@ -248,7 +248,7 @@ class Service:
         return True
 
     def _until(self, check: Callable[[], T | None], timeout: float, what: str) -> T:
-        """Check at first and whenever the daemon has logged something, until there is a result that is true."""
+        """Call `check` at first and after each new log line, until its result is true; return that result."""
         deadline = time.monotonic() + timeout
         while True:
             seen = len(self._log.lines)
@@ -267,7 +267,7 @@ class Service:
 
 
 class Log:
-    """The lines of a stream, read by a thread; others can wait for the next one."""
+    """The lines of a stream, read by a thread; other threads can wait for new lines."""
 
     def __init__(self, stream: IO[str]) -> None:
         self.lines: list[str] = []
@@ -278,7 +278,7 @@ class Log:
         self._thread.start()
 
     def wait_beyond(self, count: int, deadline: float) -> bool:
-        """Wait for more than `count` lines; False at the deadline or when there will be no more."""
+        """Wait for more than `count` lines; return False at the deadline or the end of the stream."""
         with self._news:
             self._news.wait_for(lambda: len(self.lines) > count or self.ended, deadline - time.monotonic())
             return len(self.lines) > count
@@ -303,7 +303,7 @@ def _ready_workers(generation: GenerationStatus) -> int:
 
 
 def _wanted_workers(table: Mapping[str, object]) -> int:
-    """How many workers, or ranks of all groups."""
+    """Return the number of workers, or of ranks of all groups."""
     ranks = cast("Mapping[str, Any]", table.get("ranks", {}))
     if ranks:
         groups = cast("list[str | list[str]]", ranks.get("devices", []))

@@ -1,4 +1,4 @@
-"""What the tests of the shim share."""
+"""Helpers of the tests of the shim."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ time.sleep(1000)
 
 
 def ended(pid: int, seconds: float = LIMIT_S) -> bool:
-    """Whether the process, a child of this one or of its shim, has ended within so many seconds."""
+    """Return whether a child of this process or of its shim exits within `seconds`."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""Stops the process of the test for a while, as a debugger or the freezer does."""
+"""Stop of the test process for some time, as by a debugger or the freezer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ for each in others:
 
 @contextlib.contextmanager
 def stopped(seconds: float, *others: int) -> Iterator[None]:
-    """Stop this process soon, for so long; continue processes that are stopped already a little later."""
+    """Stop this process soon for `seconds`, and continue the stopped processes `others` 0.1 s after it."""
     arguments = [sys.executable, "-I", "-S", "-c", _PROGRAM, *map(str, (seconds, os.getpid(), *others))]
     with subprocess.Popen(arguments):
         yield

@@ -1,4 +1,4 @@
-"""Runs a command with what an unusual parent, an old kernel or a container passes on: ``HOW[,HOW...] COMMAND...``.
+"""Run of a command in the environment of an unusual parent, old kernel or container: ``HOW[,HOW...] COMMAND...``.
 
 ignored     SIGCHLD and SIGTERM are ignored
 blocked     every signal is blocked
@@ -33,17 +33,17 @@ _FIRST_AFTER_4_19 = _PIDFD_SEND_SIGNAL
 
 
 def command(how: str) -> List[str]:
-    """Return what a command is put behind to be run so."""
+    """Return the command prefix for this environment."""
     return [sys.executable, "-S", __file__, how]
 
 
 def no_call_after_4_19() -> None:
-    """Have this process, and all that it starts, find a kernel whose system calls are those of Linux 4.19."""
+    """Hide system calls newer than Linux 4.19 from this process and its descendants."""
     _filter((_IF_AT_LEAST, 0, 1, _FIRST_AFTER_4_19), (_RETURN, 0, 0, _ERRNO | errno.ENOSYS))
 
 
 def no_pidfds() -> None:
-    """Have this process, and all that it starts, be refused pidfds."""
+    """Deny pidfds to this process and its descendants."""
     _filter(
         (_IF_EQUAL, 1, 0, _PIDFD_OPEN),
         (_IF_EQUAL, 0, 1, _PIDFD_SEND_SIGNAL),

@@ -1,6 +1,6 @@
-"""Processes of other users, with their own uids and groups, that ask a daemon as they are told.
+"""Processes with other uids and groups that send requests to a daemon on behalf of a test.
 
-Their numbers need no names: the kernel tells them apart, and so does the daemon.
+The uids need no user names, as kernel and daemon use only the numbers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from multiprocessing.connection import Pipe
 from typing import Any, Callable, Sequence
 
-# Whom a service lets connect to its sockets, see `Service`.
+# Group whose members may connect to the sockets of a `Service`.
 CLIENTS_GID = 61000
 
 ALICE, BOB, CAROL, DAVE = 61001, 61002, 61003, 61004
@@ -23,11 +23,11 @@ _HOW = "processes of other users can be started by root only"
 
 
 class UserError(RuntimeError):
-    """A user's process has died, or says nothing."""
+    """Error: the process of a user has exited or does not reply."""
 
 
 def need_other_users() -> None:
-    """Skip the test where no process can become another user's; where CI=true, that is a failure."""
+    """Skip the test if this process cannot change its uid; fail it if CI=true."""
     import pytest  # the benchmarks do without it
 
     if os.getuid() == 0:
@@ -38,19 +38,19 @@ def need_other_users() -> None:
 
 
 class User:
-    """A process of a user. Within the block it does what it is ordered to, one thing at a time.
+    """A process of another user, which executes one order at a time within the block.
 
         with User(ALICE) as alice:
             alice.connect(service.address)
             alice.ask("infer", "mlp", {"x": x})
 
-    A function that it is to run is named by where it can be imported from, takes `users_child.ProcessContext` first,
-    and what it takes and gives can be pickled.
+    A function to run is importable, takes `users_child.ProcessContext` as first argument, and has picklable arguments
+    and results.
 
     Args:
-        uid: whose it is; its group has the same number.
-        groups: further ones of it.
-        imports: modules to be imported while it is still root, which may read them.
+        uid: uid of the process; its gid has the same number.
+        groups: supplementary groups.
+        imports: modules that the process imports while it is still root.
     """
 
     def __init__(self, uid: int, *, groups: Sequence[int] = (CLIENTS_GID,), imports: Sequence[str] = ()) -> None:
@@ -85,7 +85,7 @@ class User:
             self._process.wait()
 
     def connect(self, address: str, **options: Any) -> None:
-        """Have it connect, instead of wherever it is connected; `options` are those of `Client`.
+        """Replace the client of the process by one of `address`; `options` are keyword arguments of `Client`.
 
         Raises:
             RequestError: what it got instead.
@@ -94,7 +94,7 @@ class User:
         self._result()
 
     def ask(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Return what the method of its client gives.
+        """Return the result of a method of the client.
 
         Raises:
             RequestError: what it got instead.
@@ -103,16 +103,16 @@ class User:
         return self._result()
 
     def do(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Have it run a function, and return the result."""
+        """Run a function in the process, and return the result."""
         self.begin(function, *args)
         return self._result()
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
-        """Have it begin to run a function."""
+        """Start a function in the process."""
         self._order("do", function, args)
 
     def wait_for_report(self) -> Any:
-        """Wait for what the function that it runs tells next."""
+        """Return the next report of the running function."""
         kind, report = self._receive()
         if kind == "error":
             raise report
@@ -120,7 +120,7 @@ class User:
         return report
 
     def end(self) -> Any:
-        """Tell the function that it runs to end; return the result."""
+        """Stop the running function, and return its result."""
         self._order("stop")
         return self._result()
 

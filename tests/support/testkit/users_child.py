@@ -1,4 +1,4 @@
-"""`python -m testkit.users_child DESCRIPTOR UID GROUPS MODULE...`: the process of `users.User`."""
+"""Process of `users.User`: `python -m testkit.users_child DESCRIPTOR UID GROUPS MODULE...`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any, Callable, Tuple
 import weightd.transport_zmq
 from weightd import Client
 
-# Imported now: afterwards it may read no file of root's.
+# Imported before the process drops root, as it may not read root's files afterwards.
 _TRANSPORTS = (weightd.transport_zmq,)
 
-# An order: what to do, and with what.
+# An order: its kind and arguments.
 Order = Tuple[Any, ...]
 
 
 class ProcessContext:
-    """What a function has that a user's process runs.
+    """Context of a function in the process of a user.
 
     Attributes:
-        address: of whom it is connected to.
-        options: of its client.
-        stopping: set when it is to end.
-        report: sends something to `User.heard`.
+        address: address of the daemon.
+        options: options of the client.
+        stopping: event that is set when the function has to return.
+        report: sends an object to `User.wait_for_report`.
     """
 
     def __init__(self, tell: Callable[[Any], None]) -> None:
@@ -40,26 +40,26 @@ class ProcessContext:
 
     @property
     def client(self) -> Client:
-        """Its client."""
+        """The client of the process."""
         assert self._client, "it is not connected"
         return self._client
 
     def connect(self, address: str, options: dict[str, Any]) -> None:
-        """Connect, instead of wherever it is connected."""
+        """Replace the client by one of `address`."""
         if self._client is not None:
             self._client.close()
         self.address, self.options = address, options
         self._client = Client(address, **options)
 
     def another(self) -> Client:
-        """Return one more client of the same daemon, to be closed by the caller."""
+        """Return a further client of the same daemon; the caller closes it."""
         return Client(self.address, **self.options)
 
 
 def main() -> None:
-    """Become the user, and do what comes."""
+    """Become the user, and execute orders."""
     descriptor, uid, groups, *modules = sys.argv[1:]
-    # What it is ordered to run is found by name when it can read nothing of root's any more.
+    # Import the functions of orders now; the process cannot read root's files later.
     for each in ("testkit.loads", *modules):
         importlib.import_module(each)
     os.setgroups([int(each) for each in groups.split(",") if each])
@@ -89,7 +89,7 @@ def _read(pipe: Connection, hands: ProcessContext, orders: queue.Queue[Order]) -
 def _answer(hands: ProcessContext, order: Order) -> tuple[str, Any]:
     try:
         return "result", _done(hands, *order)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the one who ordered has it
+    except Exception as error:  # noqa: BLE001 - the test receives every error
         return "error", error
 
 

@@ -1,4 +1,4 @@
-"""Waiting for what comes without a message."""
+"""Polling for conditions that no message announces."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ T = TypeVar("T")
 
 LIMIT_S = 30.0
 
-# The longer it takes, the less often is looked: what is waited for needs the machine, and 5 % more time is little.
+# The interval grows with the time waited, up to 5 % of it, to leave the machine to the awaited process.
 _POLL_S = 0.01
 _MAX_POLL_S = 0.1
 
 
 def until(check: Callable[[], Optional[T]], what: str, limit: float = LIMIT_S) -> T:
-    """Poll until `check` gives something true, and return it.
+    """Poll until `check` returns a true value, and return that value.
 
     Raises:
-        TimeoutError: it has given nothing else for `limit` seconds; `what` says in the text what was waited for.
+        TimeoutError: `check` has returned no true value for `limit` seconds; the text names `what`.
     """
     begin = time.monotonic()
     while True:
