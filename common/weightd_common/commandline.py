@@ -10,7 +10,7 @@ import sys
 from typing import List, NoReturn
 
 EXIT_USAGE = 64
-"""EX_USAGE of sysexits.h: the command line is wrong. argparse's own 2 means something else in these programs."""
+"""EX_USAGE of sysexits.h: invalid command line. argparse's status 2 has another meaning in these programs."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -22,14 +22,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_USAGE, f"{self.prog}: {message}\n")
 
 
-GATEWAY_HELP = "speak HTTP and gRPC for the daemon"
+GATEWAY_HELP = "serve the daemon's models over HTTP and gRPC"
 
 _GATEWAY_DESCRIPTION = (
-    "Speaks HTTP and gRPC with clients of the Open Inference Protocol, Triton's among them, and asks the daemon for "
-    "them. Serves until SIGTERM or SIGINT: then it finishes what is under way; a second signal waits for nothing. "
-    "SIGHUP reads the configuration again: who may ask holds at once, all else takes a restart. It needs the extra "
-    "weightd[gateway]. Exit status: 0 clean, 64 the command line is wrong, 73 an address cannot be had, 78 the "
-    "configuration is wrong, or the extra is missing."
+    "Serves the Open Inference Protocol over HTTP and gRPC, also for Triton clients, and forwards requests to the "
+    "daemon. SIGTERM or SIGINT stops the gateway after the requests in progress; a second signal stops it at once. "
+    "SIGHUP reloads the configuration: access rules take effect at once, all other changes after a restart. Requires "
+    "the extra weightd[gateway]. Exit status: 0 success, 64 invalid command line, 73 an address cannot be used, 78 "
+    "invalid configuration, or the extra is missing."
 )
 
 
@@ -43,7 +43,7 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
         help="a TOML file, see weightd-gateway.toml(5) (default: gateway.toml in CONFIGURATION_DIRECTORY, or in "
         "/etc/weightd)",
     )
-    parser.add_argument("--check", action="store_true", help="say all that is wrong with the file, and serve nothing")
+    parser.add_argument("--check", action="store_true", help="validate the configuration file and exit")
 
 
 def to_gateway_arguments(options: argparse.Namespace) -> List[str]:

@@ -92,7 +92,9 @@ def _check_secrecy(path: Path, status: os.stat_result) -> None:
         raise KeyFileError(f"{path}: {mode}; make a new one with weightctl keygen, or chmod 0600 it")
     # Root may read any file, for example with `weightd check` or on behalf of a user.
     if os.geteuid() != 0 and status.st_uid not in (0, os.geteuid()):
-        owner = f"expected a file of root or of user {os.geteuid()}, who reads it, got one of user {status.st_uid}"
+        owner = (
+            f"expected a file of root or of user {os.geteuid()}, which reads the key, got one of user {status.st_uid}"
+        )
         raise KeyFileError(f"{path}: {owner}; chown it")
 
 
@@ -100,7 +102,7 @@ def _parse_key(path: Path, kind: str, content: bytes) -> str:
     # Error texts contain nothing of the content, which may be a secret.
     lines = [line.split() for line in content.decode("ascii", "replace").splitlines() if line[:2] != "# "]
     words = [each for each in lines if each]
-    form = f"expected a line {kind} KEY, KEY being {KEY_CHARACTERS} characters of Z85, as weightctl keygen writes it"
+    form = f"expected a line {kind} KEY with a KEY of {KEY_CHARACTERS} Z85 characters, as weightctl keygen writes it"
     if len(words) != 1 or len(words[0]) != 2 or words[0][0] not in _NAMES:
         raise KeyFileError(f"{path}: {form}")
     actual_kind, key = words[0]

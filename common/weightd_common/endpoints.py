@@ -24,7 +24,7 @@ _CHANNEL_SUFFIX = ".channel"
 MAX_PORT = 65535
 
 TCP_ADDRESS_FORM = f"tcp://HOST:PORT, PORT from 1 to {MAX_PORT}"
-"""For people: what `is_tcp_address` takes."""
+"""The form of an address that `is_tcp_address` accepts, for error texts."""
 
 _TCP_ADDRESS = re.compile(r"tcp://(\[[^\]\s]+\]|[^:\s]+):([0-9]{1,5})")
 

@@ -8,7 +8,7 @@ import struct
 from typing import NamedTuple, Tuple
 
 OVERFLOW_ID = 65534
-"""The user id, and the group id, by which the kernel shows all that a user namespace hides: it may be anybody's."""
+"""The user id and group id that the kernel shows for all ids without a mapping in the user namespace."""
 
 # struct ucred, see unix(7).
 _UCRED = struct.Struct("=iII")

@@ -29,7 +29,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, FrozenSet, Generator, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 MAX_CONFIG_BYTES = 4 * 1024 * 1024
-"""The most bytes of a configuration file: thousands of tables fit into far less."""
+"""Maximum size of a configuration file in bytes. Thousands of tables are much smaller."""
 
 # The kernel's limit for links, and a limit that no real path exceeds.
 _MAX_LINKS = 40
@@ -71,7 +71,7 @@ class Grant(NamedTuple):
 
 
 OPERATOR = Grant()
-"""The grant of the operator: root, the user of the daemon, and the configuration file."""
+"""The grant of the operator: of root, the daemon's user and the configuration file."""
 
 
 class DirHandle(NamedTuple):
@@ -236,7 +236,7 @@ class SafePathWalker:
             if not _has_right(uid, groups, descriptor, status, right):
                 what = "read" if right == _READ else "enter"
                 whose = f"uid {status.st_uid}, gid {status.st_gid}, mode {stat.S_IMODE(status.st_mode):04o}"
-                text = f"uid {uid}, who names it by a path, by a link or in a model, may not {what} {name} ({whose})"
+                text = f"uid {uid}, which names the file by path, link or model, may not {what} {name} ({whose})"
                 more = "; expected a file that this user may read, or one below model_dirs of its tenant"
                 raise AccessDenied(text + more * (uid == self._grant.uid))
 

@@ -16,7 +16,7 @@ import time
 from typing import Dict, List, Mapping, MutableMapping, Optional, Sequence, Tuple
 
 SEND_TIMEOUT_S = 2.0
-"""Seconds for what is worth waiting for: the queue of a manager is short."""
+"""Timeout in seconds of a message that must arrive. The queue of a service manager is short."""
 
 CLIENTS = "clients"
 """Name of the descriptors on which clients connect."""
@@ -89,7 +89,7 @@ class ServiceManager:
         with contextlib.suppress(BlockingIOError):
             self._send(f"FDSTORE=1\nFDNAME={name}", [descriptor], SEND_TIMEOUT_S)
             return
-        _log.warning("the service manager is busy and does not hold %s: a restart will not go on with that", name)
+        _log.warning("the service manager is busy and does not hold %s; the next daemon cannot take it over", name)
 
     def remove_descriptor(self, name: str) -> None:
         """Make the manager close the descriptors that it stores under this name."""

@@ -202,7 +202,7 @@ class Stream:
         except BlockingIOError:
             return []
         if not data:
-            raise ConnectionResetError("the peer has gone")
+            raise ConnectionResetError("the peer has disconnected")
         self.has_more = len(data) == _CHUNK_BYTES
         return incoming.receive(data)
 
@@ -217,7 +217,7 @@ class Stream:
         else:
             count = self.connection.recv_into(incoming.read_buffer())
         if not count:
-            raise ConnectionResetError("the peer has gone")
+            raise ConnectionResetError("the peer has disconnected")
         return incoming.on_filled(count)
 
     def _collect_descriptors(self, ancillary: List[Tuple[int, int, bytes]]) -> None:
@@ -227,7 +227,7 @@ class Stream:
                 received.frombytes(content[: len(content) - len(content) % received.itemsize])
                 self.descriptors.extend(received)
         if len(self.descriptors) > _MAX_DESCRIPTORS:
-            raise RemoteProtocolError(f"descriptors: expected at most {_MAX_DESCRIPTORS} that are not consumed")
+            raise RemoteProtocolError(f"descriptors: expected at most {_MAX_DESCRIPTORS} unconsumed descriptors")
 
     def close(self) -> None:
         """Close the connection, and all descriptors that were not taken or not sent."""

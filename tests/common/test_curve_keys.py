@@ -13,7 +13,7 @@ from zmq.utils import z85
 from weightd_common.curve_keys import PUBLIC, SECRET, KeyFileError, format_key_file, is_key, read_public, read_secret
 
 KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
-FORM = "KEY, KEY being 40 characters of Z85, as weightctl keygen writes it"
+FORM = "KEY with a KEY of 40 Z85 characters, as weightctl keygen writes it"
 
 
 @pytest.fixture
@@ -97,5 +97,5 @@ def test_a_secret_key_is_its_owners_alone(file: Path, monkeypatch: pytest.Monkey
         os.chown(str(file), 4711, -1)
         assert read_secret(file) == KEY  # root reads what it is told to
         monkeypatch.setattr(os, "geteuid", lambda: 4712)
-        text = "expected a file of root or of user 4712, who reads it, got one of user 4711; chown it"
+        text = "expected a file of root or of user 4712, which reads the key, got one of user 4711; chown it"
         assert refusal(read_secret, file) == text

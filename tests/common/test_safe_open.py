@@ -108,7 +108,7 @@ def test_a_link_leads_where_its_owner_may_read(
             read(link)
         owner, mode, gid = secret
         whose = f"uid {owner}, gid {gid}, mode {mode:04o}"
-        text = f"uid {author}, who names it by a path, by a link or in a model, may not read secret ({whose})"
+        text = f"uid {author}, which names the file by path, link or model, may not read secret ({whose})"
         assert str(caught.value) == text
     assert read(link, trusting=True) == b"secret"
 
@@ -347,7 +347,7 @@ def test_a_model_names_what_its_owner_may_read(tmp_path: Path, own: Own, kind: K
     external.write_bytes(b"x")
     own(path, ALICE)
     own(external, BOB, 0o600)
-    expected = f"^{external}: uid {ALICE}, who names it .* may not read {external.name} "
+    expected = f"^{external}: uid {ALICE}, which names the file .* may not read {external.name} "
     with pytest.raises(ModelFileError, match=expected):
         digest(path)
     # The daemon's own copy is read all the same.
@@ -405,7 +405,7 @@ def test_weights_are_read_for_who_has_chosen_them(tmp_path: Path, own: Own) -> N
     with open_file(link) as file:
         assert file.read() == b"secret"
     own(tmp_path / "secret", BOB, 0o600)
-    with pytest.raises(ModelFileError, match=f"^{link}: uid {ALICE}, who names it "):
+    with pytest.raises(ModelFileError, match=f"^{link}: uid {ALICE}, which names the file "):
         open_file(link)
     link.unlink()
     link.write_bytes(b"weights")

@@ -337,7 +337,9 @@ def test_an_update_takes_what_the_user_may_read_and_what_lies_below_the_tenants_
         each.mkdir()
         models.negated(each / "m.onnx").chmod(0o600)
     for path in (private / "m.onnx", given / "m.onnx"):
-        with pytest.raises(FailedPrecondition, match=rf"m\.onnx: uid {BOB}, who names it .* may not read m\.onnx"):
+        with pytest.raises(
+            FailedPrecondition, match=rf"m\.onnx: uid {BOB}, which names the file .* may not read m\.onnx"
+        ):
             ben.ask("update", "fatal", str(path))
     # Whether there are files in a directory of others is not told.
     private.chmod(0o700)

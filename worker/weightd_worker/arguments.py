@@ -29,39 +29,45 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def parser() -> argparse.ArgumentParser:
     """Return the parser. It is cached, so that a fork server builds it once and forked processes share its memory."""
     parser = argparse.ArgumentParser(
-        prog="python -m weightd_worker", description="A process of weightd. It is started by the daemon, not by hand."
+        prog="python -m weightd_worker",
+        description="A process of weightd. The daemon starts it; do not start it by hand.",
     )
     parser.add_argument("--address", required=True, help="the daemon's socket for its children")
     parser.add_argument("--name", required=True, help="this process's name and routing id")
     parser.add_argument("--parent", required=True, type=int, help="pid of the process that starts it")
-    parser.add_argument(
-        "--role", choices=sorted(SCORES_ABOVE_DAEMON), default="worker", help="what the daemon has it for"
-    )
+    parser.add_argument("--role", choices=sorted(SCORES_ABOVE_DAEMON), default="worker", help="role of the process")
     parser.add_argument(
         "--engine", required=True, choices=sorted({*ENGINES, *RANK_ENGINES}), help="the library that runs the model"
     )
     parser.add_argument("--model", required=True, help="path of the model's snapshot")
     parser.add_argument(
-        "--snapshot-identity", default="", help="the model's identity and digest, by which it is not read again"
+        "--snapshot-identity",
+        default="",
+        help="identity and digest of the snapshot, so that the process need not read it again",
     )
     parser.add_argument("--store", required=True, help="path where the holder may write its page store")
     parser.add_argument("--threads", required=True, type=int, help="threads of one predict")
     parser.add_argument("--device", required=True, help="where to run: cpu, a set cpu:N of its cores, or card ascend:N")
     parser.add_argument("--cores", default="", help="the cores on which all its threads stay: 0-3,8")
-    parser.add_argument("--sharing", choices=["on", "off"], default="on", help="off: a copy of the weights of its own")
+    parser.add_argument(
+        "--sharing", choices=["on", "off"], default="on", help="off: the process has a private copy of the weights"
+    )
     parser.add_argument("--options", default="{}", help="the engine's own options, a JSON object")
     parser.add_argument("--weights", default="", help="an .npz of weights that replace those of the model")
     parser.add_argument("--selftest-inputs", default="", help="an .npz of self-test inputs")
-    parser.add_argument("--tolerance", default=0.0, type=float, help="how far apart answers to the self-test may be")
+    parser.add_argument("--tolerance", default=0.0, type=float, help="allowed difference of answers to the self-test")
     parser.add_argument(
-        "--sharer-count", default=0, type=int, help="how many share what a holder builds; 0: share in any case"
+        "--sharer-count",
+        default=0,
+        type=int,
+        help="number of processes that will share the model; 0: share in any case",
     )
-    parser.add_argument("--template", action="store_true", help="a holder that workers are forked from, if it can be")
-    parser.add_argument("--models", default="", help="the models of a process that serves several, a JSON object")
+    parser.add_argument("--template", action="store_true", help="fork workers from this holder if possible")
+    parser.add_argument("--models", default="", help="models of a model group, a JSON object")
     parser.add_argument(
         "--rendezvous", default="", help="for a rank or a broker: rendezvous of its group, a JSON object"
     )
-    parser.add_argument("--origin-note", default="", help="why it is not forked, if it is not")
+    parser.add_argument("--origin-note", default="", help="reason why the process was not forked")
     return parser
 
 

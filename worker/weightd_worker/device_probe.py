@@ -28,10 +28,12 @@ TIMEOUT_S = 120
 def main() -> int:
     """Print the line, and return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m weightd_worker.device_probe", description="What a card says of itself."
+        prog="python -m weightd_worker.device_probe", description="Reports a card's name and memory."
     )
     parser.add_argument("--device", required=True, help="ascend:N")
-    parser.add_argument("--parent", type=int, default=0, help="pid of the process without which this one ends")
+    parser.add_argument(
+        "--parent", type=int, default=0, help="pid of the parent; this process exits when the parent exits"
+    )
     options = parser.parse_args()
     device: str = options.device
     # If the daemon has started the probe, it handles Ctrl-C.

@@ -88,9 +88,11 @@ def _serve(channel: Stream, forker: Forker) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m weightd_worker.forkserver",
-        description="Forks processes of weightd. It is started by the daemon, not by hand.",
+        description="Forks processes of weightd. The daemon starts it; do not start it by hand.",
     )
-    parser.add_argument("--engine", required=True, choices=sorted(ENGINES), help="the library that they use")
+    parser.add_argument(
+        "--engine", required=True, choices=sorted(ENGINES), help="the engine that the forked processes use"
+    )
     parser.add_argument(
         "--address", required=True, help="the daemon's socket for its children; the channel's socket is next to it"
     )

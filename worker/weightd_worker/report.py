@@ -120,9 +120,9 @@ def _write_line(out: TextIO, line: Values) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m weightd_worker.report",
-        description="Reports on an interpreter and its cards. It is started by `weightd doctor`, not by hand.",
+        description="Reports on an interpreter and its cards. `weightd doctor` starts it; do not start it by hand.",
     )
-    parser.add_argument("--device", required=True, type=int, help="id of the Ascend device to look at")
+    parser.add_argument("--device", required=True, type=int, help="id of the Ascend device to examine")
     parser.add_argument("--parent", required=True, type=int, help="pid of the process that starts it")
     return parser
 

@@ -33,7 +33,7 @@ from weightd_common.rowtest.rows import (
 from weightd_protocol.messages.inference import TensorSignature
 
 MAX_DURATION_S = 10.0
-"""How long it may take, beside the predict that is under way then."""
+"""Maximum duration of the test in seconds. A predict in progress at this time is not interrupted."""
 
 # For single rows, before any batch is run.
 _MAX_SINGLE_ROWS_S = MAX_DURATION_S / 2
@@ -388,7 +388,7 @@ def _inconclusive_reason(single: Sequence[Arrays]) -> str:
     """Return the reason why these single answers could not have revealed a difference, "" if they could."""
     if bits.count_distinct(single) > 1:
         return ""
-    return f"no difference would show: the model answers all {len(single)} rows of the test alike; {_SAMPLE_HINT}"
+    return f"the test is inconclusive: the model gives the same answer to all {len(single)} test rows; {_SAMPLE_HINT}"
 
 
 def _sizes_to_test(subject: TestedModel) -> List[int]:

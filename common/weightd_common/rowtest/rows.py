@@ -14,10 +14,10 @@ from weightd_protocol.messages.inference import TensorSignature
 
 # If batched rows differ from single rows, only few may do so: 3.6 % for one known operator.
 MAX_TEST_ROWS = 200
-"""Rows that are run together and alone."""
+"""Number of test rows, which run batched and singly."""
 
 MAX_TEST_BYTES = 64 * 1024 * 1024
-"""Of the rows that are kept, unless LEAST take more."""
+"""Maximum size of the kept rows, unless `MIN_TEST_ROWS` rows are larger."""
 
 MIN_TEST_ROWS = 8
 
@@ -37,23 +37,23 @@ class RowKind(enum.Enum):
     """How the values of the rows are generated. The first usable kind of `row_kinds` is taken."""
 
     SCALED = "scaled"
-    """Floats between -1 and 1, or a sample's varied by up to a half, times 1, 100 or 0.01; integers are 0 and 1, or
-    the sample's."""
+    """Floats between -1 and 1, or floats of a sample varied by up to a half, multiplied by 1, 100 or 0.01. Integers are
+    0 and 1, or from the sample."""
     UNSCALED = "unscaled"
-    """Without a sample: the same without the factors."""
+    """Without a sample: like SCALED, without the factors."""
     INDICES = "indices"
-    """Without a sample: floats are 0 and 1, too, for they may be indices."""
+    """Without a sample: floats are also 0 and 1, because they may be indices."""
     PERMUTED = "permuted"
-    """The rows of a sample as they are; then the same values of each row at other positions of that row."""
+    """The unchanged rows of a sample, then rows with the same values at other positions."""
     SAMPLE = "sample"
-    """The rows of a sample as they are, again and again."""
+    """The unchanged rows of a sample, repeated."""
 
 
 class SpecialFloats(enum.Enum):
     """Floats for which a library may have separate code, or produce other bits."""
 
     NAN = "nan"
-    """Quiet and signalling ones, of either sign and with other payloads than that of an invalid operation."""
+    """Quiet and signalling NaNs of both signs, whose payloads differ from the one of an invalid operation."""
     INFINITY = "infinity"
     SUBNORMAL = "subnormal"
     NEGATIVE_ZERO = "negative zero"

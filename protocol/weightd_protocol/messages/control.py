@@ -19,7 +19,7 @@ class ServerReady:
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
-    """For whom a gateway asks (`acts_for`); the sender itself for none."""
+    """Tenant on whose behalf a gateway sends the request (`acts_for`); None for the sender's tenant."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class ModelReady:
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
-    """For whom a gateway asks (`acts_for`); the sender itself for none."""
+    """Tenant on whose behalf a gateway sends the request (`acts_for`); None for the sender's tenant."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ServerMetadata:
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
-    """For whom a gateway asks (`acts_for`); the sender itself for none."""
+    """Tenant on whose behalf a gateway sends the request (`acts_for`); None for the sender's tenant."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class ModelMetadata:
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
     tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
-    """For whom a gateway asks (`acts_for`); the sender itself for none."""
+    """Tenant on whose behalf a gateway sends the request (`acts_for`); None for the sender's tenant."""
 
 
 @dataclass(frozen=True)

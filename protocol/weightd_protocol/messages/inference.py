@@ -60,13 +60,13 @@ class Parameters:
     """Options of a request beside its tensors."""
 
     timeout_us: Optional[int] = field(default=None, metadata=integer(1, limits.MAX_TIMEOUT_US))
-    """Microseconds until the caller stops waiting; the daemon's default where it is absent."""
+    """Microseconds until the client stops waiting; None for the daemon's default."""
     regions: Optional[Regions] = field(default=None, metadata=record(Regions))
-    """Which tensors are in shared memory, and where; none where it is absent."""
+    """The tensors in shared memory and their locations; None if all tensors have frames."""
     priority: Optional[int] = field(default=None, metadata=integer(0, limits.MAX_PRIORITY))
-    """1 goes first, higher numbers later, as far as the model's configuration allows; its default for 0 or none."""
+    """1 is served first; the model's configuration sets the largest number. 0 and None select the model's default."""
     tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
-    """For whom a gateway asks (`acts_for`): rights, quotas and shares are that tenant's; the sender's own for none."""
+    """Tenant whose rights, quotas and share apply, set by a gateway (`acts_for`); None for the sender's tenant."""
 
 
 NO_PARAMETERS = Parameters()
@@ -119,7 +119,7 @@ class RequestDescription(_Description):
     outputs: Optional[Tuple[str, ...]] = field(
         default=None, metadata=list_of(text(limits.MAX_NAME_BYTES), limits.MAX_TENSORS)
     )
-    """The names of the outputs that are wanted, in the order in which they are; all of them where it is absent."""
+    """Names of the requested outputs, in the order of the response; None for all."""
 
     @property
     def tensors(self) -> Tuple[TensorSpec, ...]:
@@ -162,9 +162,9 @@ class InferResponse:
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     description: ResponseDescription = field(metadata=in_own_frame(ResponseDescription))
     shared_outputs: Optional[Tuple[int, ...]] = field(default=None, metadata=POSITIONS)
-    """The positions of the outputs that are where the request has offered room, and have no frame."""
+    """Positions of the outputs in the memory that the request provided. They have no frame."""
     may_still_write: Optional[bool] = field(default=None, metadata=boolean())
-    """Whether a worker may still write there; `released` follows."""
+    """Whether a worker may still write to this memory; `released` follows."""
 
     @property
     def shared_positions(self) -> Tuple[int, ...]:
@@ -183,9 +183,9 @@ class Error:
     code: str = field(metadata=one_of(ERRORS))
     error: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     retry_after_us: Optional[int] = field(default=None, metadata=integer(0, limits.MAX_TIMEOUT_US))
-    """Microseconds after which the same request may succeed; absent where nothing is known of that."""
+    """Microseconds after which the same request may succeed; None if unknown."""
     may_still_write: Optional[bool] = field(default=None, metadata=boolean())
-    """Whether a worker may still write to where the request has offered room; `released` follows."""
+    """Whether a worker may still write to the memory that the request provided; `released` follows."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class Metrics:
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
     tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
-    """For whom a gateway asks (`acts_for`); the sender itself for none."""
+    """Tenant on whose behalf a gateway sends the request (`acts_for`); None for the sender's tenant."""
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class JoinedGroup:
     inputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
     outputs: Tuple[TensorSignature, ...] = field(metadata=_SIGNATURES)
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
-    """The card's memory after that; None on the CPU."""
+    """The card's memory afterwards; None on the CPU."""
     members: Tuple[GroupModelSignature, ...] = field(
         default=(), metadata=list_of(record(GroupModelSignature), limits.MAX_GROUP_MODELS)
     )
@@ -106,9 +106,9 @@ class SelfTestDone:
     selftest_digest: str = field(metadata=DIGEST)
     selftest_cases: SelfTestCases = field(metadata=SELFTEST_CASES)
     row_support: Optional[RowSupport] = field(default=None, metadata=record(RowSupport))
-    """None where it was not to be found out."""
+    """None if the rows were not tested."""
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
-    """The card's memory after that; None on the CPU."""
+    """The card's memory afterwards; None on the CPU."""
     members: Tuple[SelfTestResult, ...] = field(
         default=(), metadata=list_of(record(SelfTestResult), limits.MAX_GROUP_MODELS)
     )

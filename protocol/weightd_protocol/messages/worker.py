@@ -42,7 +42,7 @@ from weightd_protocol.schema import (
 )
 
 CHILD_PROTOCOL_VERSION = 3
-"""The number of this protocol. A daemon takes over the children of an earlier one only if both speak the same."""
+"""Version of this protocol. A daemon takes over the children of its predecessor only if both have the same version."""
 
 _REQUEST = integer(0, limits.MAX_COUNT)
 _STEP = integer(0, limits.MAX_COUNT)
@@ -168,7 +168,7 @@ class Built:
     device: Optional[DeviceMemory] = field(default=None, metadata=record(DeviceMemory))
     """The card's memory after the build; None on the CPU."""
     gears: Tuple[Tuple[int, ...], ...] = field(default=(), metadata=_GEARS)
-    """The only sizes of the free dimensions of `inputs`, in their order; empty if all are allowed or not known."""
+    """The only sizes of the free dimensions of `inputs`, in their order; empty if all are allowed or unknown."""
     selftest_note: str = field(default="", metadata=text(limits.MAX_TEXT_BYTES, empty=True))
     has_sharing_failed: bool = field(default=False, metadata=boolean())
     is_template: bool = field(default=False, metadata=boolean())
@@ -178,8 +178,8 @@ class Built:
     """Whether the engine has to build the model again at each change of shape, because its answers depend on the shapes
     that it has computed before."""
     first_shapes: Optional[SelfTestCase] = field(default=None, metadata=SELFTEST_CASE)
-    """The shape of each input that every worker computes first, which is the largest that it computes without another
-    build; None where that does not matter."""
+    """The shape of each input that every worker computes first: the largest that it computes without another build.
+    None if the order of shapes does not matter."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class Predict:
     description: RequestDescription = field(metadata=in_own_frame(RequestDescription))
     """Description of the tensors as the client sent it, byte for byte."""
     regions: Optional[MappedRegions] = field(default=None, metadata=record(MappedRegions))
-    """Which tensors are in regions that were mapped; none where it is absent."""
+    """The tensors in mapped regions; None if all tensors have frames."""
     step: int = field(default=0, metadata=omit_default(_STEP))
     model_index: int = field(default=0, metadata=omit_default(integer(0, limits.MAX_GROUP_MODELS - 1)))
 
@@ -268,7 +268,7 @@ class PredictResult:
     request: int = field(metadata=_REQUEST)
     description: ResponseDescription = field(metadata=in_own_frame(ResponseDescription))
     shared_outputs: Optional[Tuple[int, ...]] = field(default=None, metadata=POSITIONS)
-    """The positions of the outputs that were written where there was room, and have no frame."""
+    """Positions of the outputs that the worker has written to mapped regions. They have no frame."""
 
     @property
     def shared_positions(self) -> Tuple[int, ...]:

@@ -22,7 +22,7 @@ BATCH_SIZES = list_of(ROW_COUNT, limits.MAX_ROW_SIZES)
 DIGEST = text(limits.MAX_DIGEST_BYTES, empty=True)
 
 ORIGINS = ("spawned", "forked", "template")
-"""How a process came to be: by an interpreter of its own; of a fork server; of the process that built its model."""
+"""How a process was started: by a new interpreter, or forked from a fork server or from a template."""
 
 _NAMES = list_of(text(limits.MAX_NAME_BYTES), limits.MAX_TENSORS)
 

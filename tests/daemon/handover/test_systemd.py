@@ -136,7 +136,7 @@ def test_a_socket_that_is_full_keeps_nobody(
         manager.notify(f"STATUS={number} {'x' * 1000}")
     manager.notify("READY=1")
     manager.store_descriptor(SHIM, listener.fileno())
-    assert "does not hold shim: a restart will not go on with that" in caplog.text
+    assert "does not hold shim; the next daemon cannot take it over" in caplog.text
     listener.setblocking(False)
     count = 0
     with contextlib.suppress(BlockingIOError):

@@ -134,7 +134,7 @@ def test_a_user_names_what_the_user_may_read(scene: Scene) -> None:
     scene.pin()
     scene.wait()
     [(_, cause)] = scene.told
-    assert "uid 61001, who names it" in cause
+    assert "uid 61001, which names the file" in cause
     assert list(scene.directory.iterdir()) == []
 
 
