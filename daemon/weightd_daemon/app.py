@@ -108,7 +108,7 @@ def run(options: Options) -> int:
     try:
         process_spawner.start_thread()
     except OSError as error:
-        raise PathInUse(with_limit_hint(f"cannot start the thread that starts processes: {error}")) from None
+        raise PathInUse(with_limit_hint(f"cannot start the process spawner thread: {error}")) from None
     signal_numbers = [signal.SIGTERM, signal.SIGINT, INTERRUPT]
     # With a configuration file, SIGHUP reloads it, even under nohup. Without one, SIGHUP stops the daemon unless the
     # parent process has it ignored.

@@ -32,8 +32,8 @@ from weightd_protocol.schema import label
 from weightd_protocol.version import VERSION
 
 _DESCRIPTION = """\
-Serves models from many processes that hold one copy of the weights.
-Talk to a running daemon with weightctl."""
+Serves models from worker processes that share one copy of the weights.
+Use weightctl to talk to a running daemon."""
 
 
 def main(arguments: list[str] | None = None, zygote: Zygote | None = None) -> int:
@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
         )
     except ConfigError as error:
         for problem in error.problems:
-            log_setup.print_error(_name_argument(problem, name))
+            log_setup.print_error(_name_argument(problem, name, is_name_given=bool(options.name)))
         return exit_codes.USAGE
     environment.remove_unlisted(os.environ)
     example = _example_command(config.daemon.socket, name)
@@ -106,13 +106,19 @@ def _client_address(socket: str) -> str:
     return socket.removeprefix("ipc://")
 
 
-def _name_argument(problem: str, name: str) -> str:
+def _name_argument(problem: str, name: str, *, is_name_given: bool) -> str:
     """Replace the configuration key in an error text by the command-line argument that sets it."""
+    if problem.startswith("listeners"):
+        return (
+            "--socket: expected ipc:///ABSOLUTE/PATH: tcp:// needs a configuration file, in which the listener has "
+            'security = "curve" or insecure = true (see weightd.toml(5))'
+        )
+    name_argument = "--name" if is_name_given else f"MODEL: {name!r} is not a valid model name; set --name"
     for key, argument in (("daemon.cache_dir", "--cache-dir"), ("daemon.", "--")):
         if problem.startswith(key):
             return argument + problem.removeprefix(key)
     rest = problem.removeprefix(f"models.{label(name)}").removeprefix(".")
-    for key, argument in (("path", "MODEL"), ("devices", "--device"), (": ", "--name: ")):
+    for key, argument in (("path", "MODEL"), ("devices", "--device"), (": ", f"{name_argument}: ")):
         if rest.startswith(key):
             return argument + rest.removeprefix(key)
     return f"--{rest}"
@@ -147,7 +153,7 @@ def _check(options: argparse.Namespace) -> int:
         log_setup.print_error(f"{options.config}: warning: {warning}")
     addresses = [f"unix://{config.daemon.unix_socket}", *(each.address for each in config.listeners.values())]
     unit_suffix = f" for {unit.name}" if unit else ""
-    print(f"{options.config}: good{unit_suffix}; clients connect to {', '.join(addresses)}")
+    print(f"{options.config}: valid{unit_suffix}; clients connect to {', '.join(addresses)}")
     return exit_codes.OK
 
 
@@ -165,20 +171,20 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = Parser(prog="weightd", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"weightd {VERSION}")
-    parser.add_argument("-v", "--verbose", action="store_true", help="log what each process does")
+    parser.add_argument("-v", "--verbose", action="store_true", help="also log debug messages")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     serve = commands.add_parser(
         "serve",
         help="serve the models of a configuration file",
         description=(
-            "Serves until SIGTERM or SIGINT: then it finishes what it has accepted, and leaves no process and no "
-            "file but what was counted, unless a service manager is to restart it: then its processes wait for "
-            "the next one. A second signal waits for no request. SIGHUP reads the configuration again: new models "
-            "load, changed ones are loaded beside what serves and take over, removed ones finish and leave; a file "
-            "that is wrong changes nothing. Exit status: 0 clean, 1 a model could not be served, 2 a process ended "
-            "that was not asked to, 64 the command line is wrong, 73 a socket or directory cannot be had, 78 the "
-            "configuration is wrong."
+            "Serves the models of a configuration file until SIGTERM or SIGINT. Then it finishes accepted requests, "
+            "stops its processes and removes its files except the usage counters. If a service manager restarts it, "
+            "its processes continue and wait for the next daemon. After a second signal it does not wait for requests. "
+            "SIGHUP reads the configuration again: new models are loaded, changed models are loaded beside the old "
+            "ones and replace them, removed models finish their requests and are unloaded; an invalid file changes "
+            "nothing. Exit status: 0 success, 1 a model could not be served, 2 a process exited unexpectedly, 64 "
+            "invalid command line, 73 a socket or directory is not available, 78 invalid configuration."
         ),
     )
     serve.add_argument(
@@ -186,7 +192,8 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         nargs="?",
         metavar="CONFIG",
-        help="a TOML file, see weightd.toml(5) (default: weightd.toml in CONFIGURATION_DIRECTORY, or in /etc/weightd)",
+        help="configuration file in TOML, see weightd.toml(5) (default: weightd.toml in CONFIGURATION_DIRECTORY or in "
+        "/etc/weightd)",
     )
     serve.set_defaults(run=_serve)
 
@@ -194,11 +201,11 @@ def parser() -> argparse.ArgumentParser:
         "run",
         help="serve one model, without a configuration file",
         description=(
-            "Serves one model until Ctrl-C or until its terminal closes, for a first look, and says how to ask it "
-            "once it serves. Ends with status 1 if the model cannot be served."
+            "Serves one model without a configuration file, until Ctrl-C or until the terminal closes. Once the model "
+            "is ready, weightd prints an example command. Exit status 1 if the model cannot be served."
         ),
     )
-    run.add_argument("model", metavar="MODEL", help="an .onnx or .mindir file")
+    run.add_argument("model", metavar="MODEL", help="model file, .onnx or .mindir")
     run.add_argument("--workers", type=int, default=2, metavar="N", help="worker processes (default: %(default)s)")
     run.add_argument(
         "--threads", type=int, default=1, metavar="N", help="threads of one predict (default: %(default)s)"
@@ -207,37 +214,37 @@ def parser() -> argparse.ArgumentParser:
         "--device",
         action="append",
         metavar="DEVICE",
-        help='where it runs, "ascend:0" for a card; several times for several cards (default: cpu)',
+        help='device that runs the model, such as "ascend:0" for a card; repeat for several cards (default: cpu)',
     )
-    run.add_argument("--name", default="", help="the model's name for clients (default: the file's, without suffix)")
+    run.add_argument("--name", default="", help="name of the model (default: the file name without suffix)")
     run.add_argument(
-        "--python", default="", metavar="FILE", help="the interpreter that has the engine (default: this one)"
+        "--python", default="", metavar="FILE", help="Python interpreter with the engine (default: this one)"
     )
     run.add_argument(
-        "--socket", default="", metavar="ADDRESS", help="where clients connect (default: weightctl's default)"
+        "--socket", default="", metavar="ADDRESS", help="address for clients (default: weightctl's default)"
     )
-    run.add_argument("--cache-dir", default="", metavar="DIR", help="for snapshots and page stores, on a disk")
+    run.add_argument("--cache-dir", default="", metavar="DIR", help="directory of snapshots and page stores, on a disk")
     run.set_defaults(run=_run)
 
     check = commands.add_parser(
         "check",
         help="check a configuration file, its models and interpreters",
         description=(
-            "Says all that is wrong with a configuration, a line each: keys, files that cannot be read, interpreters "
-            "without the engine, and ONNX models whose inputs and outputs no request could carry. Of a model with "
-            "ranks it compares the slices, and reads rank tables. What another MindIR model takes, and whether an "
-            "engine can run a model at all, only a load tells. Of a file in CONFIGURATION_DIRECTORY, or in "
-            "/etc/weightd, it names the sockets of the systemd unit that serves it: weightd.service for weightd.toml, "
-            "weightd@NAME.service for NAME.toml. Exit status: 0 it is good, 1 a model does not load, "
-            "78 something else is wrong."
+            "Reports every error in a configuration, one per line: invalid keys, unreadable files, interpreters "
+            "without the engine, and ONNX models with inputs or outputs that requests cannot carry. For a model with "
+            "ranks, it compares the slices and checks the rank tables. It does not load models: only --load shows "
+            "whether an engine can run a model, and which inputs a MindIR model without ranks takes. For a file in "
+            "CONFIGURATION_DIRECTORY or in /etc/weightd, it prints the sockets of the systemd unit that serves the "
+            "file: weightd.service for weightd.toml, weightd@NAME.service for NAME.toml. Exit status: 0 the "
+            "configuration is valid, 1 a model does not load, 78 any other error."
         ),
     )
-    check.add_argument("config", type=Path, metavar="CONFIG", help="a TOML file")
+    check.add_argument("config", type=Path, metavar="CONFIG", help="configuration file in TOML")
     check.add_argument(
         "--load",
         action="store_true",
-        help="load each model without ranks, too, one after another, as a start would; nothing of it is left. It "
-        "takes the memory of one copy, on a card of two processes",
+        help="also load and unload each model without ranks, one after another, as the daemon would; needs memory for "
+        "one copy of the weights, on a card for two processes",
     )
     check.set_defaults(run=_check)
 

@@ -39,7 +39,7 @@ from weightd_daemon.processes.process_table import ProcessTable
 _log = logging.getLogger("weightd")
 
 CONFIG = "config"
-"""Name of the descriptor that is kept for the next daemon (FDSTORE=1): what was configured."""
+"""Name of the descriptor that is kept for the next daemon (FDSTORE=1): the text of the configuration."""
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
@@ -76,7 +76,7 @@ def read_file(path: Path, listen_addresses: Sequence[str] = ()) -> ReadConfig:
     except ConfigError as error:
         more = len(error.problems) - _MAX_PROBLEMS
         answer = error.problems[:_MAX_PROBLEMS]
-        return ReadConfig(problems=(*answer, f"{path}: {more} more problems") if more > 0 else answer)
+        return ReadConfig(problems=(*answer, f"{path}: {more} more errors") if more > 0 else answer)
     members = {name for group in config.groups.values() for name in group.models}
     model_problems = find_problems(config.models, members, runs_interpreters=False)
     return ReadConfig(
@@ -131,7 +131,11 @@ class ConfigReader:
             # This program has written the data for this process, so unpickling is safe.
             result: ReadConfig = pickle.loads(content)  # noqa: S301
         else:
-            why = "reading and checking it took too long" if self._has_timed_out else f"cannot be read: {exit_cause}"
+            why = (
+                "reading and checking the file took too long"
+                if self._has_timed_out
+                else f"cannot be read: {exit_cause}"
+            )
             result = ReadConfig(problems=(f"{path}: {why}",))
         on_result(result)
 
@@ -183,10 +187,10 @@ class ConfigFile:
             before = self._load_previous()
             if before is None:
                 raise
-            self.note = f"{error}\nwhat was in force before is served"
+            self.note = f"{error}\nthe previous configuration stays in force"
             for problem in str(error).splitlines():
                 _log.error("%s", problem)
-            _log.error("%s is not in force: going on with what was in force before", self.path)
+            _log.error("%s is not in force: keeping the previous configuration", self.path)
             return before
 
     def read(self) -> Config:
@@ -221,7 +225,7 @@ class ConfigFile:
             os.pwrite(self._descriptors[0], content, 0)
             os.ftruncate(self._descriptors[0], len(content))
         except OSError as error:
-            _log.warning("the configuration is not held for the next daemon: %s", error.strerror)
+            _log.warning("cannot keep the configuration for the next daemon: %s", error.strerror)
 
     def _load_previous(self) -> Config | None:
         for descriptor in self._descriptors[:1]:

@@ -16,13 +16,11 @@ INTERRUPTED = 130  # Ctrl-C before the daemon served; the status that a shell re
 
 # Texts for the manual page.
 MEANINGS: Mapping[int, str] = {
-    OK: "It did what it was asked to, and stopped on request.",
-    MODEL_FAILED: (
-        "It ran, but a model could not be served; `check --load`: one does not load; `doctor`: a check has failed."
-    ),
-    PROCESS_DIED: "It served and stopped on request, but a process had ended unexpectedly.",
-    USAGE: "The command line is wrong.",
-    CANNOT_CREATE: "A socket, a directory or a thread cannot be had, or another daemon has the socket.",
-    CONFIG: "The configuration is wrong: the text names file, key and what was expected; or Python is older than 3.10.",
-    INTERRUPTED: "Ctrl-C before it served; later that is a stop in order.",
+    OK: "Success; `serve` and `run`: stopped on request.",
+    MODEL_FAILED: ("A model could not be served; `check --load`: a model does not load; `doctor`: a check has failed."),
+    PROCESS_DIED: "Stopped on request, but a process had exited unexpectedly.",
+    USAGE: "Invalid command line.",
+    CANNOT_CREATE: "A socket, directory or thread is not available, or another daemon uses the socket.",
+    CONFIG: "Invalid configuration: the error names file, key and expected value; or Python is older than 3.10.",
+    INTERRUPTED: "Ctrl-C before weightd was ready; after that, Ctrl-C is a normal stop.",
 }

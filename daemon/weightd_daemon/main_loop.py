@@ -137,7 +137,11 @@ class Daemon:
         if any(each.is_failing for model in self._registry.models.values() for each in model.deployments):
             return exit_codes.MODEL_FAILED
         if self._registry.deaths:
-            _log.warning("%d processes ended unexpectedly (see the exit status)", self._registry.deaths)
+            _log.warning(
+                "child processes exited unexpectedly: %d; exiting with status %d",
+                self._registry.deaths,
+                exit_codes.PROCESS_DIED,
+            )
             return exit_codes.PROCESS_DIED
         return exit_codes.OK
 
@@ -147,7 +151,7 @@ class Daemon:
         for name, each in config.listeners.items():
             if each.insecure:
                 _log.warning(
-                    "listener %s, %s, is insecure: any client that reaches it may send requests", name, each.address
+                    "listener %s (%s) is insecure: any client that reaches it may send requests", name, each.address
                 )
         if self._service is not None:
             self._service.start([] if handover is None else [record.name for record in handover.models])
@@ -226,7 +230,7 @@ class Daemon:
 
         Deadlines of clients and of the service manager go by real time, so they come sooner on the daemon's clock.
         """
-        _log.warning("the daemon did not run for %.1f s; extending the time limits of its processes", seconds)
+        _log.warning("daemon did not run for %.1f s; extending the time limits of its processes", seconds)
         now = event_loop.now()
         for model in self._registry.all_models():
             model.dispatcher.on_suspended(seconds, now)
@@ -249,7 +253,7 @@ class Daemon:
                 # When a terminal closes, the kernel and the shell may both send SIGHUP: the second one forces nothing.
                 self.stop(now)
             else:
-                _log.warning("second stop signal: not waiting for requests")
+                _log.warning("second stop signal; not waiting for requests")
                 self._shutdown.handle(ShutdownEvent.FORCE)
                 # Stop the models first: a running model would replace the killed processes.
                 self._stop_models(now)
@@ -260,7 +264,7 @@ class Daemon:
         """Reject new requests, finish the accepted ones within the drain timeout, then stop the models."""
         if not self._shutdown.has_begun:
             drain_timeout_s = self._config.drain_timeout_s
-            _log.info("stopping: finishing what was accepted, for at most %g s", drain_timeout_s)
+            _log.info("stopping; finishing accepted requests for at most %g s", drain_timeout_s)
             self._shutdown.handle(ShutdownEvent.STOP)
             self._registry.close()
             self.schedule_reconcile()

@@ -102,7 +102,7 @@ class Reloader:
         def on_done(outcome: ConfigDiff | RequestError) -> None:
             entry = audit.AuditEntry("reload", audit.OPERATOR)
             if isinstance(outcome, RequestError):
-                _log.error("not reloaded, nothing has changed: %s", outcome)
+                _log.error("reload failed, nothing changed: %s", outcome)
                 audit.write(entry, audit.FAILED, str(outcome))
             else:
                 audit.write(entry, audit.OK)
@@ -127,7 +127,7 @@ class Reloader:
         if self._shutdown.has_begun:
             raise Unavailable("weightd is stopping")
         if len(self._pending) == _MAX_RELOADS:
-            raise ResourceExhausted(f"{_MAX_RELOADS} reloads wait already")
+            raise ResourceExhausted(f"{_MAX_RELOADS} reloads are queued already")
         self._pending.append(on_done)
         if len(self._pending) == 1:
             self._loop.call_soon(self._start_read)
@@ -144,7 +144,7 @@ class Reloader:
         try:
             self._reader.start(self._file.path, self._file.listen_addresses, self._on_read)
         except OSError as error:
-            text = f"{self._file.path}: cannot start the process that reads it: {error.strerror}"
+            text = f"{self._file.path}: cannot start the process that reads the file: {error.strerror}"
             self._on_read(ReadConfig(problems=(text,)))
         else:
             self.timer.set(event_loop.now() + _READ_TIMEOUT_S)
@@ -293,7 +293,7 @@ class ConfigInForce:
     def _check_fixed_keys(self, path: Path, config: Config) -> None:
         old_values, new_values = _fixed_values(self.config), _fixed_values(config)
         differ = [
-            f"{path}: {key}: expected {old_values.get(key)!r} as before, got {new_values.get(key)!r}: restart"
+            f"{path}: {key}: expected {old_values.get(key)!r} as before, got {new_values.get(key)!r}; restart weightd"
             for key in {**old_values, **new_values}
             if old_values.get(key) != new_values.get(key)
         ]

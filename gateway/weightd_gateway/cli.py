@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
             logs.print_error(problem)
         return CONFIG
     if options.check:
-        print(f"{path}: good")
+        print(f"{path}: valid")
         return OK
     settings = config.gateway
     admission = AdmissionControl(settings.max_in_flight, settings.max_memory_bytes)

@@ -71,9 +71,9 @@ def test_a_wrong_file_does_not_end_what_was_in_force(
         caplog.clear()
         file, config = begin(path, holder, text)
         assert config.models["m"].workers == 20
-        assert file.note.endswith("what was in force before is served")
+        assert file.note.endswith("the previous configuration stays in force")
         assert {each.levelno for each in caplog.records} == {logging.ERROR}
-        assert caplog.messages[-1] == f"{path} is not in force: going on with what was in force before"
+        assert caplog.messages[-1] == f"{path} is not in force: keeping the previous configuration"
         file.mark_in_force()
     # A shorter one leaves nothing of the longer one.
     file, config = begin(path, holder, good(tmp_path, 4))
@@ -161,7 +161,7 @@ def test_all_that_is_wrong_with_a_file_is_told(scene: Scene) -> None:
 def test_of_many_problems_the_first_are_told(scene: Scene) -> None:
     scene.path.write_text("".join(f"a{number}.b = 1\n" for number in range(1000)) + MODEL)
     problems = scene.read().problems
-    assert (len(problems), problems[-1]) == (101, f"{scene.path}: 900 more problems")
+    assert (len(problems), problems[-1]) == (101, f"{scene.path}: 900 more errors")
 
 
 def test_a_pipe_is_no_file(scene: Scene) -> None:
@@ -176,7 +176,7 @@ def test_a_reader_that_takes_too_long_is_ended(scene: Scene) -> None:
     scene.start()
     scene.reader.abort()
     started = time.monotonic()
-    assert scene.wait().problems == (f"{scene.path}: reading and checking it took too long",)
+    assert scene.wait().problems == (f"{scene.path}: reading and checking the file took too long",)
     assert time.monotonic() - started < 20
     # The next one is not late.
     scene.path.write_text("[models")

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from testkit import interrupting, mindir
-from weightd_daemon import __main__, exit_codes
+from weightd_daemon import __main__, cli, exit_codes
 
 PROGRAM = interrupting.PROGRAM.format(module="weightd_daemon.__main__")
 
@@ -58,6 +58,27 @@ def test_only_a_daemon_has_a_process_that_makes_gates(
         __main__.main()
     assert fork.called == forks
     main.assert_called_once_with(zygote=fork.return_value if forks else None)
+
+
+NO_NAME = "expected a model name of 1 to 64 ASCII letters"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["my model.onnx"], f"MODEL: 'my model' is not a valid model name; set --name: {NO_NAME}"),
+        (["m.onnx", "--name", "my model"], f"--name: {NO_NAME}"),
+        (["m.onnx", "--socket", "tcp://127.0.0.1:5555"], "--socket: expected ipc:///ABSOLUTE/PATH: tcp:// needs "),
+        (["m.onnx", "--device", "cuda:0"], '--device[0]: expected "cpu", a set of cores such as "cpu:0" or a card '),
+        (["m.onnx", "--workers", "0"], "--workers: expected integer, 1 to 1024, got int 0"),
+        (["m.txt"], "MODEL: expected a file that ends in .onnx or .mindir, got "),
+    ],
+)
+def test_an_error_names_the_argument(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", *arguments]) == exit_codes.USAGE
+    [told] = capsys.readouterr().err.splitlines()
+    assert told.removeprefix("weightd: ").startswith(error)
+    assert told.endswith("GPUs are not supported") == ("cuda:0" in arguments)
 
 
 @pytest.mark.parametrize(

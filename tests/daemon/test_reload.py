@@ -108,8 +108,8 @@ def test_where_clients_connect_is_changed_by_a_restart_alone(tmp_path: Path) -> 
     with pytest.raises(RequestError) as caught:
         scene.reload()
     assert str(caught.value).splitlines() == [
-        f"{path}: listeners.one.address: expected 'ipc:///run/one' as before, got None: restart",
-        f"{path}: listeners.two.address: expected None as before, got 'ipc:///run/one': restart",
+        f"{path}: listeners.one.address: expected 'ipc:///run/one' as before, got None; restart weightd",
+        f"{path}: listeners.two.address: expected None as before, got 'ipc:///run/one'; restart weightd",
     ]
 
 

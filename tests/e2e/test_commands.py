@@ -67,7 +67,7 @@ def test_check_names_the_sockets_of_the_unit_that_serves_the_file(
     done = weightd("check", config)
     where = "unix:///run/weightd/card0.sock.unix, ipc:///run/weightd/card0.sock"
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == f"{config}: good for weightd@card0.service; clients connect to {where}"
+    assert done.stdout.splitlines()[-1] == f"{config}: valid for weightd@card0.service; clients connect to {where}"
 
 
 def test_check_tells_who_tenants_are_and_warns(zoo: Zoo, place: DaemonPaths) -> None:

@@ -135,7 +135,7 @@ def test_the_time_in_which_the_daemon_is_stopped_does_not_count_against_workers(
         before.failed,
         before.quarantined,
     )
-    assert "the daemon did not run for " in service.log
+    assert "daemon did not run for " in service.log
 
 
 # --- workers that hang ------------------------------------------------------------------------------------------------

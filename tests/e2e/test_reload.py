@@ -68,7 +68,7 @@ def test_a_wrong_file_changes_nothing_and_says_why(service: Service, text: str) 
         with pytest.raises(InvalidArgument, match=r"models\.mlp\.path: .*none.onnx: No such file or directory"):
             client.reload()
     os.kill(service.pid, signal.SIGHUP)
-    until(lambda: "not reloaded, nothing has changed" in service.log, "the log says so")
+    until(lambda: "reload failed, nothing changed" in service.log, "the log says so")
     assert pids(service) == before
 
 

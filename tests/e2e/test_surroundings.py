@@ -101,7 +101,7 @@ def test_a_check_loads_and_says_good_of_what_can_be_served(mlp: Path, place: Dae
     config = place.config({"mlp": {"path": mlp}})
     with Weightd(tmp_path / "log", "check", "--load", config, under=surroundings.command("ENOSYS")) as check:
         assert check.wait() == 0
-    assert f"{config}: good" in check.log
+    assert f"{config}: valid" in check.log
 
 
 class Surrounded(ManagedService):

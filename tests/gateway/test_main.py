@@ -18,7 +18,7 @@ def test_a_good_file_is_said_to_be_and_nothing_is_served(tmp_path: Path, capsys:
     config = tmp_path / "gateway.toml"
     config.write_text(ANYBODY)
     assert main(["--check", str(config)]) == 0
-    assert capsys.readouterr().out == f"{config}: good\n"
+    assert capsys.readouterr().out == f"{config}: valid\n"
 
 
 def test_a_wrong_file_is_told_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

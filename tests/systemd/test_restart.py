@@ -122,10 +122,10 @@ def test_a_wrong_file_does_not_end_what_serves(weightd: Weightd) -> None:
         weightd.ask()
         assert weightd.wait_for_workers() == workers
         note = weightd.status()["note"]
-        assert "what was in force before is served" in note
+        assert "the previous configuration stays in force" in note
         # Every user of the host may read the status text, so it has neither names nor causes.
         assert "the configuration file is not in force" in weightd.show("StatusText")
-        assert "is not in force: going on with what was in force before" in weightd.journal()
+        assert "is not in force: keeping the previous configuration" in weightd.journal()
     weightd.configure({"mlp": MLP})
     weightd.manager.systemctl("reload", weightd.service)
     assert (weightd.status()["note"], weightd.wait_for_workers()) == ("", workers)

@@ -41,17 +41,17 @@ class BatchingConfig:
     def problems(self, *, is_on_cards: bool) -> Iterator[FieldError]:
         """Yield errors for keys that contradict each other or have no effect."""
         if not self.exact and self.fill_defaults().max_rows == 1:
-            yield FieldError("it has no effect without max_rows").at(".exact")
+            yield FieldError("has no effect without max_rows").at(".exact")
         if not self.sizes:
             return
         if not is_on_cards:
-            yield FieldError("it has no effect on the cpu, only on a card").at(".sizes")
+            yield FieldError("has no effect on the CPU, only on a card").at(".sizes")
         for index, (one, other) in enumerate(itertools.pairwise(self.sizes), 1):
             if one >= other:
                 yield FieldError(f"expected ascending numbers, got {other} after {one}").at(f".sizes[{index}]")
                 return
         if self.max_rows not in (1, self.sizes[-1]):
-            expected = f"expected the largest of sizes, {self.sizes[-1]}, or nothing, got {self.max_rows}"
+            expected = f"expected {self.sizes[-1]}, the largest of sizes, or no max_rows, got {self.max_rows}"
             yield FieldError(expected).at(".max_rows")
 
 
@@ -75,7 +75,7 @@ class SplitConfig:
         if not self.part_rows:
             for key in ("max_rows", "exact"):
                 if getattr(self, key) != getattr(SplitConfig, key):
-                    yield FieldError("it has no effect without part_rows").at(f".{key}")
+                    yield FieldError("has no effect without part_rows").at(f".{key}")
         elif self.max_rows < self.part_rows:
             yield FieldError(f"expected at least part_rows, {self.part_rows}, got {self.max_rows}").at(".max_rows")
         largest = max(batching.sizes, default=MAX_ROWS)

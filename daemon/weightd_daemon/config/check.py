@@ -45,7 +45,7 @@ import sys
 from weightd_protocol.version import VERSION
 import mindspore_lite
 if not hasattr(mindspore_lite, "ModelGroup"):
-    sys.exit("expected mindspore_lite 2.1 or later, which has groups of models, got " + mindspore_lite.__version__)
+    sys.exit("expected mindspore_lite 2.1 or later, which supports model groups, got " + mindspore_lite.__version__)
 print(VERSION)
 """
 
@@ -132,7 +132,7 @@ def _describe_tenant(name: str, tenant: TenantConfig) -> str:
     parts = [f"{what} {', '.join(map(str, each))}" for what, each in accounts_by_kind.items() if each]
     if name == DEFAULT_TENANT_NAME:
         parts.append("clients of no other tenant")
-    return "; ".join(parts) or "only named by a gateway"
+    return "; ".join(parts) or "only through a gateway"
 
 
 def _describe_ranks(ranks: RanksConfig) -> str:
@@ -163,4 +163,8 @@ def _interpreter_problem(python: str, probe: str, *arguments: str) -> str:
         return (result.stderr.strip().splitlines() or [describe_status(result.returncode)])[-1]
     # An engine may print on stdout when it is imported, so only the last word is the version.
     version = (result.stdout.split() or ["unknown"])[-1]
-    return "" if version == VERSION else f"it has weightd {version}, the daemon is {VERSION}"
+    return (
+        ""
+        if version == VERSION
+        else f"the interpreter has weightd {version}, the daemon is {VERSION}: install the same version in both"
+    )

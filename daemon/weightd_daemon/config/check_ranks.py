@@ -78,11 +78,11 @@ def _open_slice(path: Path, stack: contextlib.ExitStack, slices: _Slices) -> Ite
     except OSError as error:
         yield f"{path}: {error.strerror}"
     except Malformed:
-        yield f"{path}: expected a MindIR; this is something else, or only a part of one"
+        yield f"{path}: expected a complete MindIR file"
     else:
         slices.signatures.append(signature)
         if not signature.is_mindspore_export:
-            yield f"{path}: expected a MindIR that MindSpore has exported; the Converter has made this one"
+            yield f"{path}: expected a MindIR exported by MindSpore, got one of the Converter"
         for what, tensors in (("input", signature.inputs), ("output", signature.outputs)):
             yield from (f"{path}: {problem}" for problem in mindir.find_problems(what, tensors))
 
@@ -120,7 +120,10 @@ def _find_equal_slices(ranks: RanksConfig, models: Sequence[OpenModel]) -> Itera
             yield f"path: rank {other_rank}: {error}"
             return
         if equal:
-            text = f"has the same content as that of rank {rank}, {ranks.paths[rank]}; each rank has another slice"
+            text = (
+                f"has the same content as the slice of rank {rank}, {ranks.paths[rank]};"
+                " expected a different slice for each rank"
+            )
             yield f"path: rank {other_rank}: {ranks.paths[other_rank]}: {text}"
 
 
@@ -152,7 +155,7 @@ def _check_inputs_file(model: ModelConfig, signature: MindIr) -> Iterator[str]:
     inputs = [each.name for each in signature.inputs]
     outputs = [each.name for each in signature.outputs]
     if sorted(names) != sorted(inputs + outputs):
-        expected = f"expected arrays {', '.join(inputs + outputs)}, the inputs and the right outputs"
+        expected = f"expected arrays {', '.join(inputs + outputs)}, the inputs and the correct outputs"
         yield f"selftest: {path}: {expected}, got {', '.join(names)}"
 
 
@@ -179,7 +182,7 @@ def _check_config_file(model: ModelConfig) -> Iterator[str]:
     with contextlib.suppress(OSError):  # the options of the engine report a missing file
         for _, key, _ in config_items(Path(path)):
             if key == "stream_sync_timeout":
-                reason = "after it the graph engine answers no further predict, and waits for ever"
+                reason = "after this timeout, the graph engine hangs in every further predict"
                 yield f"mindspore_lite.config_file: {path}: {key}: {reason}; remove it from the file"
 
 
@@ -193,9 +196,7 @@ def _check_rank_tables(
         cards = {each: _physical_id_of(each, visible_devices) for each in group if card_of(each) is not None}
         for device, card in cards.items():
             if card is None:
-                yield (
-                    f"ranks.devices: {device}: ASCEND_RT_VISIBLE_DEVICES is {visible_devices!r}, which has no such card"
-                )
+                yield (f"ranks.devices: {device}: not in ASCEND_RT_VISIBLE_DEVICES, which is {visible_devices!r}")
         ports = [ranks.device_ports or (ranktable.DEFAULT_PORT,)] * len(cards)
         path = ranks.rank_table_path(index)
         if path and model.engine == MINDSPORE_LITE:
@@ -220,7 +221,7 @@ def _check_ports(
         for port in each if card is not None else ():
             other = port_owners.setdefault((card or 0, port), name)
             if other != name:
-                yield f"ranks.devices: on {device} the ranks of {other} have port {port} already"
+                yield f"ranks.devices: the ranks of {other} already use port {port} on {device}"
 
 
 def read_rank_table(path: Path) -> RankTable | str:

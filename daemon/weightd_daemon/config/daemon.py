@@ -165,7 +165,7 @@ def _check_socket(socket: str, allowed_sockets: Sequence[str]) -> Iterator[Field
         yield from (each.at(".socket") for each in check_address(socket, endpoints.UNIX_SUFFIX))
     elif socket not in allowed_sockets:
         text = (
-            f"expected {' or '.join(allowed_sockets)}, where the service manager listens (weightd.socket), got"
+            f"expected {' or '.join(allowed_sockets)}, on which the service manager listens (weightd.socket), got"
             f" {socket!r}"
         )
         yield FieldError(text).at(".socket")
@@ -203,7 +203,7 @@ def check_address(address: str, suffix: str = "") -> Iterator[FieldError]:
     if not _IPC_PATTERN.fullmatch(address) and not endpoints.is_tcp_address(address):
         yield FieldError(f"expected {EXPECTED_FORM}, got {address!r}")
     elif address.startswith(_IPC) and address.endswith(endpoints.UNIX_SUFFIX):
-        yield FieldError(f"expected a path without {endpoints.UNIX_SUFFIX}, the end of unix sockets', got {address!r}")
+        yield FieldError(f"expected a path without the suffix {endpoints.UNIX_SUFFIX} of Unix sockets, got {address!r}")
     elif address.startswith(_IPC):
         yield from check_socket_path(address.removeprefix(_IPC) + suffix)
 

@@ -63,7 +63,7 @@ def read_devices(content: Any, problems: ErrorCollector) -> dict[str, DeviceConf
 
 def _check_card(device: DeviceConfig) -> Iterator[FieldError]:
     if device.cpus:
-        yield FieldError('it has no effect on a card, only on a set of cores such as "cpu:0"').at(".cpus")
+        yield FieldError('has no effect on a card, only on a set of cores such as "cpu:0"').at(".cpus")
     if device.ip and not is_address(device.ip):
         yield FieldError(f'expected an address such as "192.168.1.8", got {short_repr(device.ip)}').at(".ip")
 
@@ -71,10 +71,10 @@ def _check_card(device: DeviceConfig) -> Iterator[FieldError]:
 def _check_core_set(device: DeviceConfig) -> Iterator[FieldError]:
     for key in ("memory_mib", "processes", "ip"):
         if getattr(device, key) != getattr(DeviceConfig, key):
-            yield FieldError("it has no effect on the cpu, only on a card").at(f".{key}")
+            yield FieldError("has no effect on the CPU, only on a card").at(f".{key}")
     if not device.cores:
         yield FieldError(f'expected cores such as "0-3,8", got {short_repr(device.cpus)}').at(".cpus")
     missing = device.cores - allowed_cores()
     if missing:
-        expected = f"expected cores of those that weightd may use, {devices.format_cpulist(allowed_cores())}"
+        expected = f"expected cores that weightd may use, {devices.format_cpulist(allowed_cores())}"
         yield FieldError(f"{expected}, got {devices.format_cpulist(missing)}").at(".cpus")

@@ -125,7 +125,7 @@ def _check_members(
         elif name not in names:
             yield FieldError(f"there is no model {label(name)}").at(at)
         elif group_by_model.setdefault(name, group) != group:
-            yield FieldError(f"{label(name)} is in the group {label(group_by_model[name])} already").at(at)
+            yield FieldError(f"{label(name)} is already in the group {label(group_by_model[name])}").at(at)
 
 
 def _check_group(group: GroupConfig, members: Mapping[str, ModelConfig]) -> Iterator[FieldError]:
@@ -138,10 +138,12 @@ def _check_group(group: GroupConfig, members: Mapping[str, ModelConfig]) -> Iter
         for index, other in enumerate(other_models, 1):
             theirs, own = getattr(other, key), getattr(first_model, key)
             if theirs != own:
-                text = f"{label(group.models[index])}: expected the {key} of {label(group.models[0])}, {own}, for one "
-                yield FieldError(f"{text}process serves both; got {theirs}").at(f".models[{index}]")
+                text = (
+                    f"{label(group.models[index])}: expected the {key} of {label(group.models[0])}, {own}, because one "
+                )
+                yield FieldError(f"{text}process serves both models; got {theirs}").at(f".models[{index}]")
     if group.shares_weights and len({model.path for model in members.values()}) == len(members):
-        text = f'weights are shared by models with the same path, and no two have one; set share = "{WORKSPACE}"'
+        text = f'only models with the same path share weights, but all paths differ; set share = "{WORKSPACE}"'
         yield FieldError(text).at(".share")
 
 
@@ -149,15 +151,15 @@ def _member_problem(model: ModelConfig, group: GroupConfig) -> str:
     """Return why a model cannot be in a group, or ""; the most fundamental reason comes first."""
     rows = model.batching.max_rows
     reasons = {
-        f"expected engine {_GROUP_ENGINE}, which alone has groups, got {model.engine}": model.engine != _GROUP_ENGINE,
-        "expected a model on cards: on the cpu there is nothing to share": not model.is_on_cards,
-        "a model with ranks has groups of its own": model.ranks is not None,
-        'provider "ge" shares in another way, which weightd does not serve': model.mindspore_lite.provider == "ge",
+        f"expected engine {_GROUP_ENGINE}, the only one with groups, got {model.engine}": model.engine != _GROUP_ENGINE,
+        "expected a model on cards: on the CPU, a group would share nothing": not model.is_on_cards,
+        "a model with ranks cannot be in a group": model.ranks is not None,
+        'provider "ge" does not support groups': model.mindspore_lite.provider == "ge",
         f'expected sharing = "off", got "{model.sharing}": the library ignores it in a group': model.sharing != "off",
-        f"expected workers = 1, got {model.workers}: the group has one process for a device": model.workers != 1,
-        f"expected spares = 0, got {model.spares}: the group has one process for a device": bool(model.spares),
-        "a model whose weights can be changed is refused by the library": model.mindspore_lite.variable_weights,
-        f"expected batching.max_rows = 1, got {rows}: of a model for several sizes the library shares no workspace": (
+        f"expected workers = 1, got {model.workers}: the group has one process on each device": model.workers != 1,
+        f"expected spares = 0, got {model.spares}: the group has one process on each device": bool(model.spares),
+        "MindSpore Lite rejects groups with variable_weights": model.mindspore_lite.variable_weights,
+        f"expected batching.max_rows = 1, got {rows}: a model with several sizes shares no workspace": (
             rows > 1 and group.shares_workspace
         ),
     }

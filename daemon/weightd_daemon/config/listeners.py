@@ -28,8 +28,8 @@ _TCP = "tcp://"
 _MAX_COUNT = 2**31
 
 _INSECURE_TCP_TEXT = (
-    "over TCP without CURVE any client that reaches the port can send requests, and whoever is on the way may read and "
-    "change what is said"
+    "over TCP without CURVE, any client that reaches the port can send requests, and anyone on the network path can "
+    "read and change messages"
 )
 
 
@@ -118,9 +118,9 @@ def _check_security(listener: ListenerConfig, tenants: Mapping[str, TenantConfig
     is_tcp = (listener.address or "").startswith(_TCP)
     if listener.security == CURVE:
         if not listener.key:
-            yield FieldError('missing: security = "curve" needs the file of a secret key; see weightctl keygen').at(
-                ".key"
-            )
+            yield FieldError(
+                'missing: security = "curve" needs a file with a secret key; create one with weightctl keygen'
+            ).at(".key")
         if importlib.util.find_spec("nacl") is None:
             yield FieldError('"curve" needs PyNaCl, which is not installed: pip install "./weightd[daemon]"').at(
                 ".security"
@@ -130,11 +130,11 @@ def _check_security(listener: ListenerConfig, tenants: Mapping[str, TenantConfig
         if not is_tcp:
             yield FieldError('expected "none" for ipc://: the kernel identifies its clients').at(".security")
         if allowed_keys(listener, tenants) == ():
-            text = "no client could connect: no tenant that it is for has `keys`, and there is no [tenants.default]"
+            text = "no client could connect: none of its tenants has `keys`, and there is no [tenants.default]"
             yield FieldError(text).at(".security")
     else:
         if listener.key:
-            yield FieldError('expected none without security = "curve"').at(".key")
+            yield FieldError('has no effect without security = "curve"').at(".key")
         if is_tcp and not listener.insecure:
             yield FieldError(
                 f'missing: expected security = "curve" with a key, or insecure = true: {_INSECURE_TCP_TEXT}'
@@ -147,7 +147,7 @@ def _check_tenants(listener: ListenerConfig, tenants: Mapping[str, TenantConfig]
     for index, each in enumerate(listener.tenants):
         if each not in tenants:
             yield (
-                FieldError(f"expected a tenant that has a table, got {describe_value(each)}")
+                FieldError(f"expected the name of a table [tenants.NAME], got {describe_value(each)}")
                 .at(f"[{index}]")
                 .at(".tenants")
             )
@@ -172,13 +172,15 @@ def _check_all_listeners(
     for name, listener in listeners.items():
         other = name_by_address.setdefault(normalize_address(listener.address), name)
         if other != name:
-            text = f"listener {other} has the address {listener.address!r} already"
+            text = f"listener {other} already has the address {listener.address!r}"
             yield FieldError(text).at(f".{label(name)}.address")
     configured_addresses = {listener.address for listener in listeners.values()}
     for address in zmq_addresses(listen_addresses):
         if address not in configured_addresses:
             # Clients that connect to this address would wait forever.
-            yield FieldError(f"expected one at {address}, where the service manager listens (weightd.socket)")
+            yield FieldError(
+                f"expected a listener with address {address}, on which the service manager listens (weightd.socket)"
+            )
 
 
 def _default_listeners(

@@ -26,6 +26,9 @@ from weightd_protocol.schema import FieldError, boolean, integer, list_of, numbe
 
 _NAME = text(limits.MAX_NAME_BYTES)
 
+# Prefixes of the device names that other programs use for GPUs.
+_GPU_NAMES = ("cuda", "gpu", "nvidia", "rocm")
+
 
 @dataclass(frozen=True)
 class Membership:
@@ -316,7 +319,7 @@ def _check_core_tables(config: ModelConfig, devices: Mapping[str, DeviceConfig])
         if not has_cores(device):
             continue
         if device not in devices:
-            yield FieldError(f'expected a table [devices."{device}"] that gives its cpus').at(f".devices[{index}]")
+            yield FieldError(f'expected a table [devices."{device}"] with the key cpus').at(f".devices[{index}]")
             continue
         common = sorted(core for core in devices[device].cores if device_by_core.setdefault(core, device) != device)
         if common:
@@ -335,19 +338,20 @@ def _check_devices(config: ModelConfig) -> Iterator[FieldError]:
 
 def _device_problem(device: str, devices: Sequence[str]) -> str:
     if not is_cpu(device) and card_of(device) is None:
-        return f'expected "cpu", a set of cores such as "cpu:0" or a card such as "ascend:0", got {device!r}'
+        hint = "; GPUs are not supported" if device.lower().startswith(_GPU_NAMES) else ""
+        return f'expected "cpu", a set of cores such as "cpu:0" or a card such as "ascend:0", got {device!r}{hint}'
     if devices.count(device) > 1:
         return f"{device} is given twice"
     if device == CPU and any(map(has_cores, devices)):
-        return "expected the whole CPU or sets of its cores"
+        return 'expected either "cpu" or sets of cores'
     if is_cpu(device) and not all(map(is_cpu, devices)):
-        return "expected the CPU alone or cards alone: their answers differ"
+        return "expected either the CPU or cards, not both: their outputs differ"
     return ""
 
 
 def _check_copies(config: ModelConfig) -> Iterator[FieldError]:
     if config.copies == "each" and not all(map(has_cores, config.devices)):
-        yield FieldError('it has no effect but on sets of cores such as "cpu:0"').at(".copies")
+        yield FieldError('has an effect only on sets of cores such as "cpu:0"').at(".copies")
 
 
 def _check_priority(config: ModelConfig) -> Iterator[FieldError]:
@@ -364,16 +368,18 @@ def _check_batching(config: ModelConfig) -> Iterator[FieldError]:
 def _check_engine(config: ModelConfig) -> Iterator[FieldError]:
     engine = engine_name(config)
     if config.ranks is not None and not (engine == MINDSPORE_LITE or ENGINES[engine].is_ranks_only):
-        expected = f"expected mindspore, or on cards mindspore_lite: engine {engine} has no ranks"
+        expected = f"expected mindspore, or mindspore_lite on cards; engine {engine} does not support ranks"
         yield FieldError(expected).at(".engine")
         return
     if config.ranks is None and ENGINES[engine].is_ranks_only:
-        text = f"engine {engine} runs only the ranks of a model, which the table [models.NAME.ranks] gives"
+        text = f"engine {engine} needs a table [models.NAME.ranks]"
         yield FieldError(text).at(".engine")
         return
     for index, device in enumerate(config.devices):
         if not ENGINES[engine].can_run_on(device):
-            yield FieldError(f"expected cpu: engine {engine} runs there only, got {device!r}").at(f".devices[{index}]")
+            yield FieldError(f"expected cpu, the only device of engine {engine}, got {device!r}").at(
+                f".devices[{index}]"
+            )
             return
 
 
@@ -383,7 +389,7 @@ def _check_engine_options(config: ModelConfig) -> Iterator[FieldError]:
         if name == engine:
             yield from (error.at(f".{name}") for error in options.problems(config.devices, config.sharing))
         elif options != type(options)():
-            yield FieldError(f"the model's engine is {engine}").at(f".{name}")
+            yield FieldError(f"has no effect: the engine of the model is {engine}").at(f".{name}")
 
 
 def _check_process_count(config: ModelConfig) -> Iterator[FieldError]:
@@ -399,10 +405,10 @@ def _check_selftest(config: ModelConfig) -> Iterator[FieldError]:
         return
     for key in ("selftest_tolerance", "selftest_interval"):
         if getattr(config, key):
-            yield FieldError('it has no effect with selftest = "off"').at(f".{key}")
+            yield FieldError('has no effect with selftest = "off"').at(f".{key}")
     if config.is_on_cards and config.sharing == "on":
-        reason = "on a card nothing else shows that an attach has left the weights right"
-        yield FieldError(f'{reason}; set sharing = "off" too, or name an input').at(".selftest")
+        reason = "on a card only the self-test detects wrong weights after an attach"
+        yield FieldError(f'{reason}; set sharing = "off" as well, or give inputs').at(".selftest")
 
 
 _Rule = Callable[[ModelConfig], Iterable[FieldError]]

@@ -44,7 +44,7 @@ def with_rank_defaults(
     if config.ranks is None:
         return config
     if config.devices != ModelConfig.devices:
-        text = "where a model has ranks, its devices are a key of their table [models.NAME.ranks]"
+        text = "for a model with ranks, set devices in the table [models.NAME.ranks]"
         problems.add([FieldError(text).at(".devices")], "devices")
     problems.add((error.at(".ranks") for error in config.ranks.problems()), "ranks")
     path = str(base / (config.path or ""))
@@ -79,7 +79,7 @@ def check_card_ports(models: Mapping[str, ModelConfig]) -> Iterator[FieldError]:
             for port in model.ranks.device_ports or (ranktable.DEFAULT_PORT,):
                 other = port_owners.setdefault((device, port), name)
                 if other != name:
-                    text = f"on {device} the ranks of {label(other)} have port {port} already; set other device_ports"
+                    text = f"the ranks of {label(other)} already use port {port} on {device}; set other device_ports"
                     yield FieldError(text).at(f".{label(name)}.ranks.devices")
                     break
 
@@ -91,64 +91,64 @@ def _check_path(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]
     del ranks
     if RANK_PLACEHOLDER not in config.path:
         yield FieldError(
-            f"expected {RANK_PLACEHOLDER} in it, which stands for 0, 1 and so on: each rank has a file of its own"
+            f"expected a path with {RANK_PLACEHOLDER}, which stands for 0, 1 and so on: each rank has its own file"
         ).at(".path")
 
 
 def _check_engine(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     if config.engine == MINDSPORE_LITE and not ranks.is_on_cards:
-        yield FieldError(f"expected mindspore on the cpu: {MINDSPORE_LITE} has ranks on cards only").at(".engine")
+        yield FieldError(f"expected mindspore on the CPU: {MINDSPORE_LITE} supports ranks only on cards").at(".engine")
 
 
 def _check_processes(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     if config.workers != 1:
         yield FieldError(f"expected 1: a group has one process for each rank, got {config.workers}").at(".workers")
     if config.spares:
-        yield FieldError(f"expected 0: ranks are replaced all together, got {config.spares}").at(".spares")
+        yield FieldError(f"expected 0: all ranks are replaced together, got {config.spares}").at(".spares")
     if config.start != "fork":
-        yield FieldError("it has no effect: each rank has an interpreter of its own anyway").at(".start")
+        yield FieldError("has no effect: each rank always has its own interpreter").at(".start")
     if config.policy == ReplacementPolicy.OVERLAP.value and not ranks.can_overlap:
-        text = "a card has one process of a group on each port: set two device_ports, or another policy"
+        text = "a card allows one process of a rank group on each port; set two device_ports, or another policy"
         yield FieldError(text).at(".policy")
 
 
 def _check_weights(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     del ranks
     if config.sharing != "off":
-        reason = "each rank has a slice of its own, which no other process has"
+        reason = "no other process has the slice of a rank"
         yield FieldError(f'expected "off": {reason}; got {config.sharing!r}').at(".sharing")
     if config.copies != "one":
-        yield FieldError("it has no effect on ranks: a group has one copy, in slices").at(".copies")
+        yield FieldError("has no effect on ranks: a rank group has one copy of the weights, in slices").at(".copies")
     if config.holder_loss != "strict":
-        yield FieldError("it has no effect on ranks: no process holds weights for others").at(".holder_loss")
+        yield FieldError("has no effect on ranks: no process holds weights for others").at(".holder_loss")
 
 
 def _check_engine_options(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     del ranks
     if config.mindspore_lite.variable_weights:
-        text = "a model whose weights can be changed has no ranks: the graph engine does not run it"
+        text = "not supported with ranks: the graph engine does not run models with variable weights"
         yield FieldError(text).at(".mindspore_lite.variable_weights")
 
 
 def _check_selftest(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     del ranks
     if not selftest_config.inputs_path(config.selftest):
-        reason = "ranks that have the same wrong slice agree on a wrong answer"
-        yield FieldError(f"expected a path that ends in .npz, of inputs and their right outputs: {reason}").at(
+        reason = "ranks with the same wrong slice would agree on wrong outputs"
+        yield FieldError(f"expected the path of an .npz file with inputs and their correct outputs: {reason}").at(
             ".selftest"
         )
     if config.selftest_interval:
-        text = "ranks run the self-test when they start: later all would have to run it at once, among the requests"
+        text = "not supported with ranks: they run the self-test only when they start"
         yield FieldError(text).at(".selftest_interval")
 
 
 def _check_batching(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     if config.batching.sizes:
-        text = "only a model that was converted for a card has sizes; that of a rank is the exported one"
+        text = "not supported with ranks: only a model that was converted for a card has sizes"
         yield FieldError(text).at(".batching.sizes")
     if ranks.reply_rank is None and config.max_batch_rows > 1:
         key = ".batching.max_rows" if config.batching.max_rows > 1 else ".split.part_rows"
-        yield FieldError('joined outputs cannot be split by rows; reply is "concat"').at(key)
+        yield FieldError('not supported with reply = "concat": concatenated outputs cannot be split by rows').at(key)
 
 
 def _check_reply(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
@@ -160,10 +160,7 @@ def _check_reply(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError
 
 def _check_timeouts(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     if ranks.is_on_cards and ranks.connect_timeout < _MIN_CONNECT_TIMEOUT_S:
-        text = (
-            f"expected at least {_MIN_CONNECT_TIMEOUT_S} on cards, whose library refuses less, got"
-            f" {ranks.connect_timeout}"
-        )
+        text = f"expected at least {_MIN_CONNECT_TIMEOUT_S} on cards, the minimum of HCCL, got {ranks.connect_timeout}"
         yield FieldError(text).at(".ranks.connect_timeout")
     effective_timeout_s = ranks.exec_timeout
     if ranks.is_on_cards:
@@ -174,9 +171,11 @@ def _check_timeouts(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldEr
         )
     elif config.predict_timeout >= effective_timeout_s:
         rounded = (
-            f", which some cards take for {effective_timeout_s}" if effective_timeout_s != ranks.exec_timeout else ""
+            f", which some cards round down to {effective_timeout_s}"
+            if effective_timeout_s != ranks.exec_timeout
+            else ""
         )
-        reason = "weightd has to see first that a rank hangs"
+        reason = "weightd must detect first that a rank hangs"
         text = f"expected less than ranks.exec_timeout, {ranks.exec_timeout}{rounded}: {reason}; got "
         yield FieldError(f"{text}{config.predict_timeout:g}").at(".predict_timeout")
 
@@ -184,16 +183,18 @@ def _check_timeouts(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldEr
 def _check_rank_table(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     for key in ("rank_table", "group_info_file"):
         if getattr(ranks, key) and not ranks.is_on_cards:
-            yield FieldError("it has no effect on the cpu, only on a card").at(f".ranks.{key}")
+            yield FieldError("has no effect on the CPU, only on a card").at(f".ranks.{key}")
         elif getattr(ranks, key) and config.engine != MINDSPORE_LITE:
-            yield FieldError(f"only {MINDSPORE_LITE} reads it, the engine is {config.engine}").at(f".ranks.{key}")
+            yield FieldError(f"has no effect: only {MINDSPORE_LITE} reads it, but the engine is {config.engine}").at(
+                f".ranks.{key}"
+            )
     if not ranks.is_on_cards or ranks.is_table_generated or not ranks.rank_table:
         return
     yield from (FieldError(text).at(".ranks.rank_table") for text in ranktable.path_problems(ranks.rank_table))
     if len(ranks.groups) > 1 and GROUP_PLACEHOLDER not in ranks.rank_table:
         text = (
-            f"expected {GROUP_PLACEHOLDER} in it, which stands for 0, 1 and so on: each group of ranks has a table of"
-            " its own"
+            f"expected a path with {GROUP_PLACEHOLDER}, which stands for 0, 1 and so on: each rank group has its"
+            " own table"
         )
         yield FieldError(text).at(".ranks.rank_table")
 
@@ -202,12 +203,12 @@ def _check_ports(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError
     if not ranks.device_ports:
         return
     if not ranks.is_on_cards:
-        yield FieldError("it has no effect on the cpu, only on a card").at(".ranks.device_ports")
+        yield FieldError("has no effect on the CPU, only on a card").at(".ranks.device_ports")
     elif config.engine != MINDSPORE_LITE:
-        text = f"only a rank table has them, which {MINDSPORE_LITE} reads; the engine is {config.engine}"
+        text = f"has no effect: only rank tables for {MINDSPORE_LITE} have ports, but the engine is {config.engine}"
         yield FieldError(text).at(".ranks.device_ports")
     elif not ranks.is_table_generated:
-        yield FieldError("it has no effect beside a rank_table, which names its own ports").at(".ranks.device_ports")
+        yield FieldError("has no effect beside rank_table, which contains the ports").at(".ranks.device_ports")
     elif len(set(ranks.device_ports)) < len(ranks.device_ports):
         yield FieldError(f"{ranks.device_ports[0]} is given twice").at(".ranks.device_ports")
 
@@ -215,9 +216,11 @@ def _check_ports(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError
 def _check_buffers(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
     for key in ("buffer_mib", "communicators"):
         if not ranks.is_on_cards and getattr(ranks, key) != getattr(RanksConfig, key):
-            yield FieldError("it has no effect on the cpu, only on a card").at(f".ranks.{key}")
+            yield FieldError("has no effect on the CPU, only on a card").at(f".ranks.{key}")
     if ranks.is_on_cards and config.engine == MINDSPORE_LITE and ranks.communicators > 1 and not ranks.group_info_file:
-        yield FieldError("without group_info_file, all ranks are the only group").at(".ranks.communicators")
+        yield FieldError("has no effect without group_info_file: the only group is that of all ranks").at(
+            ".ranks.communicators"
+        )
 
 
 _Rule = Callable[[ModelConfig, RanksConfig], Iterable[FieldError]]

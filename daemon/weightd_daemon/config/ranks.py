@@ -35,7 +35,7 @@ MINDSPORE_LITE = "mindspore_lite"
 RANK_PLACEHOLDER = "{rank}"
 GROUP_PLACEHOLDER = "{group}"
 
-_TOO_FEW_RANKS = "expected at least two ranks; a model of one is served without this table"
+_TOO_FEW_RANKS = "expected at least two ranks; a model in one file needs no table of ranks"
 
 _NAME_METADATA = text(limits.MAX_NAME_BYTES)
 _PATH_METADATA = user_path(limits.MAX_PATH_BYTES, empty=True)
@@ -133,9 +133,11 @@ class RanksConfig:
     def problems(self) -> Iterator[FieldError]:
         """Yield errors in the devices, on which all other checks depend."""
         if self.devices and self.size:
-            yield FieldError("it has no effect beside devices, a list of which has one for each rank").at(".size")
+            yield FieldError("has no effect beside devices, which lists one device for each rank").at(".size")
         if not self.devices and not self.size:
-            yield FieldError("expected the device of each rank, or on the cpu their number as size").at(".devices")
+            yield FieldError("expected the device of each rank or, on the CPU, the number of ranks as size").at(
+                ".devices"
+            )
         if self.size == 1:
             yield FieldError(_TOO_FEW_RANKS).at(".size")
         sizes = [len(group) for group in self.devices]
@@ -143,7 +145,7 @@ class RanksConfig:
             if index == 0 and size < 2:
                 yield FieldError(_TOO_FEW_RANKS).at(self._devices_path(index))
             elif size != sizes[0]:
-                text = f"expected {sizes[0]} devices as the first group has, got {size}"
+                text = f"expected {sizes[0]} devices, as in the first group, got {size}"
                 yield FieldError(text).at(self._devices_path(index))
         if sum(sizes) > MAX_RANKS:
             yield FieldError(f"expected at most {MAX_RANKS} ranks in all groups, got {sum(sizes)}").at(".devices")
@@ -158,7 +160,7 @@ class RanksConfig:
                     continue
                 other = groups.setdefault(device, index)
                 if other != index:
-                    yield FieldError(f"{device} has a rank of group {other} already").at(
+                    yield FieldError(f"{device} already has a rank of group {other}").at(
                         f"{self._devices_path(index)}[{rank}]"
                     )
                 elif device in group[:rank]:

@@ -206,7 +206,7 @@ def _check_tenant(tenant: TenantConfig, tenant_names: Collection[str]) -> Iterat
     for index, each in enumerate(tenant.acts_for):
         if is_exact_name(each) and each not in tenant_names:
             yield (
-                FieldError(f"expected a tenant that has a table, got {describe_value(each)}")
+                FieldError(f"expected the name of a table [tenants.NAME], got {describe_value(each)}")
                 .at(f"[{index}]")
                 .at(".acts_for")
             )
@@ -215,7 +215,7 @@ def _check_tenant(tenant: TenantConfig, tenant_names: Collection[str]) -> Iterat
 def _check_all_tenants(identities_by_tenant: Mapping[str, Identities]) -> Iterator[FieldError]:
     """Check that no identity belongs to two tenants, and that there are not too many keys to pass to the proxies."""
     if (count := sum(len(each.keys) for each in identities_by_tenant.values())) > limits.MAX_KEYS:
-        yield FieldError(f"expected at most {limits.MAX_KEYS} keys of all tenants, got {count}")
+        yield FieldError(f"expected at most {limits.MAX_KEYS} keys in all tenants together, got {count}")
     for name, error in find_duplicates({name: each.users for name, each in identities_by_tenant.items()}):
         yield error.at(".uids").at(f".{label(name)}")
     for name, error in find_duplicates({name: each.groups for name, each in identities_by_tenant.items()}):
@@ -237,14 +237,14 @@ def find_warnings(tenants: Mapping[str, TenantConfig], models: Collection[str]) 
             if is_exact_name(each) and each not in models:
                 yield f"{where}.models: there is no model {each!r}"
         if tenant.model_dirs and OPERATE not in tenant.may:
-            yield f'{where}.model_dirs: it may not update models: "{OPERATE}" is not in its `may`'
+            yield f'{where}.model_dirs: has no effect without "{OPERATE}" in `may`'
         if not tenant.may:
-            yield f"{where}.may: it may do nothing"
+            yield f"{where}.may: empty: the tenant has no rights"
         if name != DEFAULT_TENANT_NAME and not (
             tenant.uids or tenant.groups or tenant.keys or _is_acted_for(name, tenants)
         ):
             reason = "it has neither uids nor groups nor keys, and no tenant acts for it"
-            yield f"{where}: no client belongs to it: {reason}"
+            yield f"{where}: no client belongs to this tenant: {reason}"
 
 
 def _is_acted_for(name: str, tenants: Mapping[str, TenantConfig]) -> bool:
@@ -323,7 +323,7 @@ def _find_account_id(kind: str, account: str, look_up_id: Callable[[str], int]) 
     if number > _MAX_ID:
         raise FieldError(f"expected the number of a {kind}, 0 to {_MAX_ID}, got {describe_value(account)}")
     if number == OVERFLOW_ID:
-        text = f"{OVERFLOW_ID} stands for each {kind} that the kernel cannot name, as those that a namespace hides"
+        text = f"the kernel uses {OVERFLOW_ID} for every {kind} that it cannot map, such as those of another namespace"
         raise FieldError(f"expected another {kind}, got {describe_value(account)}: {text}")
     return number
 
@@ -341,7 +341,7 @@ def find_duplicates(identities_by_tenant: Mapping[str, Mapping[T, str]]) -> Iter
             if other != name:
                 before = identities_by_tenant[other][who]
                 same = "" if before == spelling else f", as {describe_value(before)}"
-                yield name, FieldError(f"{describe_value(spelling)} is in tenant {label(other)} already{same}")
+                yield name, FieldError(f"{describe_value(spelling)} is already in tenant {label(other)}{same}")
 
 
 def _look_up_all(

@@ -125,7 +125,7 @@ _Problem = tuple[str, str]
 def _no_effect_on_cpu(options: MindSporeLiteOptions) -> Iterator[_Problem]:
     for key in ("provider", "precision_mode", "variable_weights"):
         if getattr(options, key):
-            yield key, "it has no effect on the cpu, only on a card"
+            yield key, "has no effect on the CPU, only on a card"
     if options.parallel_workers > 1:
         if options.dec_key_file:
             yield "dec_key_file", "parallel workers cannot use a key; set parallel_workers = 1"
@@ -136,7 +136,7 @@ def _no_effect_on_cpu(options: MindSporeLiteOptions) -> Iterator[_Problem]:
 def _no_effect_on_cards(options: MindSporeLiteOptions) -> Iterator[_Problem]:
     for key in ("thread_affinity_mode", "thread_affinity_cores", "inter_op_parallel", "max_shape"):
         if getattr(options, key):
-            yield key, "it has no effect on a card, only on the cpu"
+            yield key, "has no effect on a card, only on the CPU"
     if options.parallel_workers > 1:
         yield "parallel_workers", "expected 1 on a card, where each parallel worker would load its own weights"
 
@@ -149,9 +149,9 @@ def _core_binding_problems(options: MindSporeLiteOptions) -> Iterator[_Problem]:
 
 def _no_effect(options: MindSporeLiteOptions) -> Iterator[_Problem]:
     if options.thread_affinity_mode and options.thread_affinity_cores:
-        yield "thread_affinity_mode", "it has no effect beside thread_affinity_cores"
+        yield "thread_affinity_mode", "has no effect beside thread_affinity_cores"
     if options.dec_mode != "AES-GCM" and not options.dec_key_file:
-        yield "dec_mode", "it has no effect without dec_key_file"
+        yield "dec_mode", "has no effect without dec_key_file"
 
 
 def _sharing_problems(options: MindSporeLiteOptions) -> Iterator[_Problem]:

@@ -53,8 +53,8 @@ def test_each_model_is_looked_at(tmp_path: Path, model: ModelConfig) -> None:
     ("script", "problem"),
     [
         (f"echo greeting; echo {VERSION}", ""),
-        ("echo 0.0.1", f"it has weightd 0.0.1, the daemon is {VERSION}"),
-        ("true", f"it has weightd unknown, the daemon is {VERSION}"),
+        ("echo 0.0.1", f"the interpreter has weightd 0.0.1, the daemon is {VERSION}: install the same version in both"),
+        ("true", f"the interpreter has weightd unknown, the daemon is {VERSION}: install the same version in both"),
         ("echo Traceback >&2; echo '  File' >&2; echo 'ImportError: no engine' >&2; exit 1", "ImportError: no engine"),
         ("exit 9", "exited with status 9"),
         ("printf '\\377\\n' >&2; exit 1", "\ufffd"),
@@ -78,7 +78,7 @@ def test_tenants_are_told_as_the_kernel_knows_them(model: ModelConfig) -> None:
     assert list(check.describe_config(config))[1:] == [
         "tenant research: user 1001, 7; key a.pub; may infer; models m, bert-*",
         "tenant default: clients of no other tenant; may do nothing; all models",
-        "tenant site: only named by a gateway; may infer, status; all models",
+        "tenant site: only through a gateway; may infer, status; all models",
     ]
 
 

@@ -97,17 +97,13 @@ def test_a_slice_that_is_missing(place: SliceFiles) -> None:
 
 def test_a_slice_that_is_none(place: SliceFiles) -> None:
     place.slice(0).write_bytes(b"PK\x03\x04")
-    assert place.problems() == [
-        f"path: rank 0: {place.slice(0)}: expected a MindIR; this is something else, or only a part of one"
-    ]
+    assert place.problems() == [f"path: rank 0: {place.slice(0)}: expected a complete MindIR file"]
 
 
 def test_a_slice_that_was_converted(place: SliceFiles) -> None:
     place.slice(1).write_bytes(mindir("weights", [("x", FP32, [4, 2])], [("output_0", FP32, [4, 3])], "Converter"))
     [problem] = place.problems()
-    assert problem.endswith(
-        "rank1.mindir: expected a MindIR that MindSpore has exported; the Converter has made this one"
-    )
+    assert problem.endswith("rank1.mindir: expected a MindIR exported by MindSpore, got one of the Converter")
 
 
 def test_a_slice_that_no_request_could_be_sent_to(place: SliceFiles) -> None:
@@ -142,7 +138,7 @@ def test_slices_of_two_models(place: SliceFiles, inputs: Any, outputs: Any, diff
 def test_two_ranks_with_one_slice(place: SliceFiles) -> None:
     place.slice(1).write_bytes(place.slice(0).read_bytes())
     [problem] = place.problems()
-    same = f"has the same content as that of rank 0, {place.slice(0)}; each rank has another slice"
+    same = f"has the same content as the slice of rank 0, {place.slice(0)}; expected a different slice for each rank"
     assert problem == f"path: rank 1: {place.slice(1)}: {same}"
 
 
@@ -159,7 +155,7 @@ def test_a_slice_that_differs_in_its_last_byte_only(place: SliceFiles) -> None:
 def test_a_selftest_without_the_right_answer(place: SliceFiles, names: list[str]) -> None:
     place.save_selftest(*names)
     [problem] = place.problems()
-    expected = "expected arrays x, output_0, the inputs and the right outputs"
+    expected = "expected arrays x, output_0, the inputs and the correct outputs"
     assert problem == f"selftest: {place.directory}/selftest.npz: {expected}, got {', '.join(names)}"
 
 
@@ -211,7 +207,7 @@ def test_a_link_to_a_table_of_another_name(place: SliceFiles) -> None:
 
 
 def test_a_card_that_is_not_visible(place: SliceFiles) -> None:
-    text = "ranks.devices: ascend:1: ASCEND_RT_VISIBLE_DEVICES is '4', which has no such card"
+    text = "ranks.devices: ascend:1: not in ASCEND_RT_VISIBLE_DEVICES, which is '4'"
     assert place.problems(visible="4") == [text]
 
 
@@ -221,7 +217,7 @@ def test_models_whose_ranks_meet_on_a_port_that_a_table_names(place: SliceFiles)
     assert place.problems(model, name="one") == []
     assert place.problems(name="two") == []  # on HCCL's own
     assert place.problems(model, name="three") == [
-        f"ranks.devices: on ascend:{number} the ranks of one have port 16667 already" for number in (0, 1)
+        f"ranks.devices: the ranks of one already use port 16667 on ascend:{number}" for number in (0, 1)
     ]
 
 
@@ -239,7 +235,9 @@ def test_a_time_limit_after_which_nothing_is_answered(place: SliceFiles) -> None
     file = place.directory / "lite.ini"
     file.write_text("[ge_session_options]\nstream_sync_timeout=1000\n")
     [problem] = place.problems(place.model(mindspore_lite={"config_file": "lite.ini"}))
-    assert problem.startswith(f"mindspore_lite.config_file: {file}: stream_sync_timeout: after it the graph engine ")
+    assert problem.startswith(
+        f"mindspore_lite.config_file: {file}: stream_sync_timeout: after this timeout, the graph engine "
+    )
 
 
 def test_each_problem_has_the_name_of_the_model_and_the_interpreter_is_asked_for_ranks(
@@ -260,7 +258,7 @@ def test_a_member_of_a_group_needs_a_library_that_has_them(tmp_path: Path, monke
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     model = ModelConfig(str(tmp_path / "m.mindir"), "mindspore_lite", sys.executable)
     of_a_member = check.find_problems({"m": model}, ["m"])["m"][-1]
-    assert of_a_member.endswith("expected mindspore_lite 2.1 or later, which has groups of models, got 2.0.0")
+    assert of_a_member.endswith("expected mindspore_lite 2.1 or later, which supports model groups, got 2.0.0")
     assert check.find_problems({"m": model})["m"][-1] != of_a_member
 
 

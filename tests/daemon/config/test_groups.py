@@ -41,7 +41,7 @@ def test_weights_are_shared_by_path(share: str) -> None:
     group = {"g": {"models": ["one", "two"], "share": share}}
     assert parse(tables(group, one=same, two=same), BASE).groups["g"].shares_weights
     assert problems(tables(group)) == [
-        'groups.g.share: weights are shared by models with the same path, and no two have one; set share = "workspace"'
+        'groups.g.share: only models with the same path share weights, but all paths differ; set share = "workspace"'
     ]
 
 
@@ -76,7 +76,7 @@ GROUP = {"g": {"models": MODELS}}
         ({"g": {"models": ["one"] * 17}}, "g.models: expected at most 16 items, got 17"),
         ({"g": {"models": ["one", "one"]}}, "g.models[1]: one is given twice"),
         ({"g": {"models": ["one", "three"]}}, "g.models[1]: there is no model three"),
-        ({**GROUP, "h": {"models": ["two", "one"]}}, "h.models[0]: two is in the group g already"),
+        ({**GROUP, "h": {"models": ["two", "one"]}}, "h.models[0]: two is already in the group g"),
     ],
 )
 def test_members_that_are_none(groups: object, problem: str) -> None:
@@ -87,16 +87,19 @@ def test_members_that_are_none(groups: object, problem: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "problem"),
     [
-        ({"path": "/m.onnx", "devices": ["cpu"]}, "expected engine mindspore_lite, which alone has groups, got onnx*"),
-        ({"devices": ["cpu"]}, "expected a model on cards: on the cpu there is nothing to share"),
+        (
+            {"path": "/m.onnx", "devices": ["cpu"]},
+            "expected engine mindspore_lite, the only one with groups, got onnx*",
+        ),
+        ({"devices": ["cpu"]}, "expected a model on cards: on the CPU, a group would share nothing"),
         ({"sharing": "on"}, 'expected sharing = "off", got "on": the library ignores it in a group'),
         ({"sharing": "auto"}, 'expected sharing = "off", got "auto": the library ignores it in a group'),
-        ({"workers": 2}, "expected workers = 1, got 2: the group has one process for a device"),
-        ({"spares": 1}, "expected spares = 0, got 1: the group has one process for a device"),
-        ({"mindspore_lite": {"provider": "ge"}}, 'provider "ge" shares in another way, which weightd does not serve'),
-        ({"mindspore_lite": {"variable_weights": True}}, "a model whose weights can be changed is refused by *"),
-        ({"batching": {"max_rows": 4}}, "expected batching.max_rows = 1, got 4: of a model for several sizes the *"),
-        ({"batching": {"sizes": [1, 8]}}, "expected batching.max_rows = 1, got 8: of a model for several sizes the *"),
+        ({"workers": 2}, "expected workers = 1, got 2: the group has one process on each device"),
+        ({"spares": 1}, "expected spares = 0, got 1: the group has one process on each device"),
+        ({"mindspore_lite": {"provider": "ge"}}, 'provider "ge" does not support groups'),
+        ({"mindspore_lite": {"variable_weights": True}}, "MindSpore Lite rejects groups with variable_weights"),
+        ({"batching": {"max_rows": 4}}, "expected batching.max_rows = 1, got 4: a model with several sizes shares *"),
+        ({"batching": {"sizes": [1, 8]}}, "expected batching.max_rows = 1, got 8: a model with several sizes shares *"),
     ],
 )
 def test_a_model_that_cannot_be_a_member(keys: dict[str, Any], problem: str) -> None:
@@ -110,7 +113,7 @@ def test_a_model_with_ranks_is_no_member() -> None:
     content = tables(GROUP)
     ranks = {"path": "/r{rank}.mindir", "ranks": {"devices": ["ascend:0", "ascend:1"]}, "selftest": "/c.npz"}
     content["models"]["two"] = ranks
-    assert problems(content)[0] == "groups.g.models[1]: two: a model with ranks has groups of its own"
+    assert problems(content)[0] == "groups.g.models[1]: two: a model with ranks cannot be in a group"
 
 
 @pytest.mark.parametrize(("key", "value"), [("devices", ["ascend:1"]), ("python", "/usr/bin/python3.9")])

@@ -51,8 +51,8 @@ def test_nobody_listens_over_tcp_without_having_said_what_that_means(listening: 
     assert (
         refusal({}, *listening, socket=socket)
         == 'listeners: expected a table [listeners.NAME] with address = "tcp://127.0.0.1:5555" that has security = '
-        '"curve", or insecure = true: over TCP without CURVE any client that reaches the port can send requests, and '
-        "whoever is on the way may read and change what is said"
+        '"curve", or insecure = true: over TCP without CURVE, any client that reaches the port can send requests, and '
+        "anyone on the network path can read and change messages"
     )
 
 
@@ -86,10 +86,13 @@ def test_with_tables_the_daemons_socket_is_none() -> None:
         (at("ipc:///" + "a" * 107), "listeners.l0.address: expected a socket path of at most 107 bytes, got 108: *"),
         (
             at("ipc:///run/a.unix"),
-            "listeners.l0.address: expected a path without .unix, the end of *",
+            "listeners.l0.address: expected a path without the suffix .unix of *",
         ),
-        (at("tcp://*:1", "tcp://*:1"), "listeners.l1.address: listener l0 has the address 'tcp://*:1' already"),
-        (at("ipc:///a/b", "ipc:///a/c/../b"), "listeners.l1.address: listener l0 has the address 'ipc:///a/c/../b' *"),
+        (at("tcp://*:1", "tcp://*:1"), "listeners.l1.address: listener l0 already has the address 'tcp://*:1'"),
+        (
+            at("ipc:///a/b", "ipc:///a/c/../b"),
+            "listeners.l1.address: listener l0 already has the address 'ipc:///a/c/../b'",
+        ),
         (
             at(*(f"tcp://*:{port}" for port in range(1, limits.MAX_LISTENERS + 2))),
             f"listeners: expected at most {limits.MAX_LISTENERS} listeners, got {limits.MAX_LISTENERS + 1}",
@@ -114,7 +117,9 @@ def test_a_path_of_107_bytes_is_none_too_long() -> None:
 
 
 def test_the_daemons_socket_is_no_unix_socket() -> None:
-    assert refusal({}, socket="ipc:///run/a.unix").startswith("daemon.socket: expected a path without .unix, ")
+    assert refusal({}, socket="ipc:///run/a.unix").startswith(
+        "daemon.socket: expected a path without the suffix .unix "
+    )
 
 
 # --- what a service manager has opened ------------------------------------------------------------------------------
@@ -128,14 +133,17 @@ def test_without_tables_all_that_is_open_are_listeners_and_the_unix_socket_names
     assert addresses(config) == {"default": "ipc:///run/x.sock", "default-2": "ipc:///run/y.sock"}
     # Who opens nothing but the unix socket wants no ZeroMQ.
     assert addresses(parsed({}, PASSED[2])) == {}
-    expected = "daemon.socket: expected ipc:///run/x.sock, where the service manager listens (weightd.socket), got "
+    expected = "daemon.socket: expected ipc:///run/x.sock, on which the service manager listens (weightd.socket), got "
     assert refusal({}, *PASSED[1:], socket="ipc:///run/y.sock") == f"{expected}'ipc:///run/y.sock'"
 
 
 def test_tables_name_all_that_is_open_and_may_name_more() -> None:
     more = at(*PASSED[:2], "tcp://127.0.0.1:6666")
     assert [*addresses(parsed(more, *PASSED)).values()] == [*PASSED[:2], "tcp://127.0.0.1:6666"]
-    expected = "listeners: expected one at ipc:///run/x.sock, where the service manager listens (weightd.socket)"
+    expected = (
+        "listeners: expected a listener with address ipc:///run/x.sock, on which the service manager listens "
+        "(weightd.socket)"
+    )
     assert refusal(at(PASSED[0]), *PASSED) == expected
 
 
@@ -184,8 +192,12 @@ def test_a_listener_has_its_secret_key_and_those_of_the_tenants_that_it_is_for(k
         ({}, {"ben": {"uids": [1]}}, "security: no client could connect: "),
         ({}, {}, "security: no client could connect: "),
         ({"tenants": ["ben"]}, {"ann": ANN, "ben": {"uids": [1]}}, "security: no client could connect: "),
-        ({"tenants": ["ann", "eve"]}, {"ann": ANN}, "tenants[1]: expected a tenant that has a table, got str 'eve'"),
-        ({"security": "none"}, {"ann": ANN}, 'key: expected none without security = "curve"'),
+        (
+            {"tenants": ["ann", "eve"]},
+            {"ann": ANN},
+            "tenants[1]: expected the name of a table [tenants.NAME], got str 'eve'",
+        ),
+        ({"security": "none"}, {"ann": ANN}, 'key: has no effect without security = "curve"'),
         ({"security": "none", "key": ""}, {"ann": ANN}, 'insecure: missing: expected security = "curve" with a key'),
         ({"security": "tls"}, {"ann": ANN}, "security: expected one of curve, none, got str 'tls'"),
     ],

@@ -184,13 +184,16 @@ NO_SELFTEST = 'selftest = "off"\n'
 OPTIONS = "[models.m.mindspore_lite]\n"
 NO_TABLES = "models: expected at least one table [models.NAME]"
 NO_NUL, NO_HOME = "expected text without a NUL character*", "expected a path without ~, which is not expanded, got '~*"
-NO_SUFFIX, MIXED = "path: expected a file that ends in .onnx or .mindir, got", "expected the CPU alone or cards alone*"
+NO_SUFFIX, MIXED = (
+    "path: expected a file that ends in .onnx or .mindir, got",
+    "expected either the CPU or cards, not both*",
+)
 OF_NO_ENGINE = "path: expected a .onnx file for engine onnxruntime, got"
 NO_DEVICE, NO_CARD = 'expected "cpu", a set of cores such as*', "expected the name of a card*"
 CORES = '[devices."cpu:0"]\ncpus = "0"\n'
 BATCHING, SPLIT = "[models.m.batching]\n", "[models.m.split]\n"
 GEARS = f'{CARD}devices = ["ascend:0"]\n{BATCHING}sizes'
-ON_A_CARD = "it has no effect on the cpu, only on a card"
+ON_A_CARD = "has no effect on the CPU, only on a card"
 QUOTED = 'unknown table; a name with a dot is quoted: [models."m.v1"]'
 
 REFUSED = [
@@ -212,7 +215,7 @@ REFUSED = [
     (f'{CARD}[devices."ascend:0"]\nmemory_mib = -5\n', "devices.ascend:0.memory_mib: expected*"),
     (f'{CARD}[devices."ascend:0"]\nprocesses = 0\n', "devices.ascend:0.processes: expected*"),
     (f'{CARD}[devices."ascend:0"]\nip = "192.168.1"\n', "devices.ascend:0.ip: expected an address*"),
-    (f'{CARD}[devices."ascend:0"]\ncpus = "0"\n', "devices.ascend:0.cpus: it has no effect on a card*"),
+    (f'{CARD}[devices."ascend:0"]\ncpus = "0"\n', "devices.ascend:0.cpus: has no effect on a card*"),
     (f"{MODEL}{CORES}memory_mib = 5\n", f"devices.cpu:0.memory_mib: {ON_A_CARD}"),
     (f"{MODEL}{CORES}processes = 5\n", f"devices.cpu:0.processes: {ON_A_CARD}"),
     (f'{MODEL}{CORES}ip = "192.168.1.8"\n', f"devices.cpu:0.ip: {ON_A_CARD}"),
@@ -222,7 +225,10 @@ REFUSED = [
         (f'{MODEL}[devices."cpu:0"]\ncpus = "{cpus}"\n', f"devices.cpu:0.cpus: expected cores such as*'{cpus}'")
         for cpus in ("", "a", "0-", "-1", "0,,1", "3-2", "0 1", "0-3:2", "100000", "1-", "٣")
     ),
-    (f'{MODEL}[devices."cpu:0"]\ncpus = "0,777-778"\n', "devices.cpu:0.cpus: expected cores of those*, got 777-778"),
+    (
+        f'{MODEL}[devices."cpu:0"]\ncpus = "0,777-778"\n',
+        "devices.cpu:0.cpus: expected cores that weightd may use*, got 777-778",
+    ),
     (f'{MODEL}[devices."cpu:0"]\n', "devices.cpu:0.cpus: expected cores such as*"),
     (f'{MODEL}devices = ["cpu:0"]\n[devices."cpu:0"]\ncpus = "x"\n', "devices.cpu:0.cpus: expected cores such*"),
 ]
@@ -246,45 +252,46 @@ REFUSED_OF_A_MODEL = [
     (f'{MODEL}engine = "mindspore_lite"', "path: expected a .mindir file for engine mindspore_lite, got 'm.onnx'"),
     (f'{CARD}engine = "onnxruntime"', f"{OF_NO_ENGINE} 'm.mindir'"),
     ('[models.m]\npath = "m.pt"\nengine = "onnxruntime"', f"{OF_NO_ENGINE} 'm.pt'"),
-    (f'{MODEL}devices = ["ascend:0"]\n', "devices[0]: expected cpu: engine onnxruntime runs there only*"),
-    (f'{CARD}engine = "mindspore"', "engine: engine mindspore runs only the ranks of a model, *"),
+    (f'{MODEL}devices = ["ascend:0"]\n', "devices[0]: expected cpu, the only device of engine onnxruntime*"),
+    (f'{CARD}engine = "mindspore"', "engine: engine mindspore needs a table [models.NAME.ranks]"),
     (f'{CARD}devices = ["cpu", "ascend:0"]', f"devices[0]: {MIXED}"),
     (f'{CARD}devices = ["ascend:0", "cpu"]', f"devices[1]: {MIXED}"),
     (f'{CARD}devices = ["ascend:0", "ascend:1", "ascend:0"]', "devices[0]: ascend:0 is given twice"),
     (f'{CARD}devices = ["cpu", "cpu"]', "devices[0]: cpu is given twice"),
     (f'{CARD}devices = ["npu"]', f"devices[0]: {NO_DEVICE}"),
+    (f'{CARD}devices = ["cuda:0"]', "devices[0]: expected *, got 'cuda:0'; GPUs are not supported"),
     (f'{CARD}devices = ["ascend"]', f"devices[0]: {NO_DEVICE}"),
     (f'{CARD}devices = ["ascend:0", "ascend:1234"]', f"devices[1]: {NO_DEVICE}"),
     (f'{CARD}devices = ["ascend:01"]', f"devices[0]: {NO_DEVICE}"),
     (f"{CARD}devices = [1]", "devices[0]: expected*"),
-    (f'{MODEL}devices = ["cpu:1"]\n{CORES}', 'devices[0]: expected a table [devices."cpu:1"] that gives its cpus'),
-    (f'{MODEL}devices = ["cpu:0", "cpu"]\n{CORES}', "devices[1]: expected the whole CPU or sets of its cores"),
+    (f'{MODEL}devices = ["cpu:1"]\n{CORES}', 'devices[0]: expected a table [devices."cpu:1"] with the key cpus'),
+    (f'{MODEL}devices = ["cpu:0", "cpu"]\n{CORES}', 'devices[1]: expected either "cpu" or sets of cores'),
     (f'{CARD}devices = ["cpu:0", "ascend:0"]\n{CORES}', f"devices[0]: {MIXED}"),
     (
         f'{MODEL}devices = ["cpu:0", "cpu:2"]\n{CORES}[devices."cpu:2"]\ncpus = "0"\n',
         "devices[1]: cpu:2 and cpu:0 have cores in common: 0",
     ),
-    (f'{MODEL}copies = "each"', "copies: it has no effect but on sets of cores*"),
+    (f'{MODEL}copies = "each"', "copies: has an effect only on sets of cores*"),
     (f"{MODEL}default_priority = 2", "default_priority: expected at most priority_levels, 1, got 2"),
     (f"{MODEL}{BATCHING}max_row = 2", "batching.max_row: unknown key; did you mean max_rows?"),
-    (f"{MODEL}{BATCHING}exact = false", "batching.exact: it has no effect without max_rows"),
+    (f"{MODEL}{BATCHING}exact = false", "batching.exact: has no effect without max_rows"),
     (f"{MODEL}{BATCHING}sizes = [1, 4]", f"batching.sizes: {ON_A_CARD}"),
     (f"{GEARS} = [1, 4, 4]", "batching.sizes[2]: expected ascending numbers, got 4 after 4"),
-    (f"{GEARS} = [1, 4]\nmax_rows = 3", "batching.max_rows: expected the largest of sizes, 4, or nothing, got 3"),
+    (f"{GEARS} = [1, 4]\nmax_rows = 3", "batching.max_rows: expected 4, the largest of sizes, or no max_rows, got 3"),
     (f"{GEARS} = [1, 4]\n{SPLIT}part_rows = 5", "split.part_rows: expected at most the largest of batching.sizes, 4*"),
-    (f"{MODEL}{SPLIT}exact = false", "split.exact: it has no effect without part_rows"),
-    (f"{MODEL}{SPLIT}max_rows = 9", "split.max_rows: it has no effect without part_rows"),
+    (f"{MODEL}{SPLIT}exact = false", "split.exact: has no effect without part_rows"),
+    (f"{MODEL}{SPLIT}max_rows = 9", "split.max_rows: has no effect without part_rows"),
     (f"{MODEL}{SPLIT}part_rows = 9\nmax_rows = 8", "split.max_rows: expected at least part_rows, 9, got 8"),
     (f'{CARD}devices = ["cpu", ""]', "devices[1]: expected*"),
     (f'{CARD}{OPTIONS}precision = "x"', "mindspore_lite.precision: unknown key; did you mean precision_mode?"),
-    (f'{CARD}{OPTIONS}provider = "ge"', "mindspore_lite.provider: it has no effect on the cpu*"),
+    (f'{CARD}{OPTIONS}provider = "ge"', "mindspore_lite.provider: has no effect on the CPU*"),
     (f'{CARD}devices = ["ascend:0"]\n{OPTIONS}provider = "ge"', "mindspore_lite.provider: weights cannot be shared*"),
-    (f"{MODEL}{OPTIONS}inter_op_parallel = 2", "mindspore_lite: the model's engine is onnxruntime"),
+    (f"{MODEL}{OPTIONS}inter_op_parallel = 2", "mindspore_lite: has no effect: the engine of the model is onnxruntime"),
     (f"{MODEL}selftest = {{x = 3}}", "selftest.x: expected list, got int 3"),
     (f"{MODEL}selftest = {{x = [0]}}", "selftest.x[0]: expected integer, 1 to 1099511627776, got int 0"),
     (f'{MODEL}selftest = {{"" = [1]}}', "selftest.'': expected text, 1 to 256 bytes, got 0"),
-    (f"{MODEL}{NO_SELFTEST}selftest_interval = 3", 'selftest_interval: it has no effect with selftest = "off"'),
-    (f"{MODEL}{NO_SELFTEST}selftest_tolerance = 0.1", 'selftest_tolerance: it has no effect with selftest = "off"'),
+    (f"{MODEL}{NO_SELFTEST}selftest_interval = 3", 'selftest_interval: has no effect with selftest = "off"'),
+    (f"{MODEL}{NO_SELFTEST}selftest_tolerance = 0.1", 'selftest_tolerance: has no effect with selftest = "off"'),
 ]
 REFUSED_SOCKETS = [
     (
@@ -606,7 +613,7 @@ def test_a_configuration_may_name_any_socket_that_is_open_and_no_other(file: Pat
     file.write_text(f'[daemon]\nsocket = "ipc:///mine.sock"\n{MODEL}')
     with pytest.raises(ConfigError) as caught:
         load(file, LISTENING)
-    expected = f"expected {' or '.join(LISTENING)}, where the service manager listens (weightd.socket)"
+    expected = f"expected {' or '.join(LISTENING)}, on which the service manager listens (weightd.socket)"
     assert str(caught.value) == f"{file}: daemon.socket: {expected}, got 'ipc:///mine.sock'"
 
 
@@ -703,5 +710,5 @@ def test_a_selftest_is_a_word_a_file_or_shapes(file: Path, given: str, expected:
 
 def test_on_a_card_weights_are_shared_with_a_selftest_alone(file: Path) -> None:
     card = '[models.m]\npath = "m.mindir"\ndevices = ["ascend:0"]\nselftest = "off"\n'
-    assert refusal(file, card).startswith("models.m.selftest: on a card nothing else shows ")
+    assert refusal(file, card).startswith("models.m.selftest: on a card only the self-test detects wrong weights ")
     assert loaded(file, card + 'sharing = "off"\n').models["m"].selftest == "off"

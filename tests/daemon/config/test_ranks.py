@@ -72,10 +72,10 @@ def test_whose_outputs_are_the_answer(reply: object, rank: int | None) -> None:
 @pytest.mark.parametrize(
     ("ranks", "problem"),
     [
-        ({}, "devices: expected the device of each rank, or on the cpu their number as size"),
-        ({"devices": CARDS, "size": 2}, "size: it has no effect beside devices, a list of which has one for each rank"),
-        ({"devices": [CARDS, []]}, "devices[1]: expected 2 devices as the first group has, got 0"),
-        ({"devices": [CARDS, ["ascend:2"]]}, "devices[1]: expected 2 devices as the first group has, got 1"),
+        ({}, "devices: expected the device of each rank or, on the CPU, the number of ranks as size"),
+        ({"devices": CARDS, "size": 2}, "size: has no effect beside devices, which lists one device for each rank"),
+        ({"devices": [CARDS, []]}, "devices[1]: expected 2 devices, as in the first group, got 0"),
+        ({"devices": [CARDS, ["ascend:2"]]}, "devices[1]: expected 2 devices, as in the first group, got 1"),
         ({"devices": [["cpu"] * 33] * 2}, "devices: expected at most 64 ranks in all groups, got 66"),
         ({"devices": "cpu"}, "devices: expected list, got str 'cpu'"),
         ({"devices": [CARDS, "cpu"]}, "devices[1]: expected list, got str 'cpu'"),
@@ -89,12 +89,12 @@ def test_whose_outputs_are_the_answer(reply: object, rank: int | None) -> None:
         ({"devices": CARDS, "rank_tabel": ""}, "rank_tabel: unknown key; did you mean rank_table?"),
         (
             {"devices": ["ascend:0"]},
-            "devices: expected at least two ranks; a model of one is served *",
+            "devices: expected at least two ranks; a model in one file *",
         ),
-        ({"size": 1}, "size: expected at least two ranks; a model of one is served without this table"),
+        ({"size": 1}, "size: expected at least two ranks; a model in one file needs no table of ranks"),
         ({"devices": ["ascend:0", "ascend:0"]}, "devices[1]: ascend:0 is given twice"),
-        ({"devices": [CARDS, ["ascend:1", "ascend:2"]]}, "devices[1][0]: ascend:1 has a rank of group 0 already"),
-        ({"devices": ["ascend:0", "cpu"]}, "devices: expected the CPU alone or cards alone: their answers differ"),
+        ({"devices": [CARDS, ["ascend:1", "ascend:2"]]}, "devices[1][0]: ascend:1 already has a rank of group 0"),
+        ({"devices": ["ascend:0", "cpu"]}, "devices: expected either the CPU or cards, not both: their outputs differ"),
         ({"devices": ["ascend:0", "npu:1"]}, 'devices: expected "cpu", a set of cores such as*'),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_key_that_is_wrong_by_itself(ranks: object, problem: str) -> None:
 MINDSPORE = {"engine": "mindspore"}
 ON_CPU = {"size": 2}
 ON_CARDS = {"devices": CARDS}
-NO_CPU = "it has no effect on the cpu, only on a card"
+NO_CPU = "has no effect on the CPU, only on a card"
 
 
 def test_ranks_on_the_cpu() -> None:
@@ -143,23 +143,23 @@ def test_what_goes_together(ranks: dict[str, Any], keys: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("ranks", "keys", "problem"),
     [
-        (ON_CARDS, {"path": "/srv/big.mindir"}, "path: expected {rank} in it, which stands for 0, 1 and so on: each *"),
-        (ON_CARDS, {"path": "/srv/{rank}.onnx"}, "engine: expected mindspore, or on cards mindspore_lite*"),
-        (ON_CPU, {}, "engine: expected mindspore on the cpu: mindspore_lite has ranks on cards only"),
-        (ON_CARDS, {"sharing": "on"}, "sharing: expected \"off\": each rank has a slice of its own, *"),
-        (ON_CARDS, {"sharing": "auto"}, "sharing: expected \"off\": each rank has a slice of its own, *; got 'auto'"),
+        (ON_CARDS, {"path": "/srv/big.mindir"}, "path: expected a path with {rank}, which stands for 0, 1 *"),
+        (ON_CARDS, {"path": "/srv/{rank}.onnx"}, "engine: expected mindspore, or mindspore_lite on cards*"),
+        (ON_CPU, {}, "engine: expected mindspore on the CPU: mindspore_lite supports ranks only on cards"),
+        (ON_CARDS, {"sharing": "on"}, "sharing: expected \"off\": no other process has the slice *"),
+        (ON_CARDS, {"sharing": "auto"}, "sharing: expected \"off\": no other process has *; got 'auto'"),
         (ON_CARDS, {"workers": 2}, "workers: expected 1: a group has one process for each rank, got 2"),
-        (ON_CARDS, {"spares": 1}, "spares: expected 0: ranks are replaced all together, got 1"),
-        (ON_CARDS, {"start": "spawn"}, "start: it has no effect: each rank has an interpreter of its own anyway"),
-        (ON_CARDS, {"holder_loss": "frozen"}, "holder_loss: it has no effect on ranks: no process holds weights for *"),
-        (ON_CARDS, {"policy": "overlap"}, "policy: a card has one process of a group on each port: set two *"),
-        (ON_CARDS, {"selftest": "auto"}, "selftest: expected a path that ends in .npz, of inputs and *"),
-        (ON_CARDS, {"selftest": {"x": [1]}}, "selftest: expected a path that ends in .npz, of inputs and their *"),
-        (ON_CARDS, {"selftest": "off"}, "selftest: expected a path that ends in .npz, of inputs and *"),
-        (ON_CARDS, {"selftest_interval": 60}, "selftest_interval: ranks run the self-test when they start: *"),
-        (ON_CARDS, {"batching": {"sizes": [1, 4]}}, "batching.sizes: only a model that was converted for a card has *"),
-        ({**ON_CARDS, "reply": "concat"}, {"batching": {"max_rows": 2}}, "batching.max_rows: joined outputs *"),
-        ({**ON_CARDS, "reply": "concat"}, {"split": {"part_rows": 2}}, "split.part_rows: joined outputs cannot be *"),
+        (ON_CARDS, {"spares": 1}, "spares: expected 0: all ranks are replaced together, got 1"),
+        (ON_CARDS, {"start": "spawn"}, "start: has no effect: each rank always has its own interpreter"),
+        (ON_CARDS, {"holder_loss": "frozen"}, "holder_loss: has no effect on ranks: no process holds weights for *"),
+        (ON_CARDS, {"policy": "overlap"}, "policy: a card allows one process of a rank group on each port; *"),
+        (ON_CARDS, {"selftest": "auto"}, "selftest: expected the path of an .npz file with inputs and *"),
+        (ON_CARDS, {"selftest": {"x": [1]}}, "selftest: expected the path of an .npz file with inputs and *"),
+        (ON_CARDS, {"selftest": "off"}, "selftest: expected the path of an .npz file with inputs and *"),
+        (ON_CARDS, {"selftest_interval": 60}, "selftest_interval: not supported with ranks: they run *"),
+        (ON_CARDS, {"batching": {"sizes": [1, 4]}}, "batching.sizes: not supported with ranks: only a model *"),
+        ({**ON_CARDS, "reply": "concat"}, {"batching": {"max_rows": 2}}, "batching.max_rows: not supported with *"),
+        ({**ON_CARDS, "reply": "concat"}, {"split": {"part_rows": 2}}, "split.part_rows: not supported with reply *"),
         ({**ON_CARDS, "reply": 2}, {}, "ranks.reply: expected a rank, 0 to 1, got 2"),
         ({**ON_CARDS, "connect_timeout": 119}, {}, "ranks.connect_timeout: expected at least 120 on cards, *, got 119"),
         ({**ON_CARDS, "exec_timeout": 67}, {}, "ranks.exec_timeout: expected at least 68 on cards, got 67"),
@@ -168,12 +168,12 @@ def test_what_goes_together(ranks: dict[str, Any], keys: dict[str, Any]) -> None
         ({**ON_CPU, "exec_timeout": 9}, {**MINDSPORE, "predict_timeout": 9}, "predict_timeout: expected less *"),
         ({**ON_CARDS, "rank_table": "/srv/t"}, {}, "ranks.rank_table: expected a path with .json once, at its end, *"),
         ({"devices": [CARDS, ["ascend:2", "ascend:3"]], "rank_table": "/t.json"}, {}, "ranks.rank_table: expected *"),
-        ({**ON_CARDS, "rank_table": "/t.json"}, MINDSPORE, "ranks.rank_table: only mindspore_lite reads it, the *"),
-        ({**ON_CARDS, "group_info_file": "/g"}, MINDSPORE, "ranks.group_info_file: only mindspore_lite reads it, *"),
-        ({**ON_CARDS, "device_ports": [1]}, MINDSPORE, "ranks.device_ports: only a rank table has them, which *"),
-        ({**ON_CARDS, "device_ports": [1], "rank_table": "/t.json"}, {}, "ranks.device_ports: it has no *"),
+        ({**ON_CARDS, "rank_table": "/t.json"}, MINDSPORE, "ranks.rank_table: has no effect: only mindspore_lite *"),
+        ({**ON_CARDS, "group_info_file": "/g"}, MINDSPORE, "ranks.group_info_file: has no effect: only mindspore_*"),
+        ({**ON_CARDS, "device_ports": [1]}, MINDSPORE, "ranks.device_ports: has no effect: only rank tables for *"),
+        ({**ON_CARDS, "device_ports": [1], "rank_table": "/t.json"}, {}, "ranks.device_ports: has no effect beside *"),
         ({**ON_CARDS, "device_ports": [1, 1]}, {}, "ranks.device_ports: 1 is given twice"),
-        ({**ON_CARDS, "communicators": 2}, {}, "ranks.communicators: without group_info_file, *"),
+        ({**ON_CARDS, "communicators": 2}, {}, "ranks.communicators: has no effect without group_info_file: *"),
         *(
             ({**ON_CPU, **ranks}, MINDSPORE, f"ranks.{next(iter(ranks))}: {NO_CPU}")
             for ranks in (
@@ -184,10 +184,10 @@ def test_what_goes_together(ranks: dict[str, Any], keys: dict[str, Any]) -> None
                 {"communicators": 2},
             )
         ),
-        (ON_CARDS, {"mindspore_lite": {"variable_weights": True}}, "mindspore_lite.variable_weights: a model whose *"),
+        (ON_CARDS, {"mindspore_lite": {"variable_weights": True}}, "mindspore_lite.variable_weights: not supported *"),
         (ON_CARDS, {"mindspore_lite": {"parallel_workers": 2}}, "mindspore_lite.parallel_workers: expected 1 on a *"),
         (ON_CARDS, {"mindspore_lite": {"rank_table_file": "/r"}}, "mindspore_lite.rank_table_file: unknown key; *"),
-        (ON_CPU, {**MINDSPORE, "mindspore_lite": {"inter_op_parallel": 2}}, "mindspore_lite: the model's engine is *"),
+        (ON_CPU, {**MINDSPORE, "mindspore_lite": {"inter_op_parallel": 2}}, "mindspore_lite: has no effect: the *"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together(ranks: dict[str, Any], keys: dict[str, Any], problem: str) -> None:
@@ -204,10 +204,10 @@ def test_ranks_on_sets_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     model = completed(ranks, sets, **MINDSPORE)
     assert (model.devices, model.cores_of("cpu:1")) == (("cpu:0", "cpu:1"), "1")
     assert problems(tables(ranks, sets, **MINDSPORE, copies="each")) == [
-        "models.big.copies: it has no effect on ranks: a group has one copy, in slices"
+        "models.big.copies: has no effect on ranks: a rank group has one copy of the weights, in slices"
     ]
     assert problems(tables(ranks, **MINDSPORE)) == [
-        f'models.big.ranks.devices: expected a table [devices."{each}"] that gives its cpus' for each in sets
+        f'models.big.ranks.devices: expected a table [devices."{each}"] with the key cpus' for each in sets
     ]
 
 
@@ -215,7 +215,7 @@ def test_the_devices_of_ranks_are_in_their_table() -> None:
     content = tables(ON_CARDS)
     content["models"]["big"]["devices"] = CARDS
     assert problems(content) == [
-        "models.big.devices: where a model has ranks, its devices are a key of their table [models.NAME.ranks]"
+        "models.big.devices: for a model with ranks, set devices in the table [models.NAME.ranks]"
     ]
 
 
@@ -244,13 +244,21 @@ def test_two_models_that_do_not_meet_on_a_card(one: dict[str, Any], other: dict[
 @pytest.mark.parametrize(
     ("one", "other", "problem"),
     [
-        ({"devices": CARDS}, {"devices": ["ascend:2", "ascend:1"]}, "on ascend:1 the ranks of one have port 16666 *"),
+        (
+            {"devices": CARDS},
+            {"devices": ["ascend:2", "ascend:1"]},
+            "the ranks of one already use port 16666 on ascend:1; *",
+        ),
         (
             {"devices": CARDS},
             {"devices": CARDS, "device_ports": [16666]},
-            "on ascend:0 the ranks of one have port 16666*",
+            "the ranks of one already use port 16666 on ascend:0*",
         ),
-        ({"devices": CARDS, "device_ports": [1, 2]}, {"devices": CARDS, "device_ports": [3, 2]}, "on ascend:0 the *"),
+        (
+            {"devices": CARDS, "device_ports": [1, 2]},
+            {"devices": CARDS, "device_ports": [3, 2]},
+            "the ranks of one already use port *",
+        ),
     ],
 )
 def test_two_models_that_meet_on_a_card(one: dict[str, Any], other: dict[str, Any], problem: str) -> None:

@@ -84,13 +84,16 @@ def test_who_they_are_is_looked_up_once(tmp_path: Path) -> None:
         ({"uids": ["4294967295"]}, "uids[0]: expected the number of a user, 0 to 4294967294, got str '4294967295'"),
         ({"uids": ["\u0663"]}, "uids[0]: expected a user of this host, by name or number, got str '\u0663'"),
         ({"uids": [True]}, "uids[0]: expected text, 1 to 256 bytes, got bool True"),
-        ({"uids": ["nobody"]}, "uids[0]: expected another user, got str 'nobody': 65534 stands for each user that *"),
-        ({"uids": [65534]}, "uids[0]: expected another user, got str '65534': 65534 stands for *"),
+        (
+            {"uids": ["nobody"]},
+            "uids[0]: expected another user, got str 'nobody': the kernel uses 65534 for every user that *",
+        ),
+        ({"uids": [65534]}, "uids[0]: expected another user, got str '65534': the kernel uses 65534 for *"),
         ({"groups": ["staff"]}, "groups[0]: expected a group of this host, by name or number, got str 'staff'"),
-        ({"groups": ["nogroup"]}, "groups[0]: expected another group, got str 'nogroup': 65534 stands for *"),
+        ({"groups": ["nogroup"]}, "groups[0]: expected another group, got str 'nogroup': the kernel uses 65534 for *"),
         ({"models": ["bert-[ab]"]}, "models[0]: expected a name, or a pattern of ASCII letters, *, got *"),
         ({"models": [""]}, "models[0]: expected text, 1 to 256 bytes, got 0"),
-        ({"acts_for": ["web-*", "b"]}, "acts_for[1]: expected a tenant that has a table, got str 'b'"),
+        ({"acts_for": ["web-*", "b"]}, "acts_for[1]: expected the name of a table [tenants.NAME], got str 'b'"),
         ({"may": ["infer", "admin"]}, "may[1]: expected one of infer, operate, status, got str 'admin'"),
         ({"weight": 0}, "weight: expected number of more than 0 and at most 1000, got int 0"),
         ({"weight": 1e-4}, "weight: expected at least 0.001, got 0.0001"),
@@ -141,10 +144,10 @@ def test_nobody_is_two_tenants_however_that_is_spelled(tmp_path: Path) -> None:
             "two": {"uids": [1001], "groups": ["mail", 9], "keys": ["b.pub"]},
         },
     ) == [
-        "tenants.two.uids: str '1001' is in tenant one already, as str 'alice'",
-        "tenants.two.groups: str 'mail' is in tenant one already, as str '8'",
-        "tenants.two.groups: str '9' is in tenant one already",
-        "tenants.two.keys: str 'b.pub' is in tenant one already, as str 'a.pub'",
+        "tenants.two.uids: str '1001' is already in tenant one, as str 'alice'",
+        "tenants.two.groups: str 'mail' is already in tenant one, as str '8'",
+        "tenants.two.groups: str '9' is already in tenant one",
+        "tenants.two.keys: str 'b.pub' is already in tenant one, as str 'a.pub'",
     ]
 
 
@@ -168,7 +171,10 @@ def test_what_is_probably_not_what_was_meant(tmp_path: Path) -> None:
     ).tenants
     assert list(find_warnings(tenants, ["m"])) == [
         "tenants.a.models: there is no model 'n'",
-        'tenants.a.model_dirs: it may not update models: "operate" is not in its `may`',
-        "tenants.b.may: it may do nothing",
-        "tenants.d: no client belongs to it: it has neither uids nor groups nor keys, and no tenant acts for it",
+        'tenants.a.model_dirs: has no effect without "operate" in `may`',
+        "tenants.b.may: empty: the tenant has no rights",
+        (
+            "tenants.d: no client belongs to this tenant: it has neither uids nor groups nor keys, "
+            "and no tenant acts for it"
+        ),
     ]

@@ -99,8 +99,8 @@ def test_what_goes_together(values: dict[str, Any], devices: list[str], sharing:
 
 AFFINITY = {"thread_affinity_mode": 1, "thread_affinity_cores": [0]}
 OFF = 'set sharing = "off"'
-NO_CPU = "it has no effect on the cpu, only on a card"
-NO_CARD = "it has no effect on a card, only on the cpu"
+NO_CPU = "has no effect on the CPU, only on a card"
+NO_CARD = "has no effect on a card, only on the CPU"
 TWO = {"parallel_workers": 2}
 OWN = "expected 1 on a card, where each parallel worker would load its own weights"
 SLOW = "parallel workers are not bound to the slow cores; set 0 or 1"
@@ -129,8 +129,8 @@ NOT_SHARED = {
             "parallel workers cannot use a key; set parallel_workers = 1",
         ),
         ({**TWO, "thread_affinity_mode": 2}, ["cpu"], "thread_affinity_mode", SLOW),
-        (AFFINITY, ["cpu"], "thread_affinity_mode", "it has no effect beside thread_affinity_cores"),
-        ({"dec_mode": "AES-CBC"}, CARDS, "dec_mode", "it has no effect without dec_key_file"),
+        (AFFINITY, ["cpu"], "thread_affinity_mode", "has no effect beside thread_affinity_cores"),
+        ({"dec_mode": "AES-CBC"}, CARDS, "dec_mode", "has no effect without dec_key_file"),
         *(
             (
                 values,

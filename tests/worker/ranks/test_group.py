@@ -218,7 +218,7 @@ def test_what_cannot_be_met_or_loaded_is_told(group: Group, tmp_path: Path) -> N
     (tmp_path / "junk.mindir").write_bytes(b"junk")
     group.start(1, model=tmp_path / "junk.mindir")
     broken, _ = group.daemon.hear("r1", ProcessFailed)
-    assert broken.reason == f"{tmp_path}/junk.mindir: expected a MindIR; this is something else, or only a part of one"
+    assert broken.reason == f"{tmp_path}/junk.mindir: expected a complete MindIR file"
     assert group.daemon.stop("r1") == exit_codes.CANNOT_BUILD
 
 

@@ -243,7 +243,7 @@ def test_the_canary_must_have_the_right_answer(play: Play, npz: Write) -> None:
     path = npz(x=X)
     status, script = play(fake(), ENTER, WARM, STOP, canary=path)
     assert status == exit_codes.CANNOT_BUILD
-    expected = f"selftest: {path}: expected arrays x, y, the inputs and the right outputs, got x"
+    expected = f"selftest: {path}: expected arrays x, y, the inputs and the correct outputs, got x"
     assert only(ProcessFailed, script).reason == expected
     same = ModelSignature(SIGNATURE.inputs, SIGNATURE.inputs)
     _, script = play(fake(signature=same), ENTER, WARM, STOP, canary=path)

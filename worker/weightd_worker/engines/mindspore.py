@@ -152,11 +152,11 @@ def read_signature(path: str) -> ModelSignature:
         with open(path, "rb") as file:  # noqa: PTH123 - the path is a string, and part of error messages
             found = mindir.read(file)
     except Malformed:
-        raise BuildError(f"{path}: expected a MindIR; this is something else, or only a part of one") from None
+        raise BuildError(f"{path}: expected a complete MindIR file") from None
     except OSError as error:
         raise BuildError(f"{path}: {error.strerror}") from None
     if not found.is_mindspore_export:
-        raise BuildError(f"{path}: expected a MindIR that MindSpore has exported; the Converter has made this one")
+        raise BuildError(f"{path}: expected a MindIR exported by MindSpore, got one of the Converter")
     return ModelSignature(
         tuple(_to_signatures(path, "input", found.inputs)), tuple(_to_signatures(path, "output", found.outputs))
     )

@@ -67,7 +67,7 @@ def load_with_answers(path: str, signature: ModelSignature) -> Tuple[Arrays, Arr
         )
     if sorted(arrays) != sorted(names):
         raise BuildError(
-            f"selftest: {path}: expected arrays {', '.join(names)}, the inputs and the right outputs, "
+            f"selftest: {path}: expected arrays {', '.join(names)}, the inputs and the correct outputs, "
             f"got {', '.join(arrays)}"
         )
     inputs, outputs = (
