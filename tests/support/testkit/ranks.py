@@ -1,8 +1,8 @@
 """Ranks of the real MindSpore without weightd: exported slices, and a group that tests call directly.
 
-`export` writes the slices of the example of docs/ranks.md in three seconds. A `Group` is a scheduler and its ranks, each
-a process of `ranks_child.py`. A group starts in ten seconds on two idle cores and takes 400 MB for each process, more
-than half of it in shared files; tests should start few groups, one at a time.
+`export` writes the slices of the example of docs/ranks.md in three seconds. A `Group` is a scheduler and its ranks,
+each a process of `ranks_child.py`. A group starts in ten seconds on two idle cores and takes 400 MB for each process,
+more than half of it in shared files; tests should start few groups, one at a time.
 """
 
 from __future__ import annotations
