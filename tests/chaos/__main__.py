@@ -1,4 +1,4 @@
-"""`python -m tests.chaos`: weightd under faults, and whether each request had one right answer or one clear error."""
+"""`python -m tests.chaos`: weightd under faults; each request must have one right answer or one clear error."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A client process: asks, checks each answer, keeps accounts, and writes what happened to stdout.
+"""Client process of a run: it sends requests, checks and counts the answers, and writes events to stdout.
 
     python -m tests.chaos.client JSON
 
-The JSON is that of `ClientPlan`. It ends when its stdin does, or after as many requests as it was ordered to send;
-before that, each request that it has sent must have ended. Each line that it writes is a JSON object with one key:
-"incident", "totals" or "problems"; the last is written once, as the last line.
+JSON has the fields of `ClientPlan`. The process exits at the end of stdin or after the planned number of requests, once
+all requests have ended. Each line of stdout is a JSON object with one key: "incident", "totals" or "problems";
+"problems" is written once, as the last line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The model of a run that ranks compute together: on simulated cards, or with the real MindSpore on the CPU."""
+"""Model of a run that a rank group computes, on simulated cards or with the real MindSpore on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each fault does to the service."""
+"""Implementations of the faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client processes: started, killed, asked to end, and what they have told."""
+"""Client processes of a run: their start, their end, and the events that they report."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Those who do not speak to the daemon as they should: garbage, and a client that asks and never reads.
+"""Hostile ZeroMQ peers: one that sends garbage, and a client that sends requests and never reads.
 
     python -m tests.chaos.hostile ADDRESS MODEL_NAME MODEL_PATH COUNT CLIENTS
 
-sends that many requests from each client for the model's largest question, says so on stdout, and waits to be stopped.
+sends COUNT requests with the model's largest input from each client, reports that on stdout, and waits to be stopped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who shares memory and keeps to nothing: writes there whenever it likes, gives it up early, and goes."""
+"""Hostile client of shared memory: it writes at any time, unregisters regions early, and disconnects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Those who do not speak as they should on the daemon's unix socket. Each takes its address, and gives up by itself."""
+"""Hostile peers of the daemon's Unix socket. Each takes the socket's address and ends without a signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The faults: what each is called, and what it can do to whom."""
+"""Kinds of faults: names, targets and effects."""
 
 from __future__ import annotations
 

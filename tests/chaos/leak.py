@@ -1,4 +1,4 @@
-"""`python -m tests.chaos.leak`: many requests, many loads, and what daemon, gate and workers hold before and after."""
+"""`python -m tests.chaos.leak`: resources of daemon, ZeroMQ proxy and workers before and after many requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The accounts of one client: each request that was sent ends exactly once, and the wire brought one answer for it."""
+"""Request counts of one client. Every request must end exactly once, with one reply on the wire."""
 
 from __future__ import annotations
 

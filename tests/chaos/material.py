@@ -1,4 +1,4 @@
-"""The models of a run, and questions to each with the answer that the bare engine gives, bit for bit."""
+"""Models of a run, and inputs for each with the answer of the bare engine, compared bit by bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says at its end."""
+"""Report at the end of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process holds: descriptors, threads, mappings, memory; and whether that has grown."""
+"""Resource use of a process (descriptors, threads, mappings and memory), and checks for its growth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run: a daemon, clients, faults; and at the end the books."""
+"""One run: a daemon, clients and faults, and the check of all counts at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When which fault strikes: a pure function of the seed."""
+"""Schedule of the faults, a pure function of the seed."""
 
 from __future__ import annotations
 

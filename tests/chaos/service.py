@@ -1,4 +1,4 @@
-"""A daemon that may be killed and started again, its files, and what it has left behind."""
+"""A daemon that may be killed and started again, its files, and a check for leftovers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""`python -m tests.chaos.sizes`: what workers gather of requests of mixed sizes, and what of it they give back.
+"""`python -m tests.chaos.sizes`: memory that workers keep and release after requests of mixed sizes.
 
-Of a forked worker what it shares with others counts too: a page that it writes to becomes its own, and is none more.
+Pages that a forked worker shares with other processes count as well, so a write, which makes a page private, does not
+change the count.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which error is legal when: the table, and who judges by it."""
+"""Table of the errors that are legal during each fault, and the check of a run's errors against it."""
 
 from __future__ import annotations
 

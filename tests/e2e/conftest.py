@@ -1,4 +1,4 @@
-"""The engines, models that are built once, and the engines called directly."""
+"""Fixtures of the engines, of models that are built once, and of directly called engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the end-to-end tests share: models, right answers, load, and how to look at processes from outside."""
+"""Helpers of the end-to-end tests: models, reference answers, load, and views of processes from outside."""
 
 from __future__ import annotations
 

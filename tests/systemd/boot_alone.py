@@ -1,4 +1,4 @@
-"""Boot a manager and wait: what a session of tests does that is about to be killed."""
+"""Program that boots a manager and waits: stands for a test session that gets killed."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""A client process inside: does what the first argument says at the address of the second, and prints one JSON object.
+"""Client process inside the manager: runs a command against an address and prints one JSON object.
 
-    ask ADDRESS QUESTIONS [MODEL]   ask each question once
-    load ADDRESS QUESTIONS          ask without end, until standard input ends
-    probe PATH                      connect to it and PATH.unix without end, until standard input ends
-    reload ADDRESS                  have the configuration read again
-    greedy ADDRESS COUNT            make a worker of the model "greedy" fill in so many numbers
+    ask ADDRESS QUESTIONS [MODEL]   send each request once
+    load ADDRESS QUESTIONS          send requests until the end of standard input
+    probe PATH                      connect to PATH and PATH.unix repeatedly until the end of standard input
+    reload ADDRESS                  reload the configuration
+    greedy ADDRESS COUNT            make a worker of the model "greedy" fill in COUNT numbers
 
-"begun" is written before, once the second and third have been served.
+`load` prints "begun" after its first answer, `probe` when it starts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One manager for all tests, and the service in it, stopped before and after each."""
+"""Fixtures: one manager for all tests, and its service, stopped before and after each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is different inside the machine of manager.py: files, bind mounts, and where Python and weightd are."""
+"""Changes to the file system inside the machine of manager.py: files, bind mounts, Python and weightd."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Boots systemd in namespaces of its own, and removes all of it when its standard input ends.
+"""Program that boots systemd in new namespaces, and removes everything at the end of its standard input.
 
-Started with the directory that image.py has filled, as a process of its own in a session of its own: so there is
-somebody who cleans up whatever becomes of the tests, be it Ctrl-C or SIGKILL. It writes the pid of systemd, or why
-there is none.
+Takes the directory that image.py has filled. The program is a separate process in a new session, so that it cleans up
+even if the tests end by Ctrl-C or SIGKILL. It writes the pid of systemd, or the reason why systemd did not start.
 """
 
 from __future__ import annotations

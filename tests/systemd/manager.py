@@ -1,4 +1,4 @@
-"""A real systemd as process 1 of its own namespaces, over a throw-away copy of this machine's file system.
+"""A real systemd as process 1 of new namespaces, over a throw-away copy of this machine's file system.
 
     with Manager() as manager:
         manager.write("/etc/systemd/system/demo.service", unit)

@@ -1,4 +1,4 @@
-"""What the tests serve: models, interpreters that are slow or stuck, and questions with their answers."""
+"""Materials of the tests: models, slow or stuck interpreters, and requests with their answers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Breaks the units in one line at a time: `python -m tests.systemd.mutants [NAME ...]`.
+"""Mutation test of the units, one line at a time: `python -m tests.systemd.mutants [NAME ...]`.
 
-Each break must make a test fail, and that test is named beside it. With the unbroken units, all these tests pass.
+Each mutation names the test that must fail with it. With the original units, all these tests pass.
 """
 
 from __future__ import annotations

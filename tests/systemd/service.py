@@ -1,4 +1,4 @@
-"""weightd.service, or an instance of weightd@.service, inside a manager: configured, started, asked, looked at."""
+"""weightd.service, or an instance of weightd@.service, inside a manager: configuration, start and queries."""
 
 from __future__ import annotations
 

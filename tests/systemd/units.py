@@ -1,4 +1,4 @@
-"""The repository's units, and how they get into a manager."""
+"""Installation of the repository's units into a manager."""
 
 from __future__ import annotations
 

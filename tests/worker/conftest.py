@@ -1,4 +1,4 @@
-"""Models for the engine of this interpreter, a log that native code writes to, and the daemon's end of the socket."""
+"""Fixtures: models for this interpreter's engine, a native log, and the daemon's end of the socket."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Writes the ONNX models of these tests into a directory: ``python zoo.py DIRECTORY``.
+"""Writer of the ONNX models of these tests: ``python zoo.py DIRECTORY``.
 
-A script, because only one of the two interpreters that run the tests has onnx. Weights are small integers: on inputs
-that are small integers too, every engine answers exactly what numpy does.
+The writer is a script, because only one of the two interpreters that run the tests has onnx. Weights and inputs are
+small integers, so that every engine returns exactly the result of numpy.
 """
 
 from __future__ import annotations

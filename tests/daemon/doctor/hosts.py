@@ -1,4 +1,4 @@
-"""A host that a test describes: its facts, and the files below its root."""
+"""Fake host for the doctor: facts and files that a test describes."""
 
 from __future__ import annotations
 

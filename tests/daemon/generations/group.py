@@ -1,4 +1,4 @@
-"""A unit that is told what happens, and what it wants done after each event."""
+"""Driver of a rank group: passes events to it and records the actions that it requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A host that only writes down what it is asked for, and a model on it whose children say what a test wants."""
+"""Fake host that records requests, and a model on it whose child messages come from the test."""
 
 from __future__ import annotations
 

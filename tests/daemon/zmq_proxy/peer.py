@@ -1,4 +1,4 @@
-"""What a client of a proxy sends, byte by byte: ZMTP 3 with the mechanisms NULL and CURVE, without the proxy's code."""
+"""Client of a proxy, byte by byte: ZMTP 3 with the mechanisms NULL and CURVE, without the proxy's code."""
 
 from __future__ import annotations
 

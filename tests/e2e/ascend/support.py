@@ -1,4 +1,4 @@
-"""A real daemon with real processes on simulated cards."""
+"""A daemon with real processes on simulated cards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A front that all tests of a file may use who leave it as it was."""
+"""Fixture: a gRPC server shared by the tests of a file that do not change it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gRPC front in a thread, before a daemon whose answers the test decides."""
+"""The gRPC server of the gateway in a thread, connected to a daemon whose answers the test chooses."""
 
 from __future__ import annotations
 

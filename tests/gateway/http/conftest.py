@@ -1,4 +1,4 @@
-"""A gateway over HTTP before a daemon that echoes."""
+"""Fixture: an HTTP gateway connected to a daemon that echoes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A browser, and the page in it."""
+"""Fixtures: a browser, and the status page in it."""
 
 from __future__ import annotations
 

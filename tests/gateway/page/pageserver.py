@@ -1,4 +1,4 @@
-"""Serves the page as a gateway does, and the numbers that a test wants."""
+"""Server of the status page, as in the gateway, with the numbers that a test sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes docs/status-page.png: `python -m tests.gateway.page.screenshot FILE`, of a made-up service."""
+"""Generator of docs/status-page.png: `python -m tests.gateway.page.screenshot FILE`; the data is made up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This interpreter's engine in each of its kinds: what all engines promise, each of these does."""
+"""Fixtures: this interpreter's engine in each of its kinds, for the tests of the common contract."""
 
 from __future__ import annotations
 

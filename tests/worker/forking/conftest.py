@@ -1,4 +1,4 @@
-"""A fork server of the engine of this interpreter, and the channels of it and of templates."""
+"""Fixtures: a fork server of this interpreter's engine, and the channels of the server and of templates."""
 
 from __future__ import annotations
 

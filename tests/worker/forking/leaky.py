@@ -1,4 +1,4 @@
-"""Stands for the library of an engine: what its import does to the process must not be seen in one that is forked."""
+"""Stand-in for an engine's library: the effects of its import must not be visible in forked processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes to share memory between: forks of one that has imported what they need."""
+"""Fixtures: processes that share memory, forked from one that has imported their modules."""
 
 from __future__ import annotations
 
