@@ -1,4 +1,4 @@
-"""Requests that run together: what a service gains by it, against mosec, which does so too, and against the engine."""
+"""Throughput of batched requests, against mosec, which batches too, and against the engine."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""weightd on Ray Serve: requests/s beside a deployment that only answers, and memory beside plain replicas.
+"""weightd on Ray Serve: requests/s against a deployment that only replies, and memory against plain replicas.
 
 It runs in the environment that has Ray (`make bench-cluster`), with nodes that are processes of this machine.
 
-*Throughput*: one node, the tiny model with one worker, and beside it two deployments that do nothing but answer with a
-few bytes. `empty` takes its request first, as each does that is asked something: Serve's proxy has the body,
-and a replica gets it by another call of an actor. `silent` answers without a look at it, for which Serve makes no such
-call at all. Eight connections that are kept alive ask each in turn, in short rounds: what is compared is what a replica
-adds to Serve's own way from proxy to replica and back.
+*Throughput*: one node with the tiny model and one worker, and two deployments that only reply with a few bytes. `empty`
+reads the request body first, like every useful deployment: a replica fetches the body from Serve's proxy with another
+actor call. `silent` replies without reading the body, for which Serve makes no such call. Eight persistent connections
+send requests to each in turn, in short rounds. The comparison shows the time that a replica adds to Serve's path from
+proxy to replica and back.
 
-*Memory*: three nodes with a replica of four workers each, and then twelve replicas of a deployment that has the engine
-inside, of the model with 192 MiB of weights; all have answered. Counted is what belongs to replicas (PSS): of weightd
-the replica, its guard, the daemon, and all that it has started. What Ray itself takes is the same in both.
+*Memory*: the model with 192 MiB of weights, on three nodes with a replica of four workers each, and then on twelve
+replicas of a deployment with the engine inside; all have answered. The result counts the PSS of replicas: for weightd
+the replica, its supervisor, the daemon and its descendants. Ray's processes take the same in both.
 """
 
 from __future__ import annotations

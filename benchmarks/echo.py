@@ -1,7 +1,7 @@
-"""A bare two-hop echo over ZeroMQ: client, ROUTER/ROUTER broker, worker. The least that a brokered request costs there.
+"""A two-hop ZeroMQ echo of client, ROUTER/ROUTER broker and worker: the lower bound of a brokered request.
 
-Each is a process, the broker is Python, and nothing is decoded, checked, queued or computed. All three wait in a
-zmq.Poller, as a program does that has deadlines or several sockets to look at.
+Each is a separate process, all written in Python, and none decodes, checks, queues or computes anything. All three wait
+in a zmq.Poller, like programs with deadlines or several sockets.
 
     python echo.py broker MODE FRONTEND BACKEND
     python echo.py worker MODE BACKEND BYTES...

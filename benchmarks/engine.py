@@ -1,4 +1,4 @@
-"""One worker against the bare engine: what it costs a model that its predicts run in a service."""
+"""One worker against the bare engine: the overhead of the service for one model."""
 
 from __future__ import annotations
 

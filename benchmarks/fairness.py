@@ -1,8 +1,8 @@
-"""What one tenant can do to another: A does its worst, and B asks as it does alone.
+"""Latency of one tenant while another tenant overloads the daemon, against its latency alone.
 
-A and B are two users of this host with a process each, of equal weights unless it is said. B asks one
-request at a time. It is measured alone and beside A in turn, round by round, of the same daemon; the ratios are medians
-over the rounds. Each of B's answers is compared with the bare engine's.
+Tenants A and B are two users of this host with one process each, and have equal weights by default. B sends one request
+at a time to the same daemon, in rounds alternately alone and beside A, which overloads the daemon. The ratios are
+medians over the rounds. Each of B's answers is compared with the bare engine's.
 """
 
 from __future__ import annotations

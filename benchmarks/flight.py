@@ -1,4 +1,4 @@
-"""Many requests under way at once, of which each is followed by another as soon as it is answered, in any order."""
+"""A constant number of requests in flight: each answer starts the next request, in any order."""
 
 from __future__ import annotations
 

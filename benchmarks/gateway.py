@@ -1,11 +1,11 @@
-"""The gateway beside other servers of the Open Inference Protocol, each asked by the same client; and beside mosec.
+"""The gateway against other servers of the Open Inference Protocol with the same client, and against mosec.
 
-The same ONNX models are served by weightd behind its gateway, by MLServer and by PyTriton, each in an environment of
-its own (`make bench-gateway`), the engine with one thread. MLServer is there twice: with a process for its models, as
-by default and as weightd has it, and without one, which is quicker. Unmodified tritonclient, in a process and an
-environment of its own, asks them in turn, one request at a time: by gRPC, and by HTTP with binary tensors, which
-MLServer refuses. mosec speaks no such protocol: it and the gateway are asked by a client of HTTP that looks at nothing,
-by raw bytes.
+weightd behind its gateway, MLServer and PyTriton serve the same ONNX models with one engine thread, each in a separate
+environment (`make bench-gateway`). MLServer runs in two configurations: with a process for its models, the default and
+the same as in weightd, and without one, which is faster. Unmodified tritonclient, in a separate process and
+environment, sends each server one request at a time in turn: over gRPC, and over HTTP with binary tensors, which
+MLServer rejects. mosec does not speak this protocol, so a minimal HTTP client sends raw bytes to mosec and to the
+gateway.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A request that is cut by hand: processes of the engine, each on one core, whose tensors lie in memory of all."""
+"""A request split by hand: engine processes on one core each, with tensors in shared memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The child of `benchmarks.halves`: an engine on one core that computes a share of what lies in shared memory.
+"""Child process of `benchmarks.halves`: an engine on one core that computes its share of shared memory.
 
     python halves_child.py MODEL MEMORY SHAPE INDEX CORE
 

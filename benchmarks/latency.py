@@ -1,4 +1,4 @@
-"""Latency of a small request, against a bare two-hop ZeroMQ echo of frames of about the same sizes."""
+"""Latency of a small request, against a two-hop ZeroMQ echo of frames of about the same sizes."""
 
 from __future__ import annotations
 

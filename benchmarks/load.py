@@ -1,4 +1,4 @@
-"""Requests of one client, many under way at once."""
+"""Requests of one client with many in flight at once."""
 
 from __future__ import annotations
 

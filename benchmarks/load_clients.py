@@ -1,4 +1,4 @@
-"""Clients in threads of their own that keep asking until the block ends."""
+"""Clients in threads that keep sending requests until the block ends."""
 
 from __future__ import annotations
 

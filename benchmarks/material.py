@@ -1,4 +1,4 @@
-"""What the benchmarks run on: models that are generated once, inputs, and the bare engine's answers to them."""
+"""Materials of the benchmarks: models that are generated once, inputs, and the bare engine's answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of a service against as many plain processes of the same engine, as the kernel counts it (PSS)."""
+"""Memory of a service against the same number of plain engine processes, as PSS."""
 
 from __future__ import annotations
 

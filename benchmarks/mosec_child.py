@@ -1,7 +1,7 @@
-"""The rival's server for one ONNX model with an input x and an output y, FP32 [1, any], as its documentation has it.
+"""mosec server of one ONNX model with an input x and an output y, FP32 [1, any], written as mosec documents.
 
-Raw bytes in and out, no batching unless RIVAL_BATCH has a number of rows, everything else as it is by default. Runs in
-the rival's environment:
+Requests and responses are raw bytes. Without RIVAL_BATCH, a number of rows, the server does not batch. All other
+settings are defaults. Runs in mosec's environment:
 
     RIVAL_MODEL=PATH RIVAL_WORKERS=N python -I mosec_child.py --port PORT --address ADDRESS --path DIRECTORY
 """

@@ -1,4 +1,4 @@
-"""The rival: a mosec server in processes of its own, and a client of it that does as little as a client can."""
+"""A mosec server in separate processes, and a minimal client for it."""
 
 from __future__ import annotations
 

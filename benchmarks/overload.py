@@ -1,4 +1,4 @@
-"""Ten times more than the workers can do, for a minute: the daemon's memory, and what is still answered."""
+"""Load of ten times the capacity for a minute: the daemon's memory, and the requests that still succeed."""
 
 from __future__ import annotations
 

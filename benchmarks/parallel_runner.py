@@ -1,4 +1,4 @@
-"""MindSpore Lite's own ModelParallelRunner, in a process of its own, to compare throughput with."""
+"""MindSpore Lite's ModelParallelRunner in a separate process, as a reference for throughput."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The child of `benchmarks.parallel_runner`, run by MindSpore Lite's own interpreter (Python 3.7).
+"""Child process of `benchmarks.parallel_runner`, run by MindSpore Lite's interpreter (Python 3.7).
 
     python parallel_runner_child.py MODEL WORKERS THREADS
 

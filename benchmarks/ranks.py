@@ -1,4 +1,4 @@
-"""Two ranks of the real MindSpore under weightd, against the same two called directly without it.
+"""Two ranks of the real MindSpore under weightd, against the same two ranks called directly.
 
 Time is that of small slices, whose predict is as short as one of two ranks can be: what a request takes beside it shows
 most. Memory is that of slices of 100 MB: the daemon, its ZeroMQ proxy and its fork server take as much whatever the

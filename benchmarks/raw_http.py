@@ -1,4 +1,4 @@
-"""A client of HTTP that does as little as a client can: one connection that is kept alive, and no look at headers."""
+"""Minimal HTTP client: one persistent connection, headers not parsed."""
 
 from __future__ import annotations
 

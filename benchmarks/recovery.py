@@ -1,4 +1,4 @@
-"""How long faults last: from the blow until every worker is READY again, under load, and what it costs clients."""
+"""Duration of faults under load, until every worker is ready again, and their cost for clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results for people and for programs."""
+"""Results as a table or as JSON."""
 
 from __future__ import annotations
 

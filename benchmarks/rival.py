@@ -1,10 +1,10 @@
-"""weightd and mosec side by side: the same models on the same engine, as many workers, in one run and in turn.
+"""weightd and mosec with the same models, engine and number of workers, measured in turn within one run.
 
-mosec (https://github.com/mosecorg/mosec, Apache-2.0) is what answered quickest of the servers that Python programs
-are served with; `make bench-rival` installs a pinned version in an environment of its own. Each side has what costs it
-least: mosec raw bytes over HTTP connections that are kept alive, TCP_NODELAY, and a client that looks at nothing but
-an answer's status and length (benchmarks/mosec_server.py); weightd its own client. Neither batches, ONNX Runtime has
-one thread on both, and everything else is as it is by default.
+mosec (https://github.com/mosecorg/mosec, Apache-2.0) had the lowest latency of the model servers for Python programs.
+`make bench-rival` installs a pinned version in a separate environment. Each side uses its cheapest path: mosec raw
+bytes over persistent HTTP connections, TCP_NODELAY, and a client that reads only the status and length of a response
+(benchmarks/mosec_server.py); weightd its client. Neither batches, ONNX Runtime has one thread on both, and all other
+settings are defaults.
 """
 
 from __future__ import annotations

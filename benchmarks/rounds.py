@@ -1,4 +1,4 @@
-"""How requests are timed: short rounds of each in turn, so that what disturbs the machine disturbs all alike."""
+"""Timing of requests in short alternating rounds, so that disturbances of the machine affect all sides alike."""
 
 from __future__ import annotations
 

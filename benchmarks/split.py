@@ -1,4 +1,4 @@
-"""One request that runs in parts on two sets of cores, against one of them and a script that does it by hand."""
+"""One request split over two sets of cores, against one set and against a script that splits by hand."""
 
 from __future__ import annotations
 

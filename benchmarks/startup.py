@@ -1,4 +1,4 @@
-"""From the start of `weightd serve` to the first answer and to all workers READY, against one bare build."""
+"""Time from the start of `weightd serve` to the first answer and to all workers ready, against one bare build."""
 
 from __future__ import annotations
 

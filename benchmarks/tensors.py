@@ -1,4 +1,4 @@
-"""Latency of requests with large tensors, against a bare two-hop ZeroMQ echo of the same bytes that copies nothing.
+"""Latency of requests with large tensors, against a two-hop ZeroMQ echo of the same bytes without copies.
 
 Two models, of which neither has weights or computes anything to speak of:
 

@@ -1,4 +1,4 @@
-"""Requests per second: of a large model against bare processes of the engine that run at once, and of a tiny one."""
+"""Requests per second of a large model against concurrent bare engine processes, and of a tiny model."""
 
 from __future__ import annotations
 

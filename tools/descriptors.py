@@ -1,9 +1,10 @@
-"""Compiles the `.proto` files of the gateway into the descriptor set that it loads.
+"""Compiler of the gateway's `.proto` files into the descriptor set that the gateway loads.
 
     python -m tools.descriptors
 
-Run it after a change to `gateway/weightd_gateway/grpc/proto/*.proto`, and commit the result: the gateway itself needs
-no compiler, and no code that is bound to one release of protobuf. A test compiles the files again and compares.
+Run this command after a change to `gateway/weightd_gateway/grpc/proto/*.proto`, and commit the result. The gateway
+then needs neither a compiler nor code that is bound to one release of protobuf. A test compiles the files again and
+compares.
 """
 
 from __future__ import annotations

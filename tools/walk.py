@@ -1,4 +1,4 @@
-"""Counts how often the reader of a code path has to change the file: `python -m tools.walk`.
+"""Number of file changes that a reader of a code path makes: `python -m tools.walk`.
 
 The script starts a daemon with ONNX Runtime workers, each under `sys.setprofile`, and follows four paths:
 

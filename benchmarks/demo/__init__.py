@@ -1,1 +1,1 @@
-"""The demo: a digit classifier with 129 MiB of weights, and the handwritten digits that it reads."""
+"""The demo: a digit classifier with 129 MiB of weights, and handwritten digits as inputs."""

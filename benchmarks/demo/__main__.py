@@ -1,4 +1,4 @@
-"""The main job in one command: four processes answer real requests from one copy of the weights.
+"""The demo in one command: four workers answer requests from one copy of the weights.
 
 Starts weightd with the digit classifier, classifies the held-out images through the client, compares every answer with
 the engine called directly, and measures the memory against as many plain processes.

@@ -1,1 +1,1 @@
-"""Servers of the Open Inference Protocol, each as its documentation has it, and one client of them all."""
+"""Servers of the Open Inference Protocol, each set up as documented, and one client for all of them."""

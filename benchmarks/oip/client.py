@@ -1,4 +1,4 @@
-"""tritonclient in an environment and a process of its own, which times rounds of requests to whomever it is told."""
+"""tritonclient in a separate environment and process, which times rounds of requests to a given server."""
 
 from __future__ import annotations
 

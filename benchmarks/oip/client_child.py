@@ -1,4 +1,4 @@
-"""Unmodified tritonclient, asked to time rounds of requests: the same client for every server.
+"""Unmodified tritonclient that times rounds of requests: the same client for every server.
 
 Runs in the client's environment, and reads a JSON object a line, `client.Round`; it answers each with one of seconds:
 

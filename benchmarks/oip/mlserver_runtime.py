@@ -1,4 +1,4 @@
-"""A model for MLServer: an ONNX file with an input x and an output y, its own codec for arrays, one thread."""
+"""MLServer runtime for an ONNX file with input x and output y, MLServer's array codec, one thread."""
 
 from __future__ import annotations
 

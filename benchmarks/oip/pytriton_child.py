@@ -1,4 +1,4 @@
-"""PyTriton with ONNX models that have an input x and an output y, FP32 [any, any]; no batching, one thread.
+"""PyTriton server of ONNX models with input x and output y, FP32 [any, any]; no batching, one thread.
 
 Runs in the rival's environment:
 

@@ -1,4 +1,4 @@
-"""Servers of the Open Inference Protocol in processes of their own: the rivals', and weightd's gateway."""
+"""Servers of the Open Inference Protocol in separate processes: third-party servers and weightd's gateway."""
 
 from __future__ import annotations
 

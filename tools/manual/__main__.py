@@ -1,4 +1,4 @@
-"""The command `python -m tools.manual`: writes each file of the manual."""
+"""The command `python -m tools.manual`, which writes each file of the manual."""
 
 from __future__ import annotations
 

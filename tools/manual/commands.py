@@ -1,4 +1,4 @@
-"""What an argument parser declares, as plain objects."""
+"""Declarations of an argument parser as plain objects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shell completion: a script for bash, which zsh reads too by its `bashcompinit`.
+"""Shell completion: a bash script, which zsh reads through `bashcompinit`.
 
 It uses nothing but what bash has built in, and sed: the package bash-completion need not be there.
 """

@@ -1,4 +1,4 @@
-"""The configuration: weightd.toml(5), weightd-gateway.toml(5), docs/configuration.md, and files to begin with.
+"""Configuration reference: weightd.toml(5), weightd-gateway.toml(5), docs/configuration.md and example files.
 
 All of them list the keys that the configuration classes declare. The docstring of a field is the description of its
 key.

@@ -1,6 +1,6 @@
-"""Man pages, in the macros of man(7) that both groff and mandoc know, and nothing else.
+"""Man pages in the macros of man(7) that both groff and mandoc support.
 
-Text is foreign to it: whatever it contains, it is shown as it is, and is never taken for a request or an escape.
+All text is escaped: the page shows it unchanged, and roff never takes it for a request or an escape.
 """
 
 from __future__ import annotations

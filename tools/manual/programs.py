@@ -1,4 +1,4 @@
-"""weightd(8), weightctl(1) and their completion: what `--help` says, and what stands in no help."""
+"""weightd(8), weightctl(1) and their shell completion, from `--help` and additional texts."""
 
 from __future__ import annotations
 
