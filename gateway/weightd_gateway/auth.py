@@ -32,8 +32,8 @@ class Caller(NamedTuple):
 
 
 _HOW_TO_AUTHENTICATE = (
-    "send `authorization: Bearer TOKEN` with a token that the gateway knows, or come as a user, or with a certificate, "
-    "that its configuration names"
+    "send `authorization: Bearer TOKEN` with a token from the gateway's token file, or connect as a user or with a "
+    "certificate from the gateway's configuration"
 )
 
 
@@ -67,14 +67,14 @@ class Authenticator:
             # The lookup compares digests, so its duration reveals nothing about the token.
             caller = self.tokens.get(token_digest(token))
             if caller is None:
-                raise Unauthenticated("the token is none of the gateway's")
+                raise Unauthenticated("unknown token")
         if caller is None and common_name is not None:
             caller = self.certificates.get(common_name)
         if caller is None and uid is not None:
             caller = self.users.get(uid)
         caller = caller or self.anonymous
         if caller is None:
-            raise Unauthenticated(f"the caller is not known: {_HOW_TO_AUTHENTICATE}")
+            raise Unauthenticated(f"no known credentials: {_HOW_TO_AUTHENTICATE}")
         return caller
 
 
@@ -91,7 +91,7 @@ def parse_bearer(authorization: str) -> str:
     """
     scheme, _, token = authorization.strip().partition(" ")
     if scheme.lower() != "bearer" or not token.strip():
-        raise Unauthenticated(f"expected another authorization: {_HOW_TO_AUTHENTICATE}")
+        raise Unauthenticated(f"invalid authorization header: {_HOW_TO_AUTHENTICATE}")
     return token.strip()
 
 
@@ -140,7 +140,7 @@ def parse_tokens(text: str, path: str) -> dict[bytes, Caller]:
     callers: dict[bytes, Caller] = {}
     problems: list[str] = []
     for number, words in _entries(text):
-        problem = _check_entry(words) or ("this token is there already" if bytes.fromhex(words[0]) in callers else "")
+        problem = _check_entry(words) or ("duplicate token" if bytes.fromhex(words[0]) in callers else "")
         if problem:
             problems.append(f"{path}: line {number}: {problem}")
         else:
@@ -166,11 +166,11 @@ def _entries(text: str) -> Iterator[tuple[int, list[str]]]:
 
 def _check_entry(words: list[str]) -> str:
     if not 2 <= len(words) <= 3:
-        return "expected SHA256 TENANT, and a name if you like"
+        return "expected SHA256 TENANT [NAME]"
     if not _DIGEST.fullmatch(words[0]):
         # The text does not quote the word, because the user may have written the token itself.
-        return "expected the sha256 of a token in 64 hexadecimal digits first, as sha256sum prints it"
+        return "expected the sha256 of a token first, in 64 hexadecimal digits as printed by sha256sum"
     for what, word in zip(("tenant", "name"), words[1:], strict=False):
         if len(word.encode()) > limits.MAX_NAME_BYTES or not word.isprintable():
-            return f"expected the {what} in at most {limits.MAX_NAME_BYTES} bytes, got {label(word)}"
+            return f"expected a {what} of at most {limits.MAX_NAME_BYTES} bytes, got {label(word)}"
     return ""

@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         frontends = _make_frontends(gateway)
     except ImportError as error:
-        logs.print_error(f"{error}: the gateway needs `pip install './weightd[gateway]'`")
+        logs.print_error(f"{error}; install the gateway's dependencies: `pip install './weightd[gateway]'`")
         return CONFIG
     try:
         asyncio.run(GatewayServer(path, config, gateway, frontends, manager).run())

@@ -32,7 +32,7 @@ class GatewayConnectionLimiter:
         if not (peer.is_operator or self._rates.take(peer.key, now)):
             return f"{peer.key} opens more than {self._rate:g} connections a second (max_connection_rate)"
         if not self._connection_limit.take(None if peer.is_operator else peer.key):
-            return f"{peer.key} has its share of {self._max_connections} connections (max_connections)"
+            return f"{peer.key} has reached its share of {self._max_connections} connections (max_connections)"
         return None
 
     def remove_connection(self, peer: Peer) -> None:

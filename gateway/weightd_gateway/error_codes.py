@@ -59,5 +59,5 @@ def to_request_error(error: WeightdError) -> RequestError:
     if isinstance(error, RequestError):
         return error
     if isinstance(error, ClientClosed):
-        return Unavailable("the gateway stops")
+        return Unavailable("the gateway is stopping")
     return Internal(str(error))

@@ -193,7 +193,7 @@ class Permit:
             ResourceExhausted: the bytes are in use at the moment.
         """
         if self._nbytes + nbytes > self._max_bytes:
-            raise TooLarge(f"expected at most {self._max_bytes} bytes of a request or an answer (max_memory_bytes)")
+            raise TooLarge(f"expected a request or response of at most {self._max_bytes} bytes (max_memory_bytes)")
         if not self._byte_limit.take(self._caller, nbytes, self._nbytes):
             raise _exhausted(f"its share of {self._max_bytes} bytes of requests", "max_memory_bytes")
         self._nbytes += nbytes
@@ -205,7 +205,7 @@ class Permit:
 
 
 def _exhausted(what: str, key: str) -> ResourceExhausted:
-    return ResourceExhausted(f"the caller has {what} under way at this gateway ({key})", retry_after=_RETRY_S)
+    return ResourceExhausted(f"the caller has reached {what} at this gateway ({key})", retry_after=_RETRY_S)
 
 
 Work = Callable[[], None]

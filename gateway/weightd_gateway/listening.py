@@ -128,7 +128,7 @@ class GatewayAcceptor:
 
     def _pause_accepting(self, error: OSError) -> None:
         """Pause the listener; otherwise the pending connection would wake up the event loop continuously."""
-        _log.warning("no connection can be accepted: %s; trying again in %g s", error.strerror, _ACCEPT_BACKOFF_S)
+        _log.warning("cannot accept connections: %s; retrying in %g s", error.strerror, _ACCEPT_BACKOFF_S)
         self._loop.remove_reader(self._listener.fileno())
         self._pause_timer = self._loop.call_later(_ACCEPT_BACKOFF_S, self._resume_accepting)
 

@@ -116,7 +116,7 @@ class ParserProcess:
             Unavailable: the child died, the task took too long, or the gateway is stopping.
         """
         if self._is_closed:
-            raise Unavailable("the gateway stops")
+            raise Unavailable("the gateway is stopping")
         loop = asyncio.get_running_loop()
         task = _ParseTask(function, arguments, loop.create_future())
         self._tasks.put(caller.tenant or caller, task)
@@ -140,7 +140,7 @@ class ParserProcess:
             await asyncio.wait([self._runner])
         for task in self._tasks.clear():
             if not task.result.done():
-                task.result.set_result(ParserFailure(Unavailable("the gateway stops")))
+                task.result.set_result(ParserFailure(Unavailable("the gateway is stopping")))
         self._kill_child()
 
     async def _run_tasks(self) -> None:
@@ -161,16 +161,16 @@ class ParserProcess:
         try:
             seconds, result = await asyncio.wait_for(self._call_child(task), timeout_s)
         except asyncio.TimeoutError:
-            _log.warning("a job of the parser process took longer than %g s; killing the process", timeout_s)
+            _log.warning("task of the parser process took longer than %g s; killing the process", timeout_s)
             self._kill_child()
             result = ParserFailure(Unavailable(f"parsing or rendering took longer than {timeout_s:g} s in the gateway"))
         except (OSError, EOFError) as error:
-            _log.warning("the parser process died: %s", str(error) or "it closed its connection")
+            _log.warning("parser process died: %s", str(error) or "connection closed")
             self._kill_child()
             result = ParserFailure(Unavailable("the gateway's parser process died during this request"))
         except asyncio.CancelledError:
             if not task.result.done():
-                task.result.set_result(ParserFailure(Unavailable("the gateway stops")))
+                task.result.set_result(ParserFailure(Unavailable("the gateway is stopping")))
             raise
         if not task.result.done():
             task.result.set_result(result)

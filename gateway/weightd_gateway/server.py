@@ -72,7 +72,7 @@ class GatewayServer:
             await self._start()
             self._manager.notify("READY=1", "STATUS=serving")
             await stop_requested.wait()
-            self._manager.notify("STOPPING=1", "STATUS=finishing what is under way")
+            self._manager.notify("STOPPING=1", "STATUS=finishing requests in progress")
             await self._drain(stop_now)
         finally:
             heap_watch_task.cancel()
@@ -109,12 +109,12 @@ class GatewayServer:
             config, authenticator = load(self._path, self._config.gateway.http if self._manager.inherited else ())
         except ConfigError as error:
             for problem in error.problems:
-                _log.error("the reload changes nothing: %s", problem)
+                _log.error("reload failed, configuration unchanged: %s", problem)
         else:
             for key in keys_needing_restart(self._config, config):
-                _log.warning("gateway.%s has changed, which takes a restart", key)
+                _log.warning("gateway.%s has changed; restart the gateway to apply it", key)
             self._gateway.authenticator = authenticator
-            _log.info("reloaded: %d tokens", len(authenticator.tokens))
+            _log.info("reloaded; number of tokens: %d", len(authenticator.tokens))
         self._manager.notify("READY=1")
 
 

@@ -31,7 +31,7 @@ _KEY = re.compile(r"/?([A-Za-z0-9_][A-Za-z0-9_.+-]{0,254})")
 # Prefix of the files of sem_open(3), which contain no tensors.
 _SEMAPHORE_PREFIX = "sem."
 
-_DISABLED = "shared memory is off at this gateway (shared_memory)"
+_DISABLED = "shared memory is disabled at this gateway (shared_memory)"
 
 
 class RegisteredRegion:
@@ -55,7 +55,7 @@ class RegisteredRegion:
         while done < len(buffer):
             count = os.preadv(self._descriptor, [buffer[done:]], self.offset + offset + done)
             if not count:
-                raise InvalidArgument("the region is shorter than it was when it was registered")
+                raise InvalidArgument("the file of the region has been truncated since its registration")
             done += count
 
     def write(self, offset: int, content: memoryview) -> None:
@@ -65,7 +65,7 @@ class RegisteredRegion:
             InvalidArgument: the file has been truncated.
         """
         if os.fstat(self._descriptor).st_size < self.offset + offset + len(content):
-            raise InvalidArgument("the region is shorter than it was when it was registered")
+            raise InvalidArgument("the file of the region has been truncated since its registration")
         done = 0
         while done < len(content):
             done += os.pwrite(self._descriptor, content[done:], self.offset + offset + done)
@@ -106,7 +106,7 @@ class RegisteredRegions:
             raise InvalidArgument(f"region {label(name)} is registered already")
         if len(own) >= MAX_REGIONS_PER_CALLER or sum(map(len, self._by_caller.values())) >= MAX_REGIONS:
             raise ResourceExhausted(
-                f"at most {MAX_REGIONS_PER_CALLER} regions of a caller, and {MAX_REGIONS} of all, are registered"
+                f"expected at most {MAX_REGIONS_PER_CALLER} registered regions per caller and {MAX_REGIONS} in total"
             )
         first, size = _check_integer("offset", offset), _check_integer("byte_size", byte_size)
         own[name] = self._open_region(key, first, size)
@@ -164,21 +164,19 @@ class RegisteredRegions:
     def _open_region(self, key: object, offset: int, nbytes: int) -> RegisteredRegion:
         match = _KEY.fullmatch(key) if type(key) is str else None
         if match is None or match.group(1).startswith(_SEMAPHORE_PREFIX):
-            raise InvalidArgument(f"key: expected the name of a file of {self._directory}, got {describe_value(key)}")
+            raise InvalidArgument(f"key: expected the name of a file in {self._directory}, got {describe_value(key)}")
         path = self._directory / match.group(1)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             # The error is the same for a missing file and for a file of another user.
             raise InvalidArgument(
-                f"key: expected a file of the user that the gateway runs as, got {describe_value(key)}"
+                f"key: expected a file that belongs to the gateway's user, got {describe_value(key)}"
             ) from None
         region = RegisteredRegion(str(key), descriptor, offset, nbytes)
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            raise InvalidArgument(
-                f"key: expected a file of the user that the gateway runs as, got {describe_value(key)}"
-            )
+            raise InvalidArgument(f"key: expected a file that belongs to the gateway's user, got {describe_value(key)}")
         if not nbytes or offset + nbytes > found.st_size:
             raise InvalidArgument(
                 f"byte_size: expected 1 to {max(0, found.st_size - offset)} from {offset} on, got {nbytes}"

@@ -135,7 +135,7 @@ def from_values(name: str, datatype: str, shape: Sequence[int], values: object) 
         InvalidArgument: the datatype cannot represent a value, or the number of values does not match the shape.
     """
     if datatype in _RAW_ONLY:
-        raise InvalidArgument(f"{label(name)}: {datatype} has no form but its bytes: send it as binary data")
+        raise InvalidArgument(f"{label(name)}: {datatype} can be sent only as binary data")
     if type(values) is not list:
         raise InvalidArgument(f"{label(name)}: data: expected a list, got {describe_value(values)}")
     items: Sequence[Any] = cast("list[object]", values)
@@ -163,7 +163,7 @@ def from_typed(
     """
     if len(values) > max_values:
         text = f"expected at most {MAX_VALUES} values in a request, got {len(values)} with {max_values} left"
-        raise TooLarge(f"{label(name)}: data: {text}: send raw contents")
+        raise TooLarge(f"{label(name)}: data: {text}; send raw contents")
     if len(values) != math.prod(shape):
         raise InvalidArgument(f"{label(name)}: data: expected {math.prod(shape)} values, got {len(values)}")
     source = np.fromiter(values, source_dtype, len(values))
@@ -227,8 +227,8 @@ def check_count(name: str, array: Array, max_values: int = MAX_VALUES) -> None:
     """
     if array.size > max_values:
         raise TooLarge(
-            f"output {label(name)}: expected at most {MAX_VALUES} values in JSON, of which {max_values} are left, "
-            f"got {array.size}: ask for binary data"
+            f"output {label(name)}: expected at most {MAX_VALUES} values in JSON with {max_values} left, "
+            f"got {array.size}; request binary data"
         )
 
 
@@ -239,8 +239,8 @@ def to_values(name: str, array: Array) -> list[Any]:
         InvalidArgument: JSON cannot represent a value.
     """
     if datatype_of(array) in _RAW_ONLY:
-        raise InvalidArgument(f"output {label(name)}: FP16 has no form in JSON: ask for binary data")
+        raise InvalidArgument(f"output {label(name)}: JSON cannot represent FP16; request binary data")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        raise InvalidArgument(f"output {label(name)}: JSON has neither NaN nor infinity: ask for binary data")
+        raise InvalidArgument(f"output {label(name)}: JSON cannot represent NaN and infinity; request binary data")
     values: list[Any] = array.ravel().tolist()
     return values

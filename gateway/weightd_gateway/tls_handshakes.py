@@ -150,7 +150,7 @@ class Handshakes:
         key = None if peer.is_operator else peer.key
         if not self._limit.take(key):
             connection.close()
-            reason = f"{peer.key} has its share of {self._max_handshakes} TLS handshakes under way"
+            reason = f"{peer.key} has reached its share of {self._max_handshakes} TLS handshakes in progress"
             suppressed_count = self._refusal_log.record(peer.key, time.monotonic())
             if suppressed_count is not None:
                 more = f" ({suppressed_count} more since the last such line)" if suppressed_count else ""
@@ -200,7 +200,7 @@ class Handshakes:
             raise
         if transport is None or raw.is_closing():
             raw.abort()
-            raise ConnectionResetError("the client has left after the handshake")
+            raise ConnectionResetError("the client disconnected after the handshake")
         raw.set_protocol(inner)
         early.hand_over(transport, protocol_factory())
 

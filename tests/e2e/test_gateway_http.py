@@ -427,12 +427,12 @@ def test_each_token_asks_for_its_tenant_and_a_reload_takes_it_away(tmp_path: Pat
             assert status(lambda: client.infer("seen", asked(x), headers=token("eve"))) == "403"
             tokens.write_text(f"{digests[1]} ben\n")
             os.kill(gateway.pid, signal.SIGHUP)
-            until(lambda: "reloaded: 1 tokens" in gateway.log, "it has read them again")
+            until(lambda: "reloaded; number of tokens: 1" in gateway.log, "it has read them again")
             assert status(lambda: client.infer("seen", asked(x), headers=token("ann"))) == "401"
             client.infer("seen", asked(x), headers=token("ben"))
             tokens.write_text("nonsense\n")
             os.kill(gateway.pid, signal.SIGHUP)
-            until(lambda: "the reload changes nothing" in gateway.log, "it says what is wrong")
+            until(lambda: "reload failed, configuration unchanged" in gateway.log, "it says what is wrong")
             client.infer("seen", asked(x), headers=token("ben"))
 
 

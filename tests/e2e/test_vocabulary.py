@@ -110,7 +110,7 @@ WEIGHTCTL = {
     "update": Use("tiny {other}", 0, "tiny"),
     "update-weights": Use("tiny {weights}", 1, "cannot update weights on the CPU"),
     "reload": Use("", 0, "no model changed"),
-    "keygen": Use("{none}", 0, ".key: the secret key"),
+    "keygen": Use("{none}", 0, ".key: secret key"),
     "install-units": Use("--dry-run --prefix {prefix}", 0, "weightd.service"),
 }
 

@@ -80,9 +80,9 @@ def test_each_line_is_a_caller(tmp_path: Path) -> None:
     [
         (ONE, "expected SHA256 TENANT"),
         (f"{ONE} research alice bob", "expected SHA256 TENANT"),
-        (f"{ONE[1:]} research", "expected the sha256 of a token in 64 hexadecimal digits first"),
-        (f"{ONE} {'x' * 257}", "expected the tenant in at most 256 bytes"),
-        (f"{ONE} research a\x07b", "expected the name in at most 256 bytes"),
+        (f"{ONE[1:]} research", "expected the sha256 of a token first, in 64 hexadecimal digits"),
+        (f"{ONE} {'x' * 257}", "expected a tenant of at most 256 bytes"),
+        (f"{ONE} research a\x07b", "expected a name of at most 256 bytes"),
     ],
 )
 def test_a_wrong_line_is_told_by_its_number(line: str, problem: str) -> None:
@@ -91,7 +91,7 @@ def test_a_wrong_line_is_told_by_its_number(line: str, problem: str) -> None:
 
 
 def test_a_token_that_is_there_twice_is_nobodys() -> None:
-    with pytest.raises(TokenFileError, match="line 2: this token is there already"):
+    with pytest.raises(TokenFileError, match="line 2: duplicate token"):
         parse_tokens(f"{ONE} research\n{ONE.upper()} sales\n", "tokens")
 
 

@@ -127,7 +127,7 @@ def test_a_request_after_close_is_unavailable(fake: FakeDaemon) -> None:
         await service.close()
         await service.server(ITSELF)
 
-    with pytest.raises(Unavailable, match="the gateway stops"):
+    with pytest.raises(Unavailable, match="the gateway is stopping"):
         asked(fake, request_after_close)
 
 

@@ -35,7 +35,7 @@ class Call:
 
 def test_an_error_that_a_caller_causes_again_and_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     for number in range(100):
-        log_failure(LOG, f"a request fails: GET /{number}", UnforeseenError(number))
+        log_failure(LOG, f"HTTP request failed: GET /{number}", UnforeseenError(number))
     # A period may end meanwhile.
     assert 1 <= len(caplog.records) <= 2
     assert caplog.records[0].exc_info is not None
@@ -49,4 +49,4 @@ def test_calls_that_fail_again_and_again_are_logged_once(caplog: pytest.LogCaptu
     for _ in range(20):
         with pytest.raises(AbortError):
             asyncio.run(handle((), Call()))  # type: ignore[arg-type]
-    assert 1 <= sum("a call failed" in each.getMessage() for each in caplog.records) <= 2
+    assert 1 <= sum("gRPC call failed" in each.getMessage() for each in caplog.records) <= 2

@@ -79,10 +79,10 @@ def test_one_of_several_is_unregistered_or_all(regions: RegisteredRegions) -> No
         ("sem.input", 0, 1, "expected the name of a file"),
         ("", 0, 1, "expected the name of a file"),
         (7, 0, 1, "expected the name of a file"),
-        ("none", 0, 1, "expected a file of the user that the gateway runs as"),
-        ("link", 0, 1, "expected a file of the user that the gateway runs as"),
-        ("pipe", 0, 1, "expected a file of the user that the gateway runs as"),
-        ("directory", 0, 1, "expected a file of the user that the gateway runs as"),
+        ("none", 0, 1, "expected a file that belongs to the gateway's user"),
+        ("link", 0, 1, "expected a file that belongs to the gateway's user"),
+        ("pipe", 0, 1, "expected a file that belongs to the gateway's user"),
+        ("directory", 0, 1, "expected a file that belongs to the gateway's user"),
         ("input", 0, 101, "byte_size: expected 1 to 100 from 0 on, got 101"),
         ("input", 100, 1, "byte_size: expected 1 to 0 from 100 on"),
         ("input", 0, 0, "byte_size: expected 1 to 100"),
@@ -107,7 +107,7 @@ def test_what_cannot_be_registered(
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another's file")
 def test_a_file_of_another_user_is_none(shm: Path, regions: RegisteredRegions) -> None:
     os.chown(shm / "input", 1000, 1000)
-    with pytest.raises(InvalidArgument, match="expected a file of the user that the gateway runs as"):
+    with pytest.raises(InvalidArgument, match="expected a file that belongs to the gateway's user"):
         regions.register(ANN, "in", "input", 0, 1)
 
 
@@ -124,9 +124,9 @@ def test_who_cuts_a_file_short_gets_an_error(shm: Path, regions: RegisteredRegio
     regions.register(ANN, "in", "input", 0, 100)
     region = regions.resolve(ANN, "in", 0, 100).region
     os.truncate(shm / "input", 10)
-    with pytest.raises(InvalidArgument, match="shorter than it was"):
+    with pytest.raises(InvalidArgument, match="file of the region has been truncated"):
         region.read(0, memoryview(bytearray(100)))
-    with pytest.raises(InvalidArgument, match="shorter than it was"):
+    with pytest.raises(InvalidArgument, match="file of the region has been truncated"):
         region.write(0, memoryview(bytes(100)))
     assert (shm / "input").stat().st_size == 10
 
@@ -162,5 +162,5 @@ def test_where_it_is_off_nobody_has_any(shm: Path) -> None:
         lambda: regions.status(ANN),
         lambda: regions.resolve(ANN, "in", 0, 1),
     ):
-        with pytest.raises(InvalidArgument, match="shared memory is off"):
+        with pytest.raises(InvalidArgument, match="shared memory is disabled"):
             ask()

@@ -61,7 +61,7 @@ def test_a_scalar_is_a_list_of_one() -> None:
 @pytest.mark.parametrize(
     ("datatype", "shape", "values", "problem"),
     [
-        ("FP16", [1], [1.0], "FP16 has no form but its bytes"),
+        ("FP16", [1], [1.0], "FP16 can be sent only as binary data"),
         ("FP32", [2], [1.0], "expected 2 values, got 1"),
         ("FP32", [1], 1.0, "expected a list, got float 1.0"),
         ("FP32", [1], [True], "expected numbers for FP32, got bool True"),
@@ -126,12 +126,12 @@ def test_bytes_of_another_length_and_booleans_that_are_none() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_json_has_neither_nan_nor_infinity(value: float) -> None:
-    with pytest.raises(InvalidArgument, match="ask for binary data"):
+    with pytest.raises(InvalidArgument, match="request binary data"):
         to_values("y", np.array([1.0, value], np.float32))
 
 
 def test_half_floats_have_no_form_in_json() -> None:
-    with pytest.raises(InvalidArgument, match="FP16 has no form in JSON"):
+    with pytest.raises(InvalidArgument, match="JSON cannot represent FP16"):
         to_values("y", np.array([1.0], np.float16))
 
 

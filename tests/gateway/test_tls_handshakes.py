@@ -201,7 +201,7 @@ def test_a_peer_has_a_share_of_the_handshakes_under_way(contexts: tuple[ssl.SSLC
         refused = [each for _, each in many if each.done()]
         assert len(refused) == 4
         for each in refused:
-            with pytest.raises(ConnectionAbortedError, match="uid 1 has its share of 8 TLS handshakes"):
+            with pytest.raises(ConnectionAbortedError, match="uid 1 has reached its share of 8 TLS handshakes"):
                 await each
         assert not task.done()
         for far in (other, *(far for far, _ in many)):

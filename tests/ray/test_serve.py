@@ -59,7 +59,7 @@ def test_over_http_it_is_the_gateway(app: Nodes, questions: SampleRequests) -> N
     ("path", "body", "status", "text"),
     [
         ("/m/v2/models/b", None, 404, b"b"),
-        ("/m/nothing", None, 404, b"there is nothing at /nothing"),
+        ("/m/nothing", None, 404, b"no such path: /nothing"),
         ("/m/v2/models/a/infer", b"{}", 400, b"inputs"),
         ("/m/v2/models/a/infer", b"x" * (65 * 2**20), 413, b"max_body_bytes"),
         ("/m/v2/repository/models/a/load", b"", 400, b"weightctl"),

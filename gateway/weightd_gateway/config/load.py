@@ -105,11 +105,11 @@ def parse(
     with problems.at(".certificates"):
         certificates = _CALLER_TABLE.check(content.get("certificates", {}))
         if certificates and not gateway.client_ca:
-            raise FieldError("it has no effect without client_ca in [gateway]")
+            raise FieldError("no effect without client_ca in [gateway]")
     with problems.at(".users"):
         users = _parse_users(_CALLER_TABLE.check(content.get("users", {})), problems)
         if users and not any(each.startswith(addresses.UNIX_PREFIX) for each in gateway.http):
-            raise FieldError("it has no effect without a unix: address among http in [gateway]")
+            raise FieldError("no effect without a unix: address in http of [gateway]")
     return GatewayFile(gateway, certificates, users)
 
 
@@ -141,46 +141,46 @@ def _complete(config: GatewayConfig, base: Path, problems: ErrorCollector) -> Ga
         problems.add(_check_exposure(config), "tls_cert", "anonymous", "insecure")
         problems.add(_check_shared_memory(config), "shared_memory")
         if not (http or grpc):
-            problems.add([FieldError("expected an address here, or among grpc").at(".http")])
+            problems.add([FieldError("expected at least one address in http or grpc").at(".http")])
     return config
 
 
 def _check_memory(config: GatewayConfig) -> Iterator[FieldError]:
     minimum = 2 * config.max_body_bytes
     if config.max_memory_bytes < minimum:
-        expected = f"expected at least twice max_body_bytes, {minimum}, got {config.max_memory_bytes}"
+        expected = f"expected at least twice max_body_bytes ({minimum}), got {config.max_memory_bytes}"
         yield FieldError(expected).at(".max_memory_bytes")
 
 
 def _check_tls(config: GatewayConfig) -> Iterator[FieldError]:
     if bool(config.tls_cert) != bool(config.tls_key):
         missing = "tls_key" if config.tls_cert else "tls_cert"
-        yield FieldError("missing: a certificate and its key go together").at(f".{missing}")
+        yield FieldError("missing: tls_cert and tls_key require each other").at(f".{missing}")
     if config.client_ca and not config.tls_cert:
-        yield FieldError("it has no effect without tls_cert and tls_key").at(".client_ca")
+        yield FieldError("no effect without tls_cert and tls_key").at(".client_ca")
     for key in ("tls_cert", "tls_key", "client_ca"):
         path = getattr(config, key)
         if path and not os.access(path, os.R_OK):
-            yield FieldError(f"expected a file that this user may read, got {path!r}").at(f".{key}")
+            yield FieldError(f"expected a file that the gateway's user may read, got {path!r}").at(f".{key}")
 
 
 def _check_exposure(config: GatewayConfig) -> Iterator[FieldError]:
     """Yield an error for each address that is open to other hosts without protection, unless `insecure` allows it."""
     if config.insecure or (config.tls_cert and (config.client_ca or not config.anonymous)):
         return
-    what = "lets them ask: expected no `anonymous`" if config.tls_cert else "is read on the way: expected tls_cert"
-    whose = "`anonymous`" if config.tls_cert else "what is said"
+    risk = "would be accepted without credentials" if config.tls_cert else "would be sent without TLS"
+    expected = "no `anonymous`" if config.tls_cert else "tls_cert"
     for key, named in (("http", config.http_addresses), ("grpc", config.grpc_addresses)):
         for index, address in enumerate(named):
             if not address.is_local:
-                text = f"{address}: other hosts reach it, and {whose} {what}, or insecure = true"
+                text = f"{address}: requests from other hosts {risk}; expected {expected}, or insecure = true"
                 yield FieldError(text).at(f".{key}[{index}]")
 
 
 def _check_shared_memory(config: GatewayConfig) -> Iterator[FieldError]:
     remote_addresses = [address for address in (*config.http_addresses, *config.grpc_addresses) if not address.is_local]
     if config.shared_memory and remote_addresses:
-        yield FieldError(f"expected addresses on this host alone, got {remote_addresses[0]}").at(".shared_memory")
+        yield FieldError(f"expected only addresses on this host, got {remote_addresses[0]}").at(".shared_memory")
 
 
 def _parse_users(tenants_by_user: Mapping[str, str], problems: ErrorCollector) -> dict[int, str]:
@@ -189,9 +189,9 @@ def _parse_users(tenants_by_user: Mapping[str, str], problems: ErrorCollector) -
         with problems.at(f".{label(name)}"):
             uid = _parse_user_id(name)
             if uid == OVERFLOW_ID:
-                raise FieldError("expected another user: so the kernel calls each that it cannot name")
+                raise FieldError("expected another user, because the kernel uses this number for unknown users")
             if uid in users:
-                raise FieldError("this user is there already")
+                raise FieldError("duplicate user")
             users[uid] = tenant
     return users
 

@@ -31,86 +31,86 @@ class GatewayConfig:
     """The table [gateway]."""
 
     daemon: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
-    """Where the daemon is, as for `weightctl --socket`. Default: where weightctl looks."""
+    """The daemon's address, as for `weightctl --socket`. Default: as for weightctl."""
 
     http: tuple[str, ...] = field(default=("127.0.0.1:8000",), metadata=_ADDRESSES)
-    """Where HTTP is spoken: each "HOST:PORT" or "unix:/ABSOLUTE/PATH". Sockets of a service manager take the place of
-    these."""
+    """Listen addresses of HTTP: each "HOST:PORT" or "unix:/ABSOLUTE/PATH". Sockets from the service manager replace
+    them."""
 
     grpc: tuple[str, ...] = field(default=("127.0.0.1:8001",), metadata=_ADDRESSES)
-    """Where gRPC is spoken, likewise. The kernel's word for who is at the other end of a unix socket is not known
-    there."""
+    """Listen addresses of gRPC, in the same form. gRPC cannot identify the user at the other end of a Unix socket."""
 
     tokens: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
-    """The file with the tokens that callers send as `authorization: Bearer TOKEN`: on each line the sha256 of one, the
-    tenant that it is for, or - for the gateway itself, and a name for the log if you like. SIGHUP has it read again."""
+    """Token file. Callers send tokens as `authorization: Bearer TOKEN`. Each line has the sha256 of a token, its
+    tenant, or - for the gateway's own identity, and optionally a name for the log. SIGHUP reloads the file."""
 
     anonymous: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
-    """The tenant that who proves nothing asks for, or "-" for the gateway itself. Default: nobody may ask so."""
+    """Tenant of callers without credentials, or "-" for the gateway's own identity. Default: they are rejected."""
 
     insecure: bool = field(default=False, metadata=boolean())
-    """Needed for addresses that other hosts reach without TLS, or where `anonymous` is somebody: whoever reaches them
-    may ask, or read tokens, and read and change what others say."""
+    """Allow addresses that other hosts can reach without TLS or with `anonymous`. Without TLS, others on the network
+    can read tokens, and read and change the data of callers; with `anonymous`, they can send requests."""
 
     tls_cert: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
-    """The file with the gateway's certificate, and those above it, in PEM: TLS is spoken at all HOST:PORT then."""
+    """File with the gateway's certificate chain in PEM, which enables TLS for all HOST:PORT addresses."""
 
     tls_key: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
-    """The file with its key in PEM, without a passphrase."""
+    """File with the certificate's key in PEM, without a passphrase."""
 
     client_ca: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
-    """The file with the authorities whose certificates callers have to have, in PEM. Default: callers need none."""
+    """File with certificate authorities in PEM. Callers need a certificate of one of them. Default: callers need
+    none."""
 
     hosts: tuple[str, ...] = field(
         default=("localhost", "127.0.0.1", "[::1]"), metadata=list_of(text(_MAX_HOST_BYTES), _MAX_HOSTS)
     )
-    """The names, without a port, under which HTTP callers may know this host: what comes for another one is refused,
-    for it may come from a page in somebody's browser. "*" is any."""
+    """Names of this host, without a port, that HTTP requests may contain in their Host header. Requests for other names
+    are rejected, because they may come from a malicious web page in a browser. "*" allows any name."""
 
     max_body_bytes: int = field(default=64 * 1024 * 1024, metadata=integer(1024, limits.MAX_FRAME_BYTES))
-    """Bytes of a request, once it is decompressed."""
+    """Maximum size of a request after decompression, in bytes."""
 
     max_in_flight: int = field(default=256, metadata=integer(1, _MAX_COUNT))
-    """Requests that are received or answered at once. Whoever comes beyond that is told so at once. A tenant has
-    at most three times as many as it leaves to others, of these as of the bytes below: three quarters, if it is alone.
-    """
+    """Maximum number of requests in progress, from receiving to answering. Further requests are rejected immediately. A
+    tenant may have at most three times as many as remain free, so three quarters if it is alone; the same applies to
+    `max_memory_bytes`."""
 
     max_memory_bytes: int = field(default=1024 * 1024 * 1024, metadata=integer(1024, 2**62))
-    """Bytes of all requests that are received or answered at once, likewise, and of answers that callers have not read;
-    at least twice `max_body_bytes`."""
+    """Maximum size of all requests in progress and of responses that callers have not read, in bytes; at least twice
+    `max_body_bytes`."""
 
     max_connections: int = field(default=4096, metadata=integer(1, _MAX_COUNT))
-    """Connections of HTTP, and of gRPC, at once. A user of this host, or another host, may have at most three times as
-    many as it leaves to others; root and the gateway's own user have no such limit."""
+    """Maximum number of open connections of HTTP, and likewise of gRPC. A user of this host, or another host, may have
+    at most three times as many as remain free; this does not apply to root and the gateway's own user."""
 
     max_connection_rate: float = field(default=256.0, metadata=number(1e6))
-    """New connections a second of one user of this host, or of another host, with each protocol; after a pause those
-    of 4 seconds at once. Clients behind a proxy are one peer. 0: no limit."""
+    """Maximum rate of new connections of a user of this host, or of another host, per second and protocol. After a
+    pause, the connections of 4 seconds may arrive at once. Clients behind a proxy count as one. 0: no limit."""
 
     timeout: float = field(default=30.0, metadata=number(_MAX_SECONDS, positive=True))
-    """Seconds that a request takes at most which says nothing of that itself."""
+    """Timeout of requests that do not set one, in seconds."""
 
     receive_timeout: float = field(default=30.0, metadata=number(_MAX_SECONDS, positive=True))
-    """Seconds in which the header of a request has to come, and then its body."""
+    """Seconds within which the header of a request must arrive, and then its body."""
 
     idle_timeout: float = field(default=300.0, metadata=number(_MAX_SECONDS, positive=True))
-    """Seconds that a caller may be connected and ask nothing."""
+    """Seconds after which an idle connection is closed."""
 
     drain_timeout: float = field(default=30.0, metadata=number(_MAX_SECONDS))
-    """Seconds that requests may take that are under way when the gateway is asked to stop."""
+    """Seconds that requests in progress may take when the gateway stops."""
 
     shared_memory: bool = field(default=False, metadata=boolean())
-    """Whether callers may have tensors in files of /dev/shm, as Triton's clients do it; only where all addresses are on
-    this host. Whoever may ask can name any such file of the user that the gateway runs as, and no other."""
+    """Allow tensors in files in /dev/shm, as Triton's clients use them. Requires that all addresses are local to this
+    host. Callers can use every such file that belongs to the gateway's user, and no other."""
 
     page: bool = field(default=True, metadata=boolean())
-    """Whether there is a page at / that shows what goes on."""
+    """Serve the status page at /."""
 
     http_addresses: tuple[ListenAddress, ...] = field(default=(), metadata=derived(list_of(text(1), 0)))
-    """What `http` says."""
+    """The parsed addresses of `http`."""
 
     grpc_addresses: tuple[ListenAddress, ...] = field(default=(), metadata=derived(list_of(text(1), 0)))
-    """What `grpc` says."""
+    """The parsed addresses of `grpc`."""
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ class RpcHandlers:
         for key, value in context.invocation_metadata() or ():
             if key == "authorization" and not is_unauthenticated:
                 if token is not None:
-                    raise Unauthenticated("expected one authorization")
+                    raise Unauthenticated("expected one authorization header")
                 token = parse_bearer(str(value))
             elif key == TRACEPARENT and (parent := valid_traceparent(str(value))):
                 context.set_trailing_metadata(((TRACEPARENT, parent),))
@@ -250,7 +250,7 @@ class RpcHandlers:
             if suppressed_count is not None:
                 level, more = (
                     logging.WARNING,
-                    f", and {suppressed_count} more since the last line of this" if suppressed_count else "",
+                    f", and {suppressed_count} more since the last such line" if suppressed_count else "",
                 )
         if _log.isEnabledFor(level):
             outcome = "OK" if error is None else f"{error.code}: {error}"
@@ -275,7 +275,7 @@ class RpcHandlers:
             if self._connections.is_full(context.peer()):
                 # The bytes may belong to another call of the connection; gRPC's library does not say to which.
                 raise TooLarge(
-                    "the calls of this connection have sent too many bytes without an answer; a message of this method"
+                    "the calls of this connection have sent too many bytes before a response; a message of this method"
                     f" has at most {max_bytes} bytes"
                 )
             if is_unauthenticated:
@@ -290,7 +290,7 @@ class RpcHandlers:
         ):
             message = await context.read()
         if message is grpc.aio.EOF:
-            raise InvalidArgument("the call has no message")
+            raise InvalidArgument("expected a message in the call")
         check_length(message, max_bytes)
         permit.release()
         permit.reserve(len(message))
@@ -316,7 +316,7 @@ def parse_message(message: bytes, parse: Parse) -> Any:
     try:
         return parse(message)
     except DecodeError:
-        raise InvalidArgument("the message is not the protobuf that it should be") from None
+        raise InvalidArgument("expected a valid protobuf message of this method") from None
 
 
 def report_errors(handle: Callable[[Any, Context], Awaitable[T]]) -> Callable[[Any, Context], Awaitable[T]]:
@@ -330,8 +330,8 @@ def report_errors(handle: Callable[[Any, Context], Awaitable[T]]) -> Callable[[A
         except WeightdError as error:
             await _abort(context, error)
         except Exception as error:  # noqa: BLE001 - gRPC would send its whole text to the caller
-            log_failure(_log, "a call failed", error)
-            await _abort(context, Internal("the gateway has failed; its log tells how"))
+            log_failure(_log, "gRPC call failed", error)
+            await _abort(context, Internal("internal error of the gateway; see its log"))
 
     return call
 
@@ -418,7 +418,7 @@ def _call_after(seconds: float, on_timeout: Callable[[], None]) -> Generator[Non
 
 
 def _raise_deadline_exceeded(seconds: float, setting: str = "") -> None:
-    raise DeadlineExceeded(f"the message did not come within {seconds:g} seconds{setting}")
+    raise DeadlineExceeded(f"the message did not arrive within {seconds:g} seconds{setting}")
 
 
 def _hold_until_done(context: Any, limit: FairLimit, caller: Caller) -> None:
@@ -432,7 +432,7 @@ def _hold_until_done(context: Any, limit: FairLimit, caller: Caller) -> None:
         ResourceExhausted: the caller's share is used up. The error has no message that the client would have to read.
     """
     if not limit.take(caller):
-        raise ResourceExhausted("the caller has its share of calls at this gateway whose answers are not read")
+        raise ResourceExhausted("the caller has reached its share of calls with unread responses at this gateway")
 
     def release(_: object) -> None:
         limit.release(caller)

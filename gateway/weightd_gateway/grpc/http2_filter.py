@@ -157,7 +157,7 @@ class Http2Filter:
             # Connecting to a Unix socket succeeds immediately, or fails if the backlog is full.
             library.connect(self._path)
         except OSError as error:
-            _log.warning("gRPC's library does not take a connection: %s", error.strerror)
+            _log.warning("cannot pass a connection to the gRPC library: %s", error.strerror)
             library.close()
             client.abort()
             return

@@ -187,7 +187,7 @@ class FrameCounter:
             position = min(self._preface_left, len(data))
             begin = len(PREFACE) - self._preface_left
             if data[:position] != PREFACE[begin : begin + position]:
-                raise LimitExceeded("expected the preface of HTTP/2")
+                raise LimitExceeded("expected the HTTP/2 connection preface")
             self._preface_left -= position
         calls = 0
         for kind, flags, length, stream in self._heads.feed(data, position):
@@ -216,7 +216,7 @@ class FrameCounter:
         elif kind == CONTINUATION:
             self._continuations += 1
             if self._continuations > MAX_CONTINUATIONS:
-                raise LimitExceeded(f"expected at most {MAX_CONTINUATIONS} CONTINUATION frames of a call, got more")
+                raise LimitExceeded(f"expected at most {MAX_CONTINUATIONS} CONTINUATION frames per call, got more")
             self._add_headers(flags, length)
         else:
             if length > MAX_CONTROL_BYTES:

@@ -168,7 +168,7 @@ def _new_response(model: str, *, is_final: bool) -> Any:
 def _join(parts: Sequence[bytes | memoryview]) -> bytes:
     size = sum(map(len, parts))
     if size > _MAX_BYTES:
-        raise TooLarge(f"the answer has {size} bytes, and a message of gRPC at most {_MAX_BYTES}")
+        raise TooLarge(f"expected a response of at most {_MAX_BYTES} bytes, the limit of gRPC messages, got {size}")
     return b"".join(parts)
 
 

@@ -36,7 +36,7 @@ _LOG_SETTINGS = {
     "log_format": {"string_param": "default"},
 }
 
-_READ_ONLY_SETTING = "this setting is the operator's, in the configuration of weightd"
+_READ_ONLY_SETTING = "this setting is read-only; the operator sets it in the configuration of weightd"
 
 
 class ModelApi:
@@ -125,7 +125,7 @@ class ModelApi:
         return _encode("RepositoryIndexResponse", {"models": models})
 
     async def _load(self, call: RpcContext, request: Any) -> bytes:
-        raise InvalidArgument("models are loaded and changed by `weightctl update` and `weightctl reload` alone")
+        raise InvalidArgument("models can be loaded and changed only by `weightctl update` and `weightctl reload`")
 
     async def _memory_status(self, call: RpcContext, request: Any) -> bytes:
         check_local(call)
@@ -146,7 +146,7 @@ class ModelApi:
         return _encode("CudaSharedMemoryStatusResponse", {})
 
     async def _cuda_register(self, call: RpcContext, request: Any) -> bytes:
-        raise Unimplemented("weightd has no memory of CUDA devices")
+        raise Unimplemented("weightd does not support CUDA shared memory")
 
     async def _cuda_unregister(self, call: RpcContext, request: Any) -> bytes:
         # No region exists, so there is nothing to remove. Some clients call this method first, whatever they use.

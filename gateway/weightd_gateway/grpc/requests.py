@@ -181,7 +181,7 @@ async def parse_infer_request(message: bytes, call: RpcContext, shm_resolver: Sh
 
 def _check_header(nbytes: int, max_bytes: int) -> None:
     if nbytes > max_bytes:
-        text = f"expected at most {max_bytes} bytes beside raw_input_contents, got {nbytes}: send tensors there"
+        text = f"expected at most {max_bytes} bytes in addition to raw_input_contents, got {nbytes}; send tensors there"
         raise TooLarge(text)
 
 
@@ -250,7 +250,7 @@ def _parse_inputs(input_messages: Sequence[Any]) -> Sequence[InputTensor]:
     for index, tensor in enumerate(input_messages):
         name = _check_name(f"inputs[{index}].name", tensor.name)
         if name in inputs:
-            raise InvalidArgument(f"inputs[{index}].name: {label(name)} is there already")
+            raise InvalidArgument(f"inputs[{index}].name: duplicate name {label(name)}")
         datatype = tensors.check_datatype(name, tensor.datatype)
         shape = tensors.check_shape(name, tuple(tensor.shape[: limits.MAX_RANK + 1]))
         given = parse_parameters(f"{label(name)}: parameters", tensor.parameters)
@@ -260,7 +260,7 @@ def _parse_inputs(input_messages: Sequence[Any]) -> Sequence[InputTensor]:
             values = _parse_typed(name, datatype, shape, tensor.contents, values_left)
             values_left -= values.size
         if values is not None and region is not None:
-            raise InvalidArgument(f"{label(name)}: contents: expected none, as it is in a region")
+            raise InvalidArgument(f"{label(name)}: contents: expected none for a tensor in shared memory")
         inputs[name] = InputTensor(name, datatype, shape, values, region)
     return tuple(inputs.values())
 
@@ -277,7 +277,7 @@ def _make_inputs(
             )
         elif each.values is not None:
             if contents:
-                raise InvalidArgument(f"{label(each.name)}: contents: expected none beside raw_input_contents")
+                raise InvalidArgument(f"{label(each.name)}: contents: expected none together with raw_input_contents")
             # A value of one byte in the message may have eight bytes in the array.
             call.permit.reserve(each.values.nbytes)
             inputs[each.name] = each.values
@@ -285,13 +285,13 @@ def _make_inputs(
             inputs[each.name] = tensors.from_bytes(each.name, each.datatype, each.shape, contents[used_contents])
             used_contents += 1
         elif contents:
-            raise InvalidArgument(f"raw_input_contents: expected one for {label(each.name)}, too")
+            raise InvalidArgument(f"raw_input_contents: missing for {label(each.name)}")
         else:
             # An input without any data is valid only if its shape has no elements.
             inputs[each.name] = _parse_typed(each.name, each.datatype, each.shape, _NO_CONTENTS, 0)
     if used_contents != len(contents):
         raise InvalidArgument(
-            f"raw_input_contents: expected {used_contents}, one for each input that is not in a region"
+            f"raw_input_contents: expected {used_contents}, one for each input that is not in shared memory"
         )
     return inputs
 
@@ -315,7 +315,7 @@ def _parse_typed(name: str, datatype: str, shape: Sequence[int], contents: Any, 
     """Return the tensor of typed values: at most `max_values`, all in the field for its datatype."""
     expected = _CONTENTS.get(datatype)
     if expected is None:
-        raise InvalidArgument(f"{label(name)}: {datatype} has no form but its bytes, in raw_input_contents")
+        raise InvalidArgument(f"{label(name)}: {datatype} can be sent only in raw_input_contents")
     for field, _ in contents.ListFields():
         if field.name != expected:
             raise InvalidArgument(f"{label(name)}: contents: expected {expected} for {datatype}, got {field.name}")
@@ -331,10 +331,10 @@ def _parse_outputs(output_messages: Sequence[Any]) -> tuple[tuple[str, ...] | No
     for index, output in enumerate(output_messages):
         name = _check_name(f"outputs[{index}].name", output.name)
         if name in names:
-            raise InvalidArgument(f"outputs[{index}].name: {label(name)} is there already")
+            raise InvalidArgument(f"outputs[{index}].name: duplicate name {label(name)}")
         given = parse_parameters(f"{label(name)}: parameters", output.parameters)
         if given.get("classification"):
-            raise InvalidArgument(f"{label(name)}: weightd has no classification of outputs")
+            raise InvalidArgument(f"{label(name)}: classification of outputs is not supported")
         if REGION in given:
             regions[name] = given
         names.append(name)
@@ -379,7 +379,7 @@ def check_parameters(parameters: Mapping[str, Any]) -> None:
     """
     for name in _SEQUENCE_PARAMETERS:
         if parameters.get(name):
-            raise InvalidArgument(f"parameters.{name}: weightd has no sequences of requests")
+            raise InvalidArgument(f"parameters.{name}: sequences of requests are not supported")
 
 
 def timeout_of(parameters: Mapping[str, Any]) -> float | None:
@@ -442,4 +442,4 @@ def check_local(call: RpcContext) -> None:
         InvalidArgument: the caller is on another host.
     """
     if not call.is_local:
-        raise InvalidArgument("shared memory is for callers on the host of the gateway")
+        raise InvalidArgument("shared memory requires that the caller is on the gateway's host")

@@ -106,7 +106,7 @@ class GrpcServer:
         try:
             self._server.add_insecure_port(f"unix:{inner}")
         except RuntimeError:
-            raise OSError(f"gRPC's library cannot listen at {inner}: expected a short path (TMPDIR)") from None
+            raise OSError(f"the gRPC library cannot listen at {inner}; set TMPDIR to a shorter path") from None
         tls = listening.tls_context(config)
         if tls is not None:
             tls.set_alpn_protocols(["h2"])

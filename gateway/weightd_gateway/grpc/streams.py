@@ -1,4 +1,4 @@
-"""Limits for long-lived calls, and their termination when the gateway stops."""
+"""Limits for long-lived calls, and their termination when the gateway is stopping."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class WaitingCalls:
         """
         if not self._limit.take(caller):
             raise ResourceExhausted(
-                f"the caller has its share of {self._max_streams} such streams open at this gateway"
+                f"the caller has reached its share of {self._max_streams} open streams of this kind at this gateway"
             )
         try:
             yield
@@ -66,7 +66,7 @@ class WaitingCalls:
             return await start_wait()
         except asyncio.CancelledError:
             if self._is_stopping:
-                raise Unavailable("the gateway stops") from None
+                raise Unavailable("the gateway is stopping") from None
             raise
         finally:
             self._waiting.discard(task)

@@ -100,10 +100,7 @@ def check_fields(message: bytes, layout: Layout, max_fields: int = MAX_FIELDS) -
             count += 1
             if count > max_fields:
                 name = _field_path(path, inner, tag >> 3) or "the message"
-                text = (
-                    f"expected at most {max_fields} fields in a message with all messages inside it, got {count} or"
-                    " more"
-                )
+                text = f"expected at most {max_fields} fields in a message, including nested ones, got {count} or more"
                 raise TooLarge(f"{name}: {text}")
             kind = tag & 7
             if kind == _BYTES:
@@ -118,7 +115,7 @@ def check_fields(message: bytes, layout: Layout, max_fields: int = MAX_FIELDS) -
             else:
                 position = _skip_number(kind, message, position, end)
         if position > end:
-            raise DecodeError("a field is longer than its message")
+            raise DecodeError("a field extends beyond its message")
 
 
 def _skip_number(kind: int, message: bytes, position: int, end: int) -> int:
@@ -146,7 +143,7 @@ def _read_varint(message: bytes, position: int, end: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << 7 * (index - position)
         if byte < 0x80:
             return value, index + 1
-    raise DecodeError("a number does not end")
+    raise DecodeError("truncated or too long number")
 
 
 # --- requests --------------------------------------------------------------------------------------------------------

@@ -162,8 +162,8 @@ class HttpApi:
         except HttpError as refused:
             reply = refused.reply()
         except Exception as error:  # noqa: BLE001 - the caller gets status 500, and the process continues
-            log_failure(_log, f"a request fails: {request.method} {request.raw_path}", error)
-            reply = HttpError(_SERVER_ERROR, "the gateway fails; its log says why").reply()
+            log_failure(_log, f"HTTP request failed: {request.method} {request.raw_path}", error)
+            reply = HttpError(_SERVER_ERROR, "internal error of the gateway; see its log").reply()
         if traceparent:
             reply.headers[TRACEPARENT] = traceparent
         self._log(request, reply, caller, time.monotonic() - started_at, traceparent)
@@ -177,7 +177,7 @@ class HttpApi:
             if suppressed_count is not None:
                 level, more = (
                     logging.WARNING,
-                    f", and {suppressed_count} more since the last line of this" if suppressed_count else "",
+                    f", and {suppressed_count} more since the last such line" if suppressed_count else "",
                 )
         if _log.isEnabledFor(level):
             what = f"{request.method} {request.raw_path} for {caller.name}: {reply.status} in {1000 * seconds:.1f} ms"
@@ -190,7 +190,7 @@ class HttpApi:
 
     async def _ready(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         if not self._probe_limit.take(None):
-            raise ResourceExhausted(f"{MAX_PROBES} who ask this wait for the daemon already")
+            raise ResourceExhausted(f"{MAX_PROBES} readiness probes are waiting for the daemon already")
         try:
             ready = (await self._daemon_client.ready(caller)).ready
         finally:
@@ -250,7 +250,7 @@ class HttpApi:
 
     def _check_page(self) -> None:
         if not self._gateway.config.page:
-            raise NotFound("there is no page: so says the gateway's configuration (page)")
+            raise NotFound("the status page is disabled in the gateway's configuration (page)")
 
     # --- Triton's trace and log settings, which are read-only --------------------------------------------------
 
@@ -262,7 +262,7 @@ class HttpApi:
 
     async def _change_setting(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
         if await self._read_parameters(request, caller):
-            raise InvalidArgument("this setting is the operator's, in the configuration of weightd")
+            raise InvalidArgument("this setting is read-only; the operator sets it in the configuration of weightd")
         return await (self._logging if request.raw_path.startswith("/v2/logging") else self._trace)(
             request, caller, name
         )
@@ -296,8 +296,8 @@ class HttpApi:
 
 
 async def _refuse_load(request: HttpRequest, caller: Caller, name: str) -> HttpReply:
-    raise InvalidArgument("models are loaded and changed by `weightctl update` and `weightctl reload` alone")
+    raise InvalidArgument("models can be loaded and changed only by `weightctl update` and `weightctl reload`")
 
 
 async def _refuse_cuda_register(request: HttpRequest, caller: Caller, name: str) -> HttpReply:
-    raise InvalidArgument("weightd has no memory of CUDA devices")
+    raise InvalidArgument("weightd does not support CUDA shared memory")

@@ -44,11 +44,11 @@ class ConnectionPhase(enum.Enum):
     """The phases of a connection; the value says what the connection waits for."""
 
     IDLE = "a request"
-    HEADER = "the rest of its header"
-    BODY = "its body"
+    HEADER = "the rest of a request header"
+    BODY = "a request body"
     ANSWER = "the reply"
-    READING = "the client, to read that"
-    LINGERING = "the end of what the client sends and nobody reads, so that it can read the reply"
+    READING = "the client to read the reply"
+    LINGERING = "the client to close the connection; its data is discarded"
 
 
 # In these phases, a connection may be closed in favour of a new one.
@@ -267,7 +267,7 @@ class HttpConnection(asyncio.BufferedProtocol):
             await self._parts.app(exchange.scope(), exchange.receive, exchange.send)
         except Exception as error:  # noqa: BLE001 - an unexpected error ends only this connection
             if self._transport is not None:
-                log_failure(_log, "a request fails", error)
+                log_failure(_log, "HTTP request failed", error)
         finally:
             self.task = None
         if self._transport is None:
@@ -303,7 +303,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _refuse(self, error: HttpParserError) -> None:
         """Reply to data that is not valid HTTP, and close the connection."""
         reason = error.__context__ if isinstance(error.__context__, ValueError) else error
-        body = to_json({"error": f"expected a request of HTTP: {reason}"}).encode()
+        body = to_json({"error": f"expected an HTTP request: {reason}"}).encode()
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: {JSON}\r\ncontent-length: {len(body)}\r\n"
         self.write(head.encode(), b"connection: close\r\n\r\n", body)
         self._close(is_body_complete=False)
@@ -334,7 +334,7 @@ class HttpConnection(asyncio.BufferedProtocol):
     async def receive_into(self, view: memoryview) -> None:
         """Fill `view` with bytes of the body."""
         if self._exchange is None:
-            raise ConnectionResetError("the client has gone")
+            raise ConnectionResetError("the client has disconnected")
         await self._exchange.receive_into(view)
 
     def write(self, *content: bytes | memoryview) -> None:
@@ -375,7 +375,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._exchange = None
                 self._close(is_body_complete=False)
             else:
-                exchange.fail_body(HttpError(400, f"expected a body in chunks: {error}"))
+                exchange.fail_body(HttpError(400, f"invalid chunked body: {error}"))
             return
         self._resume_reading()
         if self.phase is ConnectionPhase.LINGERING:

@@ -28,7 +28,7 @@ _MAX_CHUNK_OVERHEAD = 16
 _END = b"\r\n\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-_BODY_TIMEOUT = "the body of the request has not come in time (receive_timeout)"
+_BODY_TIMEOUT = "the body of the request did not arrive in time (receive_timeout)"
 
 _STATUS_LINES = {
     status: f"HTTP/1.1 {status} {phrase}\r\n".encode()
@@ -89,7 +89,7 @@ class RequestParser:
             return False
         self._allowance -= size
         if self._allowance < 0:
-            raise HttpParserError(f"more than {MAX_HEAD_BYTES} bytes of headers, or of what is between chunks")
+            raise HttpParserError(f"expected at most {MAX_HEAD_BYTES} bytes of headers, or of chunk framing")
         taken = bytes(memoryview(data)[:size])
         del data[:size]
         try:
@@ -102,13 +102,13 @@ class RequestParser:
     def on_url(self, target: bytes) -> None:  # noqa: D102 - these are httptools' names
         self.target += target
         if len(self.target) > MAX_FIELD_BYTES:
-            raise ValueError(f"expected a target of at most {MAX_FIELD_BYTES} bytes")
+            raise ValueError(f"expected a request target of at most {MAX_FIELD_BYTES} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:  # noqa: D102
         if self.is_head_complete:
             return
         if len(self.headers) == MAX_HEADERS or len(name) + len(value) > MAX_FIELD_BYTES:
-            raise ValueError(f"expected at most {MAX_HEADERS} headers of {MAX_FIELD_BYTES} bytes")
+            raise ValueError(f"expected at most {MAX_HEADERS} headers of at most {MAX_FIELD_BYTES} bytes each")
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:  # noqa: D102
@@ -231,7 +231,7 @@ class HttpExchange:
             HttpError: the bytes did not arrive in time.
         """
         if self._bytes_left is None or len(view) > self._bytes_left:
-            raise ValueError("expected no more bytes than the body has left")
+            raise ValueError("expected no data beyond the end of the body")
         self._ask_for_body()
         received = self._take(len(view))
         view[: len(received)] = received

@@ -143,7 +143,7 @@ class HttpInference:
             size = len(content)
             if size > shm_slice.nbytes:
                 raise InvalidArgument(
-                    f"output {output.name}: expected room for {size} bytes in its region, got {shm_slice.nbytes}"
+                    f"output {output.name}: expected a region of at least {size} bytes, got {shm_slice.nbytes}"
                 )
             shm_slice.region.write(shm_slice.offset, content)
 
@@ -172,5 +172,5 @@ def _split_body(content: memoryview, length: int | None) -> tuple[memoryview, me
     if length is None:
         return content, content[:0]
     if length > len(content):
-        raise InvalidArgument(f"{HEADER_LENGTH}: expected at most {len(content)}, the bytes of the body, got {length}")
+        raise InvalidArgument(f"{HEADER_LENGTH}: expected at most the size of the body, {len(content)}, got {length}")
     return content[:length], content[length:]

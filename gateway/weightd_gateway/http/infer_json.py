@@ -90,12 +90,12 @@ def read(header: memoryview, model: str) -> InferRequestJson:
         return _read_cached(bytes(header), model)
     if len(header) > MAX_JSON_BYTES:
         raise TooLarge(
-            f"expected at most {MAX_JSON_BYTES} bytes of JSON, got {len(header)}: send tensors as binary data"
+            f"expected at most {MAX_JSON_BYTES} bytes of JSON, got {len(header)}; send tensors as binary data"
         )
     text = bytes(header)
     # Every value except the first of a list or object follows a comma.
     if sum(map(text.count, (b",", b"[", b"{"))) > arrays.MAX_VALUES:
-        raise TooLarge(f"expected at most {arrays.MAX_VALUES} values in JSON: send tensors as binary data")
+        raise TooLarge(f"expected at most {arrays.MAX_VALUES} values in JSON; send tensors as binary data")
     if text.count(b":") > MAX_KEYS:
         raise TooLarge(f"expected at most {MAX_KEYS} keys in JSON")
     # Parsing creates up to a million lists, which would trigger many collections; JSON cannot contain cycles.
@@ -157,12 +157,12 @@ def parse_map(text: bytes) -> dict[str, Any]:
     try:
         content = json.loads(text.decode(), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"expected a map in JSON: {error}") from None
+        raise InvalidArgument(f"expected a JSON object: {error}") from None
     return _check_map("", content)
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"JSON has no {name}: send it as binary data")
+    raise ValueError(f"JSON cannot represent {name}; send the tensor as binary data")
 
 
 def _parse_request(json_map: Mapping[str, Any], model: str) -> InferRequestJson:
@@ -178,7 +178,7 @@ def _parse_request(json_map: Mapping[str, Any], model: str) -> InferRequestJson:
     parameters = _without_nulls(_check_map("parameters", content.get("parameters", {})))
     for key in _SEQUENCE_PARAMETERS:
         if parameters.get(key):
-            raise InvalidArgument(f"parameters.{key}: weightd has no sequences of requests")
+            raise InvalidArgument(f"parameters.{key}: sequences of requests are not supported")
     is_binary = _check_boolean("parameters.binary_data_output", parameters.get("binary_data_output", False))
     request_id = content.get("id", "")
     if type(request_id) is not str or len(request_id.encode("utf-8", "surrogatepass")) > limits.MAX_ID_BYTES:
@@ -238,7 +238,7 @@ def _parse_input(content: Mapping[str, Any]) -> InputJson:
     )
     present = [way for way, is_there in sources if is_there]
     if len(present) != 1:
-        expected = "expected data, or binary_data_size or shared_memory_region among its parameters"
+        expected = "expected either data, or the parameter binary_data_size or shared_memory_region"
         raise InvalidArgument(f"{label(name)}: {expected}, got {' and '.join(present) or 'none of them'}")
     if nbytes is not None and (type(nbytes) is not int or nbytes != expected_bytes):
         raise InvalidArgument(
@@ -254,7 +254,7 @@ def _parse_outputs(content: object, *, is_binary_default: bool) -> list[OutputJs
         name = _check_name("outputs", each.get("name"))
         parameters = _without_nulls(_check_map(f"{label(name)}: parameters", each.get("parameters", {})))
         if parameters.get("classification"):
-            raise InvalidArgument(f"{label(name)}: weightd has no classification of outputs")
+            raise InvalidArgument(f"{label(name)}: classification of outputs is not supported")
         is_binary = _check_boolean(f"{label(name)}: binary_data", parameters.get("binary_data", is_binary_default))
         outputs.append(OutputJson(name, is_binary, parameters if _REGION_PARAMETER in parameters else None))
     if len({each.name for each in outputs}) < len(outputs):
@@ -277,13 +277,13 @@ def _as_list(content: object) -> list[object] | None:
 
 def _check_map(what: str, content: object) -> dict[str, Any]:
     if not isinstance(content, dict):
-        raise InvalidArgument(f"{what}{': ' if what else ''}expected a map, got {describe_value(content)}")
+        raise InvalidArgument(f"{what}{': ' if what else ''}expected an object, got {describe_value(content)}")
     return cast("dict[str, Any]", content)
 
 
 def _check_name(what: str, name: object) -> str:
     if type(name) is not str or not name:
-        raise InvalidArgument(f"{what}: expected each with its name, got {describe_value(name)}")
+        raise InvalidArgument(f"{what}: expected a name, got {describe_value(name)}")
     return name
 
 

@@ -48,8 +48,8 @@ MAX_COPIED_BYTES = 64 * 1024
 
 _PORT = re.compile(r":[0-9]*$")
 
-_BODY_TIMEOUT = "the body of the request has not come in time"
-_CALLER_GONE = "the caller has gone"
+_BODY_TIMEOUT = "the body of the request did not arrive in time"
+_CALLER_GONE = "the caller has disconnected"
 
 Buffer = bytes | memoryview
 
@@ -123,9 +123,7 @@ class HttpRequest:
         host = _PORT.sub("", ",".join(self.header_values(b"host"))).lower()
         if host in hosts or ANY_HOST in hosts or (self.connection is not None and self.connection.uid is not None):
             return
-        raise PermissionDenied(
-            f"expected a host that is among `hosts` of the gateway's configuration, got {label(host)}"
-        )
+        raise PermissionDenied(f"expected a host from `hosts` in the gateway's configuration, got {label(host)}")
 
     def caller(self, authenticator: Authenticator) -> Caller:
         """Return the authenticated caller of the request.
@@ -135,7 +133,7 @@ class HttpRequest:
         """
         authorization = self.header_values(b"authorization")
         if len(authorization) > 1:
-            raise Unauthenticated("expected one authorization")
+            raise Unauthenticated("expected one authorization header")
         return authenticator.authenticate(
             token=parse_bearer(authorization[0]) if authorization else None,
             common_name=None if self.connection is None else self.connection.common_name,
@@ -171,7 +169,7 @@ class HttpRequest:
         while view:
             chunk = await self.read_chunk()
             if not 0 < len(chunk) <= len(view):
-                raise InvalidArgument(f"expected a body of {self.content_length} bytes, as Content-Length says")
+                raise InvalidArgument(f"expected a body of {self.content_length} bytes, according to Content-Length")
             view[: len(chunk)] = chunk
             view = view[len(chunk) :]
 
@@ -236,7 +234,7 @@ async def read_body(
         return memoryview(first)
     view = memoryview(bytearray(length))
     if not 0 < len(first) < length:
-        raise InvalidArgument(f"expected a body of {length} bytes, as Content-Length says")
+        raise InvalidArgument(f"expected a body of {length} bytes, according to Content-Length")
     view[: len(first)] = first
     await request.read_into(view[len(first) :])
     return view
@@ -264,21 +262,21 @@ async def _decompress(chunks: AsyncIterator[bytes], encoding: str) -> AsyncItera
     async for chunk in chunks:
         inflater = inflater or _make_inflater(encoding, chunk)
         if inflater.eof:
-            raise InvalidArgument(f"there is more after the end of what is compressed ({encoding})")
+            raise InvalidArgument(f"unexpected data after the end of the compressed body ({encoding})")
         rest, is_full = chunk, True
         while rest or is_full:
             try:
                 inflated = inflater.decompress(rest, _SLICE_BYTES)
             except zlib.error as error:
-                raise InvalidArgument(f"expected a body in {encoding}: {error}") from None
+                raise InvalidArgument(f"invalid {encoding} body: {error}") from None
             rest, is_full = inflater.unconsumed_tail, len(inflated) == _SLICE_BYTES
             if inflated:
                 yield inflated
             await asyncio.sleep(0)
         if inflater.unused_data:
-            raise InvalidArgument(f"there is more after the end of what is compressed ({encoding})")
+            raise InvalidArgument(f"unexpected data after the end of the compressed body ({encoding})")
     if inflater is not None and not inflater.eof:
-        raise InvalidArgument(f"the body ends before what is compressed does ({encoding})")
+        raise InvalidArgument(f"the compressed body is truncated ({encoding})")
 
 
 def _make_inflater(encoding: str, first: bytes) -> Any:

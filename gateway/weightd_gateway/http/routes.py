@@ -122,7 +122,9 @@ def _model_route(name: str, rest: list[str]) -> Route:
         return Route({"GET": Operation.STATISTICS})
     if rest[:1] == ["versions"] and len(rest) > 1:
         if rest[1] != VERSION:
-            raise NotFound(f"no version {label(rest[1])} of model {label(name)}: each has version {VERSION} alone")
+            raise NotFound(
+                f"no version {label(rest[1])} of model {label(name)}: every model has only version {VERSION}"
+            )
         rest = rest[2:]
     methods = _MODEL_ROUTES.get(tuple(rest))
     if methods is None or not name:
@@ -131,4 +133,4 @@ def _model_route(name: str, rest: list[str]) -> Route:
 
 
 def _not_found(segments: list[str]) -> NotFound:
-    return NotFound(f"there is nothing at /{label('/'.join(segments))}")
+    return NotFound(f"no such path: /{label('/'.join(segments))}")

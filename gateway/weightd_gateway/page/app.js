@@ -203,10 +203,10 @@ function drawMemory(overview) {
   const shares = memory.workers > 0;
   const label = shares
     ? `With weightd: one copy of the weights of each model, ${plural(memory.workers, "worker")}`
-    : "With weightd: nothing is shared yet";
+    : "With weightd: nothing shared yet";
   const measures = [["with", label, memory.total_bytes, [...withWeightd(models), segment("other", otherBytes(memory, models))], scale]];
   if (shares) {
-    const plain = `As ${plural(memory.processes, "plain process")}: each with a copy of its own`;
+    const plain = `As ${plural(memory.processes, "plain process")}: one copy of the weights each`;
     measures.push(["plain", plain, memory.without_sharing_bytes, asPlain(models), scale]);
   }
   keyed(byId("bars"), measures, (each) => each[0], (each) => measure(each[0]), drawMeasure);
@@ -243,9 +243,9 @@ function drawThroughput(overview) {
   const throughput = overview.throughput;
   const refused = overview.tenants.reduce((sum, tenant) => sum + (tenant.refused_rate || 0), 0);
   const tiles = [
-    ["rate", "Requests", rate(throughput.rate), ` a second${refused ? `, ${rate(refused)} refused` : ""}`, throughput.rates],
-    ["latency", "99 % answered within", time(throughput.p99_s), ` half within ${time(throughput.p50_s)}`, throughput.p99s_s],
-    ["queue", "Waiting", whole(overview.queued), ` ${whole(overview.running)} at work`, null],
+    ["rate", "Requests", rate(throughput.rate), ` per second${refused ? `, ${rate(refused)} refused` : ""}`, throughput.rates],
+    ["latency", "99th percentile latency", time(throughput.p99_s), ` median ${time(throughput.p50_s)}`, throughput.p99s_s],
+    ["queue", "Queued", whole(overview.queued), ` ${whole(overview.running)} running`, null],
   ];
   keyed(byId("throughput"), tiles, (each) => each[0], tile, drawTile);
 }
@@ -314,7 +314,7 @@ function drawWorkers(cell, model) {
   const [figure, below] = cell.children;
   mark(figure, model.ready_workers < model.desired_workers ? "warn" : "well");
   write(figure, model.desired_workers ? `${whole(model.ready_workers)} of ${whole(model.desired_workers)}` : NONE);
-  write(below, model.unexpected_exits ? `${whole(model.unexpected_exits)} lost so far` : "");
+  write(below, model.unexpected_exits ? `${whole(model.unexpected_exits)} crashed` : "");
 }
 
 function drawModelMemory(cell, model) {
@@ -342,9 +342,9 @@ const MODELS = [
   ["State", drawState, "left"],
   ["Workers", drawWorkers, ""],
   ["Requests/s", drawRate, "rate"],
-  ["Waiting", text((model) => whole(model.queued)), ""],
-  ["Half within", text((model) => time(model.throughput.p50_s)), ""],
-  ["99 % within", text((model) => time(model.throughput.p99_s)), ""],
+  ["Queued", text((model) => whole(model.queued)), ""],
+  ["Median", text((model) => time(model.throughput.p50_s)), ""],
+  ["99th percentile", text((model) => time(model.throughput.p99_s)), ""],
   ["Memory", drawModelMemory, "memory"],
 ];
 
@@ -354,10 +354,10 @@ const PROCESSES = [
   ["State", text((process) => process.state), "left"],
   ["Device", text((process) => process.device), "left"],
   ["Requests/s", text((process) => rate(process.rate)), ""],
-  ["At work", text((process) => whole(process.in_flight)), ""],
-  ["99 % within", text((process) => time(process.p99_s)), ""],
+  ["Running", text((process) => whole(process.in_flight)), ""],
+  ["99th percentile", text((process) => time(process.p99_s)), ""],
   ["Memory", text((process) => size(process.pss_bytes)), ""],
-  ["Its own", text((process) => size(process.private_bytes)), ""],
+  ["Private", text((process) => size(process.private_bytes)), ""],
 ];
 
 const TENANTS = [
@@ -367,9 +367,9 @@ const TENANTS = [
   ["Requests/s", text((tenant) => rate(tenant.rate)), ""],
   ["Refused/s", text((tenant) => rate(tenant.refused_rate)), ""],
   ["In flight", text((tenant) => whole(tenant.in_flight)), ""],
-  ["Waiting", text((tenant) => whole(tenant.queued)), ""],
-  ["Mean wait", text((tenant) => time(tenant.wait_s)), ""],
-  ["Answered", text((tenant) => whole(tenant.served)), ""],
+  ["Queued", text((tenant) => whole(tenant.queued)), ""],
+  ["Mean queue time", text((tenant) => time(tenant.wait_s)), ""],
+  ["Served", text((tenant) => whole(tenant.served)), ""],
   ["Refused", text((tenant) => whole(tenant.refused)), ""],
 ];
 
@@ -420,7 +420,7 @@ function drawInside(element, processes) {
   keyed(inner.tBodies[0], some, (process) => process.name, () => row(PROCESSES), update);
   inner.hidden = !some.length;
   more.hidden = some.length > 0 && some.length === processes.length;
-  write(more, some.length ? `and ${plural(processes.length - some.length, "process")} more` : "no process");
+  write(more, some.length ? `and ${plural(processes.length - some.length, "process")} more` : "no processes");
 }
 
 function drawTenants(overview) {
@@ -456,13 +456,13 @@ function drawHealth() {
   byId("error").hidden = !lost;
   byId("picture").classList.toggle("stale", lost && shown !== null);
   if (lost) {
-    write(byId("why"), errorText || "No answer comes.");
-    write(byId("since"), shown === null ? "" : `What is below was so ${duration(old / 1000)} ago.`);
+    write(byId("why"), errorText || "The gateway does not respond.");
+    write(byId("since"), shown === null ? "" : `The values below are ${duration(old / 1000)} old.`);
   }
   const health = byId("health");
   if (lost || shown === null) {
     mark(health, "state bad");
-    write(health, lost ? "no answer" : "");
+    write(health, lost ? "no response" : "");
   } else {
     const ready = shown.models.filter((model) => model.ready).length;
     const all = shown.models.length;
@@ -470,7 +470,7 @@ function drawHealth() {
     mark(health, `state ${failed ? "bad" : ready === all ? "good" : "warn"}`);
     write(health, `${shown.state}, ${ready === all ? plural(all, "model") : `${ready} of ${plural(all, "model")}`} ready`);
   }
-  const title = `${lost ? "no answer" : health.textContent || "waiting"} – weightd`;
+  const title = `${lost ? "no response" : health.textContent || "waiting"} – weightd`;
   if (document.title !== title) document.title = title;
 }
 
@@ -488,7 +488,7 @@ function onStatus(status) {
 async function onRefused(response) {
   byId("access").hidden = response.status !== 401;
   const answer = await response.json().catch(() => ({}));
-  errorText = typeof answer.error === "string" ? answer.error : `The gateway answered with status ${response.status}.`;
+  errorText = typeof answer.error === "string" ? answer.error : `The gateway responded with status ${response.status}.`;
 }
 
 let next = 0;

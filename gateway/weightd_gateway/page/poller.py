@@ -79,6 +79,6 @@ class _TenantOverview:
 
 # Texts by error code. The daemon client's own texts are not shown because they contain paths of this host.
 _ERROR_TEXTS = {
-    Unavailable.code: "The daemon cannot be reached: it is stopped, or restarts.",
-    DeadlineExceeded.code: "The daemon does not answer.",
+    Unavailable.code: "The daemon cannot be reached. It has stopped or is restarting.",
+    DeadlineExceeded.code: "The daemon does not respond.",
 }

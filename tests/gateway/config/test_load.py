@@ -71,29 +71,35 @@ def test_a_file_with_callers_of_every_kind(tmp_path: Path) -> None:
         ({"gateway": {"grpc": ["127.0.0.1:8001", "h:70000"]}}, "gateway.grpc[1]: expected HOST:PORT"),
         ({"gateway": {"http": ["unix:relative"]}}, "gateway.http[0]: expected HOST:PORT"),
         ({"gateway": {"http": [f"unix:/{'x' * 107}"]}}, "gateway.http[0]: expected a path of at most 107 bytes"),
-        ({"gateway": {"http": [], "grpc": []}}, "gateway.http: expected an address here, or among grpc"),
-        ({"gateway": {"http": ["0.0.0.0:8000"]}}, "gateway.http[0]: 0.0.0.0:8000: other hosts reach it"),
-        ({"gateway": {"grpc": ["example.org:8001"]}}, "gateway.grpc[0]: example.org:8001: other hosts reach it"),
+        ({"gateway": {"http": [], "grpc": []}}, "gateway.http: expected at least one address in http or grpc"),
+        (
+            {"gateway": {"http": ["0.0.0.0:8000"]}},
+            "gateway.http[0]: 0.0.0.0:8000: requests from other hosts would be sent without TLS",
+        ),
+        (
+            {"gateway": {"grpc": ["example.org:8001"]}},
+            "gateway.grpc[0]: example.org:8001: requests from other hosts would be sent without TLS",
+        ),
         ({"gateway": {"tls_cert": "/dev/null"}}, "gateway.tls_key: missing"),
-        ({"gateway": {"client_ca": "/dev/null"}}, "gateway.client_ca: it has no effect without tls_cert"),
+        ({"gateway": {"client_ca": "/dev/null"}}, "gateway.client_ca: no effect without tls_cert"),
         (
             {"gateway": {"tls_cert": "/dev/null", "tls_key": "/nowhere"}},
-            "gateway.tls_key: expected a file that this user may read, got '/nowhere'",
+            "gateway.tls_key: expected a file that the gateway's user may read, got '/nowhere'",
         ),
         ({"gateway": {"tokens": "~/tokens"}}, "gateway.tokens: expected a path without ~"),
         ({"gateway": {"max_body_bytes": 0}}, "gateway.max_body_bytes: expected integer"),
         ({"gateway": {"max_memory_bytes": 1024}}, "gateway.max_memory_bytes: expected at least twice max_body_bytes"),
-        ({"certificates": {"shop": "sales"}}, "certificates: it has no effect without client_ca"),
-        ({"users": {"root": "-"}}, "users: it has no effect without a unix: address"),
+        ({"certificates": {"shop": "sales"}}, "certificates: no effect without client_ca"),
+        ({"users": {"root": "-"}}, "users: no effect without a unix: address"),
         ({"gateway": {"http": ["unix:/x"]}, "users": {"65534": "-"}}, "users.65534: expected another user"),
         ({"gateway": {"http": ["unix:/x"]}, "users": {"no such": "-"}}, "users.no such: expected a user of this host"),
         (
             {"gateway": {"http": ["unix:/x"]}, "users": {"0": "-", "root": "x"}},
-            "users.root: this user is there already",
+            "users.root: duplicate user",
         ),
         (
             {"gateway": {"grpc": ["0.0.0.0:8001"], "insecure": True, "shared_memory": True}},
-            "gateway.shared_memory: expected addresses on this host alone, got 0.0.0.0:8001",
+            "gateway.shared_memory: expected only addresses on this host, got 0.0.0.0:8001",
         ),
         ({"users": 1}, "users: expected map, got int 1"),
     ],
@@ -107,7 +113,10 @@ def test_a_mistake_is_told_by_its_key(content: dict[str, Any], problem: str) -> 
 def test_addresses_that_others_reach_have_tls_and_know_who_asks_unless_said_otherwise() -> None:
     others: dict[str, Any] = {"http": ["0.0.0.0:8000"], "tls_cert": "/dev/null", "tls_key": "/dev/null"}
     assert parsed({"gateway": others})[1] == []
-    assert "`anonymous` lets them ask" in parsed({"gateway": {**others, "anonymous": "guests"}})[1][0]
+    assert (
+        "would be accepted without credentials; expected no `anonymous`"
+        in parsed({"gateway": {**others, "anonymous": "guests"}})[1][0]
+    )
     assert parsed({"gateway": {**others, "anonymous": "guests", "client_ca": "/dev/null"}})[1] == []
     assert parsed({"gateway": {"http": ["0.0.0.0:8000"], "anonymous": "guests", "insecure": True}})[1] == []
 
@@ -122,7 +131,9 @@ def test_where_a_service_manager_listens_others_may_reach_it_too() -> None:
     )
     assert not problems.errors
     parse(content, Path("/"), problems, ["0.0.0.0:8000", "unix:/run/http.sock"])
-    assert str(problems.errors[0]).startswith("gateway.http[0]: 0.0.0.0:8000: other hosts reach it")
+    assert str(problems.errors[0]).startswith(
+        "gateway.http[0]: 0.0.0.0:8000: requests from other hosts would be sent without TLS"
+    )
 
 
 def test_all_mistakes_are_told_at_once_and_name_the_file(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_typed_tensors_are_theirs_value_for_value(data: st.DataObject) -> None:
     ids=["of values", "of many fields"],
 )
 def test_what_is_no_raw_content_and_long_is_refused_before_it_is_read(content: ModelInferRequest) -> None:
-    with pytest.raises(TooLarge, match=r"expected at most \d+ bytes beside raw_input_contents"):
+    with pytest.raises(TooLarge, match=r"expected at most \d+ bytes in addition to raw_input_contents"):
         question(content)
 
 
@@ -187,7 +187,7 @@ def test_a_call_whose_deadline_has_passed_asks_nothing() -> None:
 
 
 def test_memory_is_shared_with_callers_on_this_host_alone() -> None:
-    with pytest.raises(InvalidArgument, match="on the host of the gateway"):
+    with pytest.raises(InvalidArgument, match="on the gateway's host"):
         question(request(inputs=[tensor(parameters={"shared_memory_region": {"string_param": "r"}})]), CALL)
 
 
@@ -218,7 +218,7 @@ REFUSED = {
     ),
     "fewer raw": (
         request(inputs=[tensor("a"), tensor("b")], raw_input_contents=[b"\0" * 4]),
-        "expected one for b, too",
+        "raw_input_contents: missing for b",
     ),
     "more raw": (
         request(inputs=[tensor()], raw_input_contents=[b"\0" * 4, b""]),
@@ -237,7 +237,7 @@ REFUSED = {
     "ranks": (request(inputs=[tensor(shape=[1] * 17)]), "x: shape: expected a list of at most 16"),
     "bytes": (request(inputs=[tensor(datatype="BYTES", contents={"bytes_contents": [b"a"]})]), "x: datatype: expected"),
     "bf16": (request(inputs=[tensor(datatype="BF16")], raw_input_contents=[b"\0\0"]), "x: datatype: expected one of"),
-    "fp16": (request(inputs=[tensor(datatype="FP16")]), "x: FP16 has no form but its bytes"),
+    "fp16": (request(inputs=[tensor(datatype="FP16")]), "x: FP16 can be sent only in raw_input_contents"),
     "another list": (request(inputs=[tensor(contents=BYTE)]), "x: contents: expected fp32_contents for FP32, got bool"),
     "two lists": (
         request(inputs=[tensor(contents={"fp32_contents": [1.0], "int_contents": [1]})]),
@@ -248,17 +248,23 @@ REFUSED = {
         "x: data: expected values that INT8 can hold",
     ),
     "bool": (request(inputs=[tensor(datatype="BOOL")], raw_input_contents=[b"\2"]), "x: expected 0 or 1"),
-    "twice": (request(inputs=[tensor(), tensor()], raw_input_contents=[b"\0" * 4] * 2), "inputs[1].name: x is there"),
+    "twice": (
+        request(inputs=[tensor(), tensor()], raw_input_contents=[b"\0" * 4] * 2),
+        "inputs[1].name: duplicate name x",
+    ),
     "unnamed": (request(inputs=[tensor("")]), "inputs[0].name: expected 1 to 256 bytes, got 0"),
     "many": (request(inputs=[tensor(str(i)) for i in range(65)]), "inputs: expected at most 64, got 65"),
     "many outputs": (request(outputs=[{"name": str(i)} for i in range(65)]), "outputs: expected at most 64, got 65"),
-    "output twice": (request(outputs=[{"name": "y"}] * 2), "outputs[1].name: y is there already"),
+    "output twice": (request(outputs=[{"name": "y"}] * 2), "outputs[1].name: duplicate name y"),
     "output unnamed": (request(outputs=[{"name": "y" * 257}]), "outputs[0].name: expected 1 to 256 bytes, got 257"),
     "classes": (
         request(outputs=[{"name": "y", "parameters": {"classification": {"int64_param": 3}}}]),
-        "y: weightd has no classification",
+        "y: classification of outputs is not supported",
     ),
-    "sequence": (request(parameters={"sequence_id": {"int64_param": 7}}), "parameters.sequence_id: weightd has no"),
+    "sequence": (
+        request(parameters={"sequence_id": {"int64_param": 7}}),
+        "parameters.sequence_id: sequences of requests are not supported",
+    ),
     "timeout": (request(parameters={"timeout": {"string_param": "1"}}), "parameters.timeout: expected integer, 0 to"),
     "no timeout": (request(parameters={"timeout": {"int64_param": -1}}), "parameters.timeout: expected integer, 0 to"),
     "priority": (request(parameters={"priority": {"bool_param": True}}), "parameters.priority: expected integer"),

@@ -357,7 +357,7 @@ def test_who_needs_no_token_has_no_seat_of_those_who_do_and_is_not_waited_for(mo
         begun = [silent.begin(path) for path in open_to_all]
         channel.unary_unary(METHOD("ModelInfer"))(SMALL, timeout=LIMIT_S)
         for each in (*begun, silent.begin("/grpc.health.v1.Health/Watch")):
-            assert refusal(partial(each.result, LIMIT_S)).details() == "the message did not come within 0.5 seconds"
+            assert refusal(partial(each.result, LIMIT_S)).details() == "the message did not arrive within 0.5 seconds"
 
 
 def test_who_is_slow_may_be_sending_the_longest_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +379,7 @@ def test_who_reflects_and_asks_no_more_is_not_waited_for(monkeypatch: pytest.Mon
     monkeypatch.setattr(public_services, "REFLECTION_TIMEOUT_S", 0.2)
     with served() as server, connected(server.target) as channel, Silent(channel) as silent:
         call = silent.begin("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
-        assert refusal(partial(call.result, LIMIT_S)).details() == "the message did not come within 0.2 seconds"
+        assert refusal(partial(call.result, LIMIT_S)).details() == "the message did not arrive within 0.2 seconds"
 
 
 @pytest.mark.parametrize("method", ["ServerLive", "ServerMetadata"])
@@ -394,7 +394,7 @@ def test_of_calls_whose_answers_nobody_reads_there_are_so_many(monkeypatch: pyte
         def are_there_so_many() -> bool:
             # gRPC's client may take an answer that nobody has asked it for.
             unread.append(ask(b"", timeout=LIMIT_S))
-            return "answers are not read" in ask_another()
+            return "calls with unread responses" in ask_another()
 
         def ask_another() -> str:
             try:
@@ -427,7 +427,7 @@ def test_a_long_message_to_a_method_of_short_ones_is_refused_before_it_has_come(
     with served(tcp=True) as server, connected(server.target) as channel:
         ask = channel.stream_stream(path)
         error = refusal(lambda: list(ask(iter([bytes(16 * 2**20)]), timeout=LIMIT_S)))
-        assert error.details().startswith("the calls of this connection have sent too many bytes without an answer")
+        assert error.details().startswith("the calls of this connection have sent too many bytes before a response")
         assert error.details().endswith("a message of this method has at most 65536 bytes")
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         # The rest of the message is no burden to other calls.

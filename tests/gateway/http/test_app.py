@@ -103,8 +103,8 @@ def test_a_large_body_is_received_where_it_is_sent_from(echo: HttpGateway) -> No
         ("1e3", "expected one number"),
         ("9" * 400, "expected one number"),
         ("", "expected one number"),
-        ("10", "expected a map in JSON"),
-        ("0", "expected a map in JSON"),
+        ("10", "expected a JSON object"),
+        ("0", "expected a JSON object"),
     ],
 )
 def test_a_length_of_the_header_that_lies(echo: HttpGateway, length: str, problem: str) -> None:
@@ -154,11 +154,11 @@ def test_compressed_bodies_whose_header_is_as_long_as_uncompressed(
     [
         ("gzip", gzip.compress(bytes(2**26), mtime=0), 413, "expected a body of at most 1048576 bytes"),
         ("deflate", zlib.compress(bytes(2**26)), 413, "expected a body of at most 1048576 bytes"),
-        ("gzip", gzip.compress(b"{}", mtime=0)[:-4], 400, "the body ends before what is compressed does"),
-        ("gzip", gzip.compress(b"{}", mtime=0) + b"more", 400, "there is more after the end"),
-        ("gzip", b"nonsense", 400, "expected a body in gzip"),
-        ("deflate", b"nonsense", 400, "expected a body in deflate"),
-        ("gzip", b"", 400, "expected a map in JSON"),
+        ("gzip", gzip.compress(b"{}", mtime=0)[:-4], 400, "the compressed body is truncated"),
+        ("gzip", gzip.compress(b"{}", mtime=0) + b"more", 400, "unexpected data after the end"),
+        ("gzip", b"nonsense", 400, "invalid gzip body"),
+        ("deflate", b"nonsense", 400, "invalid deflate body"),
+        ("gzip", b"", 400, "expected a JSON object"),
         ("br", b"{}", 415, "expected one of gzip, deflate, identity, got br"),
         ("gzip, gzip", b"{}", 415, "expected one of gzip"),
     ],
@@ -240,13 +240,13 @@ def test_what_is_no_http_is_told_so_in_json(echo: HttpGateway, request_: bytes) 
 @pytest.mark.parametrize(
     ("method", "path", "status", "problem"),
     [
-        ("GET", "/nothing", 404, "there is nothing at /nothing"),
+        ("GET", "/nothing", 404, "no such path: /nothing"),
         ("GET", "/v2/models/m/versions/7", 404, "no version 7"),
         ("GET", INFER, 405, "expected method POST, got GET"),
         ("DELETE", "/v2", 405, "expected method GET, got DELETE"),
         ("POST", "/v2/repository/models/m/load", 400, "weightctl update"),
-        ("POST", "/v2/cudasharedmemory/region/r/register", 400, "no memory of CUDA devices"),
-        ("GET", "/v2/systemsharedmemory/status", 400, "shared memory is off"),
+        ("POST", "/v2/cudasharedmemory/region/r/register", 400, "not support CUDA shared memory"),
+        ("GET", "/v2/systemsharedmemory/status", 400, "shared memory is disabled"),
     ],
 )
 def test_errors_are_json_with_their_status(
@@ -459,7 +459,7 @@ def test_tensors_in_a_file_of_the_caller(fake: FakeDaemon, directory: Path) -> N
         assert (status, answer["outputs"][0]["parameters"]) == (200, {**place, "shared_memory_byte_size": 24})
         assert (directory / "shared").read_bytes()[64:88] == array.tobytes()
         wrong = {**asked, "outputs": [{"name": "x", "parameters": {**place, "shared_memory_byte_size": 20}}]}
-        assert "expected room for 24 bytes" in gateway.ask("POST", INFER, wrong)[1]["error"]
+        assert "expected a region of at least 24 bytes" in gateway.ask("POST", INFER, wrong)[1]["error"]
         assert gateway.ask("POST", "/v2/systemsharedmemory/unregister")[0] == 200
         assert gateway.ask("POST", INFER, asked)[0] == 404
 

@@ -60,10 +60,10 @@ def test_each_output_has_its_own_form() -> None:
 
 def test_an_output_that_json_cannot_hold_or_not_so_much_of_is_refused() -> None:
     values = InferRequestJson([], None, is_binary=False)
-    with pytest.raises(InvalidArgument, match="output y: JSON has neither NaN"):
+    with pytest.raises(InvalidArgument, match="output y: JSON cannot represent NaN"):
         encode("m", values, {"y": np.array([np.nan])}, nowhere)
     with pytest.raises(
-        TooLarge, match=r"output y: expected at most 1048576 values in JSON, of which 524287 are left, got 524289"
+        TooLarge, match=r"output y: expected at most 1048576 values in JSON with 524287 left, got 524289"
     ):
         encode("m", values, dict.fromkeys("xy", np.zeros(MAX_VALUES // 2 + 1, np.int8)), nowhere)
     encode("m", InferRequestJson([], None, is_binary=True), {"y": np.array([np.nan])}, nowhere)

@@ -64,13 +64,13 @@ def test_it_shows_what_the_daemon_tells(server: PageServer, windows: Windows) ->
         "digits onnxruntime · cpu · generation 1", "serving", "4 of 4", "400 10.0 refused", "2", "5.50 ms", "9.91 ms",
         "250 MB plain 840 MB",
     ]  # fmt: skip
-    assert row(page, "reader")[1:5] == ["serving", "3 of 4 1 lost so far", "40.0", "0"]
+    assert row(page, "reader")[1:5] == ["serving", "3 of 4 1 crashed", "40.0", "0"]
     assert row(page, "research") == ["research", "1", "25 %", "440", "10.0", "5", "2", "2.00 ms", "880", "20"]
     tiles = [" ".join(text.split()) for text in page.locator(".tile").all_inner_texts()]
     assert tiles == [
-        "Requests 440 a second, 10.0 refused",
-        "99 % answered within 9.91 ms half within 5.50 ms",
-        "Waiting 2 3 at work",
+        "Requests 440 per second, 10.0 refused",
+        "99th percentile latency 9.91 ms median 5.50 ms",
+        "Queued 2 3 running",
     ]
     assert page.locator(".tile .spark .curve").first.get_attribute("d") == "M58 1.00L59 1.00"
 
@@ -81,7 +81,7 @@ def test_the_bars_have_one_scale_and_a_copy_is_as_wide_in_both(server: PageServe
     texts = [" ".join(text.split()) for text in page.locator(".measure p").all_inner_texts()]
     assert texts == [
         "With weightd: one copy of the weights of each model, 8 workers 530 MB",
-        "As 8 plain processes: each with a copy of its own 1.68 GB",
+        "As 8 plain processes: one copy of the weights each 1.68 GB",
     ]
     bars = page.locator("#bars .bar")
     assert [bars.nth(index).locator("i").count() for index in range(2)] == [2 + 8 + 1, 2 * 8]
@@ -137,11 +137,11 @@ def test_a_daemon_that_is_away_is_told_with_the_age_of_the_picture_until_it_is_b
     server.numbers = tells(overview)
     page = windows.open()
     expect(page.locator("#health")).to_have_class("state good")
-    server.numbers = tells(overview, 75.0, "The daemon cannot be reached: it is stopped, or restarts.")
-    expect(page.locator("#why")).to_have_text("The daemon cannot be reached: it is stopped, or restarts.")
-    expect(page.locator("#since")).to_have_text(re.compile(r"What is below was so 1 min 1[5-9] s ago\."))
+    server.numbers = tells(overview, 75.0, "The daemon cannot be reached. It has stopped or is restarting.")
+    expect(page.locator("#why")).to_have_text("The daemon cannot be reached. It has stopped or is restarting.")
+    expect(page.locator("#since")).to_have_text(re.compile(r"The values below are 1 min 1[5-9] s old\."))
     expect(page.locator("#picture")).to_have_class("stale")
-    assert (page.locator("#health").inner_text(), page.title()) == ("no answer", "no answer – weightd")
+    assert (page.locator("#health").inner_text(), page.title()) == ("no response", "no response – weightd")
     assert row(page, "digits")[2] == "4 of 4"
     server.numbers = tells(overview)
     expect(page.locator("#error")).to_be_hidden()
@@ -154,30 +154,30 @@ def test_a_gateway_that_is_away_is_told_too(server: PageServer, windows: Windows
     expect(page.locator("#health")).to_have_class("state good")
     server.stop()
     expect(page.locator("#why")).to_have_text("The gateway cannot be reached.")
-    expect(page.locator("#since")).to_have_text(re.compile(r"What is below was so [1-9]\d* s ago\."))
+    expect(page.locator("#since")).to_have_text(re.compile(r"The values below are [1-9]\d* s old\."))
     # The browser itself tells of that.
     assert all("ERR_CONNECTION_REFUSED" in each for each in windows.complaints)
     windows.complaints.clear()
 
 
 def test_before_the_first_picture_there_is_no_empty_one(server: PageServer, windows: Windows) -> None:
-    server.numbers = tells(None, 0.0, "The daemon does not answer.")
+    server.numbers = tells(None, 0.0, "The daemon does not respond.")
     page = windows.open()
-    expect(page.locator("#why")).to_have_text("The daemon does not answer.")
+    expect(page.locator("#why")).to_have_text("The daemon does not respond.")
     expect(page.locator("#picture")).to_be_hidden()
     assert page.locator("#since").inner_text() == ""
 
 
 def test_whoever_has_to_say_who_he_is_can(server: PageServer, windows: Windows) -> None:
     good = tells(picture("digits", "reader"))
-    refusal = StatusReply(401, json.dumps({"error": "UNAUTHENTICATED: the caller is not known"}).encode())
+    refusal = StatusReply(401, json.dumps({"error": "UNAUTHENTICATED: no known credentials"}).encode())
 
     def numbers(authorization: str) -> StatusReply:
         return good("") if authorization == "Bearer s3cret" else refusal
 
     server.numbers = numbers
     page = windows.open()
-    expect(page.locator("#why")).to_have_text("UNAUTHENTICATED: the caller is not known")
+    expect(page.locator("#why")).to_have_text("UNAUTHENTICATED: no known credentials")
     page.get_by_label("Token").fill(" s3cret ")
     page.keyboard.press("Enter")
     expect(page.locator("#health")).to_have_class("state good")
