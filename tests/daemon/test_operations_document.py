@@ -49,7 +49,7 @@ def test_each_exit_status_is_there() -> None:
 def test_the_configurations_are_good(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # A host on which a model has sets of cores has more of them than one that runs tests.
     monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value=set(range(16))))
-    # And has users, groups and keys of its own.
+    # It also has other users, groups and keys.
     for name in ("find_user_id", "find_group_id", "read_public_key"):
         monkeypatch.setattr(tenants, name, str)
     monkeypatch.setattr(listeners, "read_secret", str)
