@@ -47,11 +47,11 @@ class SharedProcess(ProcessUse):
 
     @property
     def models(self) -> Sequence[DeployedModel]:
-        """The models that have been made, in the order in which they joined."""
+        """The models that have joined, in the order of the group's table."""
         return self._models
 
     def join(self, model: DeployedModel) -> None:
-        """Add a model of the group."""
+        """Add a model. Models join in any order; a process numbers them in the order of the group's table."""
         self._models.append(model)
         self._models.sort(key=lambda each: self.group.models.index(each.name))
 
