@@ -184,7 +184,7 @@ def encode(message: Any, *, max_bytes: int = limits.MAX_HEADER_BYTES) -> List[by
             return [envelope, known_frame]
     tag = _TAGS.get(cls)
     if tag is None:
-        raise LocalProtocolError(f"{type(message).__name__} is not a message of the wire")
+        raise LocalProtocolError(f"{type(message).__name__} is not a message of the protocol")
     try:
         if envelope is None:
             envelope = msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": tag, **plain(message)})

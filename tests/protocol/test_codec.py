@@ -304,7 +304,7 @@ def test_an_empty_tensor_must_be_one_that_can_be_described(datatype: str, size: 
 
 @pytest.mark.parametrize("thing", [object(), None, "status", {"type": "status"}, X, Parameters()])
 def test_what_is_no_message_is_not_sent(thing: object) -> None:
-    with pytest.raises(LocalProtocolError, match="is not a message of the wire"):
+    with pytest.raises(LocalProtocolError, match="is not a message of the protocol"):
         encode(thing)
 
 

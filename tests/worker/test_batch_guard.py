@@ -83,7 +83,7 @@ def test_rows_that_only_make_up_the_number_are_not_compared() -> None:
 Function = Callable[[Any], Any]
 
 DIFFERENT: List[Tuple[Function, Function, str]] = [
-    (np.negative, lambda x: -x * 2, "output y: 3 of 3 rows that were run together differ"),
+    (np.negative, lambda x: -x * 2, "output y: 3 of 3 rows that were batched differ"),
     (np.negative, lambda x: x * np.float32(-1) + np.float32(0), "output y: 2 of 3 rows .* by up to 0 where"),
     (lambda x: x[:1], np.negative, r"output y has shape \[1, 2\] for 2 rows"),
 ]
@@ -127,7 +127,7 @@ def test_whose_rows_differ_is_found_row_by_row(
     arrays = [np.repeat(np.array(each, np.float32)[:, None], 2, 1) for each in values]
     joint = BatchLayout([describe_request("m", {"x": array}) for array in arrays])
     inputs = joint.merge_inputs([[frame_of(array)] for array in arrays])
-    with pytest.raises(RowsDiffer, match="rows that were run together differ") as caught:
+    with pytest.raises(RowsDiffer, match="rows that were batched differ") as caught:
         world.trials.check(joint, inputs, {"y": model(inputs["x"])}, principal_ids)
     assert [*caught.value.principal_ids] == guilty
 

@@ -28,7 +28,7 @@ def run_and_exit(child_main: Callable[[], int]) -> NoReturn:
     except SystemExit as leaving:
         status = _exit_status(leaving)
     except Exception:  # noqa: BLE001 - the process has to flush its output and exit in any case
-        _log.exception("the process fails")
+        _log.exception("the process failed")
     finally:
         logging.shutdown()
         sys.stdout.flush()

@@ -191,8 +191,8 @@ class OpenModel:
                 return file
             file.close()
         raise ModelFileError(
-            f"{self._path.parent / name}: a link out of the model's directory; expected the file itself, or a link to "
-            "one that lies below that directory or, if the model is a link, beside the file to which that leads"
+            f"{self._path.parent / name}: a link out of the model's directory; expected a file, or a link to "
+            "a file below that directory or, if the model is a link, below the directory of the model's target"
         )
 
     def _mindir_variables(self, walker: SafePathWalker) -> List[str]:
@@ -308,7 +308,7 @@ def _read_error(path: Path, error: Exception) -> ModelFileError:
     if isinstance(error, AccessDenied):
         return ModelFileError(f"{path}: {error}")
     # The only ValueError of a path. Its text differs among versions of Python.
-    text = error.strerror if isinstance(error, OSError) else "the path holds a NUL"
+    text = error.strerror if isinstance(error, OSError) else "the path contains a NUL"
     return ModelFileError(f"{path}: {text}", transient=is_transient(error))
 
 
@@ -328,7 +328,7 @@ def _onnx_locations(path: Path, file: BinaryIO) -> List[str]:
             locations = list(onnx_locations(file))
     except Malformed:
         # An engine that accepts the file nevertheless would load external files that are not part of the digest.
-        text = f"{path}: expected an ONNX model; this is something else, or only a part of one"
+        text = f"{path}: expected an ONNX model; the file has another format or is truncated"
         raise ModelFileError(text, transient=_may_be_incomplete(os.fstat(file.fileno()))) from None
     for location, _ in locations:
         pure = PurePosixPath(location)

@@ -37,7 +37,7 @@ def concatenate(parts: List[Arrays]) -> Arrays:
         for name, array in parts[0].items():
             form, now = (array.dtype, array.shape[1:]), (other[name].dtype, other[name].shape[1:])
             if now != form:
-                raise NotBatchable(f"output {name} has rows of shape {list(form[1])}, and of {list(now[1])}")
+                raise NotBatchable(f"output {name} has rows of shape {list(form[1])} and of shape {list(now[1])}")
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
@@ -72,7 +72,7 @@ def _describe_values(batched: Any, single: Any) -> str:
     one, other = (np.ascontiguousarray(each).view(f"u{each.itemsize}") for each in (batched, single))
     differ = one != other
     rows = int(differ.reshape(len(single), -1).any(axis=1).sum())
-    text = f"{rows} of {len(single)} rows that were run together differ from the same rows run alone"
+    text = f"{rows} of {len(single)} rows that were batched differ from the same rows run alone"
     with np.errstate(invalid="ignore"):
         a, b, all_values = (each.astype(np.float64) for each in (batched[differ], single[differ], single))
     finite = np.isfinite(a) & np.isfinite(b)

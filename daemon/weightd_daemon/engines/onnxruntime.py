@@ -65,7 +65,7 @@ def problems(file: BinaryIO) -> list[str]:
     try:
         return list(_problems(file, (0, os.fstat(file.fileno()).st_size)))
     except Malformed:
-        return ["expected an ONNX model; this is something else, or only a part of one"]
+        return ["expected an ONNX model; the file has another format or is truncated"]
 
 
 def _problems(file: BinaryIO, model: Span) -> Iterator[str]:

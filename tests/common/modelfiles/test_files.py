@@ -104,7 +104,7 @@ NO_FILE: Dict[str, Tuple[str, Callable[[Path], object]]] = {
     "a pipe, which is refused at once": ("expected a file, got a special file", os.mkfifo),
     "a device": ("expected a file, got a special file", lambda path: path.symlink_to("/dev/zero")),
 }
-IMPOSSIBLE = {"below/a/file": "Not a directory", "nul\0": "the path holds a NUL", "x" * 300: "File name too long"}
+IMPOSSIBLE = {"below/a/file": "Not a directory", "nul\0": "the path contains a NUL", "x" * 300: "File name too long"}
 
 
 @pytest.mark.parametrize("kind", NO_FILE)
@@ -321,7 +321,7 @@ def test_subgraphs_nest_as_deep_as_protobuf_reads_them(tmp_path: Path) -> None:
 
 # --- not ONNX, or only a part ------------------------------------------------------------------------------------
 
-NO_ONNX = "{}: expected an ONNX model; this is something else, or only a part of one"
+NO_ONNX = "{}: expected an ONNX model; the file has another format or is truncated"
 
 
 NOT_ONNX = {

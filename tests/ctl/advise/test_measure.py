@@ -96,7 +96,7 @@ def test_rows_of_the_kind_that_the_model_accepts_are_asked_for(error: Exception)
 
 def test_what_the_daemon_finds_at_other_numbers_of_rows_is_found() -> None:
     note = trial(lambda x: x + (len(x) == 3)).verify(made_up(), 16, ()).note
-    assert note.startswith("output y: 3 of 3 rows that were run together differ")
+    assert note.startswith("output y: 3 of 3 rows that were batched differ")
     # With these sizes the daemon never runs three.
     assert trial(lambda x: x + (len(x) == 3)).verify(made_up(), 16, (1, 2, 4, 8, 16)) == BatchTestResult("")
 

@@ -106,7 +106,7 @@ def test_a_weight_is_no_input(tmp_path: Path) -> None:
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "m.onnx"
     path.write_bytes(b"no protobuf")
-    assert problems(path) == ["expected an ONNX model; this is something else, or only a part of one"]
+    assert problems(path) == ["expected an ONNX model; the file has another format or is truncated"]
 
 
 @settings(max_examples=examples(200))

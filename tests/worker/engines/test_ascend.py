@@ -366,7 +366,7 @@ def test_where_libascendcl_cannot_be_loaded_only_the_memory_is_unknown(card: Car
     built = card.pair()
     assert built.device is None
     assert card.attach("w", built).device is None
-    assert "WARNING weightd.worker: the card's memory is not known: libascendcl.so: " in card.daemon.log("h")
+    assert "WARNING weightd.worker: cannot read the card's memory: libascendcl.so: " in card.daemon.log("h")
 
 
 # --- what the library ignores in silence ----------------------------------------------------------------------
@@ -729,10 +729,10 @@ def test_a_card_tells_what_it_is(probe: Ask, host: Host) -> None:
         ("ascend:2", {}, "device: there is no card 2; this process sees 2, counted from 0"),
         ("cpu", {}, "device: expected ascend:N, got 'cpu'"),
         ("npu:0", {}, "device: expected cpu, cpu:N or ascend:N, got 'npu:0'"),
-        ("ascend:0", {"ascend": False}, "aclrtGetDeviceCount returned 507899: the driver refuses; "),
+        ("ascend:0", {"ascend": False}, "aclrtGetDeviceCount returned 507899: the driver rejected the call; "),
         ("ascend:0", {"libascendcl": False}, "libascendcl.so: cannot open shared object file: "),
         ("ascend:0", {"capacity_mib": 50}, "aclrtSetDevice returned 207001: the card has no memory left"),
-        ("ascend:0", {"max_processes": 0}, "aclrtSetDevice returned 507899: the driver refuses; "),
+        ("ascend:0", {"max_processes": 0}, "aclrtSetDevice returned 507899: the driver rejected the call; "),
     ],
 )
 def test_a_card_that_cannot_be_asked_is_an_error(
@@ -775,5 +775,5 @@ def test_a_card_without_a_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
         return SimpleNamespace(aclrtGetSocName=lambda: None)
 
     monkeypatch.setattr(ctypes, "CDLL", load)
-    with pytest.raises(AclError, match="it knows no name for this card"):
+    with pytest.raises(AclError, match="the library reports no name for this card"):
         Acl().soc_name()

@@ -109,13 +109,13 @@ def test_the_librarys_runner_runs_shapes_of_a_rank_that_the_model_has_not(bare: 
     assert bare_predict(bare("fixed"), ones(2, 3, 1))[0].shape == (2, 5)
     engine = fresh("fixed")
     for shape in ((2, 3, 1), (3, 2), (6,)):
-        with pytest.raises(InvalidArgument, match=r"^x: expected shape \[2, 3\], no size 0, got "):
+        with pytest.raises(InvalidArgument, match=r"^x: expected shape \[2, 3\] without a size of 0, got "):
             engine.predict({"x": ones(*shape)})
     assert engine.predict({"x": ones(2, 3)})["y"].shape == (2, 5)
 
 
 def test_a_tensor_without_elements_which_kills_the_librarys_process_is_refused(fresh: Built) -> None:
-    with pytest.raises(InvalidArgument, match=r"^a: expected shape \[-1, 4\], no size 0, got \[0, 4\]$"):
+    with pytest.raises(InvalidArgument, match=r"^a: expected shape \[-1, 4\] without a size of 0, got \[0, 4\]$"):
         fresh("two_inputs").predict({"a": ones(0, 4), "b": ones(0, 4)})
 
 
@@ -154,7 +154,7 @@ def test_what_a_runner_cannot_do_is_a_build_error_with_its_cause(
 
 def test_a_runner_takes_no_key_and_none_is_made_for_a_card() -> None:
     for device, option, text in (
-        ("cpu", {"dec_key_file": "/k"}, r"^options\.dec_key_file: the library's runner .* takes no key"),
+        ("cpu", {"dec_key_file": "/k"}, r"^options\.dec_key_file: the library's runner .* does not support keys"),
         ("ascend:0", {}, r"^options\.parallel_workers: expected 1 on a card"),
     ):
         with pytest.raises(BuildError, match=text):

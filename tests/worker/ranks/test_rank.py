@@ -324,7 +324,7 @@ TOO_MANY = "the model does not run on another number of rows than the self-test 
     ("answers", "signature", "sizes", "inputs", "note"),
     [
         ([X * 2], FIXED, (), (), "input x has no rows"),
-        ([X * 2], SIGNATURE, (2,), ("x",), "the model takes 2 rows only"),
+        ([X * 2], SIGNATURE, (2,), ("x",), "the model accepts only 2 rows"),
         ([X * 2, X], SIGNATURE, (), ("x",), "output y has shape [2, 3] for 4 rows"),
         ([X * 2, RankRejected("too many")], SIGNATURE, (), ("x",), TOO_MANY),
     ],

@@ -112,7 +112,7 @@ def nudged(x: Any) -> Any:
 
 
 DIFFERENT: List[Tuple[Function, str]] = [
-    (chosen, "output y: 8 of 8 rows that were run together differ from the same rows run alone, by up to 1 where"),
+    (chosen, "output y: 8 of 8 rows that were batched differ from the same rows run alone, by up to 1 where"),
     (nudged, "output y: 1 of 8 rows"),
     (lambda x: x + (len(x) == 5), "output y: 5 of 5 rows"),
     (lambda x: x[:, : 4 - len(x)], "output y: float32 [8, 0] together, float32 [8, 3] alone"),
@@ -330,7 +330,7 @@ def test_a_difference_between_rows_of_indices_is_found() -> None:
     engine = fake(lambda x: table(x) + (len(x) == 5), WIDE)
     rows = found(engine, known=selftest.run(engine, cases.of(WIDE, 1)))
     assert not rows.is_equal
-    assert rows.note.startswith("output y: 5 of 5 rows that were run together differ")
+    assert rows.note.startswith("output y: 5 of 5 rows that were batched differ")
 
 
 ONE_ANSWER: List[Tuple[Function, str]] = [

@@ -135,7 +135,7 @@ class Pagemap:
 POOL_BYTES = 256 << 20
 """The size of a pool. MindSpore Lite's runner allocates pools from the kernel, by libnuma, and packs weights into them.
 A region of exactly this size (or a multiple) that the build has added is the library's: malloc makes none of this size,
-and no stack is as large. A pool beside other memory cannot be told apart from it, and is not used."""
+and no stack is as large. A pool beside other memory cannot be recognized and is not used."""
 
 LARGE_BLOCK_BYTES = 1 << 20
 """Blocks of at least this size in bytes are always used, because the interpreter has none."""

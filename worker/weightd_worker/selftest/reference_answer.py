@@ -95,7 +95,10 @@ class ReferenceAnswer:
             )
         counts = sorted({len(self.inputs[name]) for name in inputs_with_rows})
         if len(counts) != 1 or 0 in counts:
-            return {}, f"the self-test's inputs have {', '.join(map(str, counts))} rows, expected as many of each"
+            return (
+                {},
+                f"the self-test's inputs have {', '.join(map(str, counts))} rows, expected the same number in each",
+            )
         count = counts[0]
         new_count = (
             next((size for size in sorted(allowed_batch_sizes) if size != count), 0)
@@ -103,7 +106,7 @@ class ReferenceAnswer:
             else 2 * count
         )
         if not new_count:
-            return {}, f"the model takes {count} rows only"
+            return {}, f"the model accepts only {count} rows"
         indices = np.arange(new_count) % count
         return {name: each[indices] if name in inputs_with_rows else each for name, each in self.inputs.items()}, ""
 

@@ -232,7 +232,7 @@ class AnswerVerifier:
         self._engine.was_rebuilt_larger = False
         if not self.is_corrupted():
             return outputs
-        _log.warning("answers depend on the shapes computed before: the model is built again at each change of shape")
+        _log.warning("answers depend on earlier shapes; rebuilding the model at each change of shape")
         self._engine.should_rebuild_per_shape = True
         if self.is_corrupted():
             raise ModelCorrupted("the model no longer gives the known answers after it was rebuilt for a larger shape")

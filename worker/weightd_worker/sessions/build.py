@@ -26,7 +26,7 @@ from weightd_worker.sessions.base import check_signature
 _log = logging.getLogger("weightd.worker")
 
 SHAPE_DEPENDENT = (
-    "answers depend on the shapes that the model has computed before: it is built again at each change of shape; "
+    "answers depend on earlier shapes, so the model is rebuilt at each change of shape; "
     "convert it for fixed shapes to avoid that"
 )
 

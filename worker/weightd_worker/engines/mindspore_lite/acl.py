@@ -20,12 +20,12 @@ _REPEATED_INITIALIZE = 100002
 _SOURCE = "run set_env.sh of CANN in this environment"
 _UPGRADE = "this version of CANN has no such call; install a later one"
 _HINTS = {
-    107000: "an argument is wrong",
-    107001: "there is no such card",
+    107000: "invalid argument",
+    107001: "the card does not exist",
     107002: "no card is set",
     207000: "this card, driver or virtual instance does not support it",
     207001: "the card has no memory left",
-    507899: "the driver refuses; dmesg or its log under /var/log/ascend_seclog says why",
+    507899: "the driver rejected the call; see dmesg or its log under /var/log/ascend_seclog",
 }
 
 
@@ -77,7 +77,7 @@ class Acl:
         function.restype = ctypes.c_char_p
         name: Optional[bytes] = function()
         if not name:
-            raise AclError("aclrtGetSocName", None, "it knows no name for this card")
+            raise AclError("aclrtGetSocName", None, "the library reports no name for this card")
         return name.decode("ascii", "replace")
 
     def set_device(self, device: int) -> None:

@@ -145,7 +145,7 @@ class MindSporeLiteAscend(MindSporeLite):
             acl.set_device(self._card)
             return acl.memory()
         except AclError as error:
-            _log.warning("the card's memory is not known: %s", error)
+            _log.warning("cannot read the card's memory: %s", error)
             return None
 
     def _find_batch_inputs(self) -> List[str]:
@@ -173,7 +173,7 @@ class MindSporeLiteAscend(MindSporeLite):
         try:
             count = Acl().device_count()
         except AclError as error:
-            _log.warning("whether there is a card %d is not known: %s", self._card, error)
+            _log.warning("cannot check whether card %d exists: %s", self._card, error)
             return
         if self._card >= count:
             listed = os.environ.get(_VISIBLE)

@@ -124,9 +124,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
             target = shapes
         recomputed = self._compute(inputs)
         if any(recomputed[name].tobytes() != outputs[name].tobytes() for name in outputs):
-            _log.warning(
-                "answers depend on the shapes computed before: the model is built again at each change of shape"
-            )
+            _log.warning("answers depend on earlier shapes; rebuilding the model at each change of shape")
             self.should_rebuild_per_shape = True
         return target
 
@@ -155,7 +153,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
             self._start_build(self._handle)
             self._build_model()
         except BuildError as error:
-            raise ModelCorrupted(f"building the model again for another shape failed: {error}") from None
+            raise ModelCorrupted(f"rebuilding the model for another shape failed: {error}") from None
 
     def _build_model(self) -> None:
         self._first_shapes = self._last_shapes = None
@@ -180,7 +178,7 @@ def _build_lock(path: str) -> Generator[None, None, None]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise ModelCorrupted(f"building the model again for another shape failed: {path}: {error.strerror}") from None
+        raise ModelCorrupted(f"rebuilding the model for another shape failed: {path}: {error.strerror}") from None
     try:
         _acquire_lock(descriptor)
         yield

@@ -39,7 +39,7 @@ from weightd_worker.engines.mindspore import read_signature
 from weightd_worker.engines.mindspore_lite.ascend import OUT_OF_MEMORY_MARKS, MindSporeLiteAscend
 from weightd_worker.engines.ranks import RankEngine, RankRejected, RankRendezvous
 
-_TOO_OLD = "mindspore_lite {} knows no ranks: each would be the first one; install 2.7 or later"
+_TOO_OLD = "mindspore_lite {} does not support ranks; install 2.7 or later"
 
 
 class MindSporeLiteRank(RankEngine):

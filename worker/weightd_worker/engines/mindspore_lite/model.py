@@ -261,4 +261,4 @@ def _read_key(path: str) -> bytes:
 
 
 def _describe_error(error: Exception) -> str:
-    return str(error.strerror) if isinstance(error, OSError) else "the path holds a NUL"
+    return str(error.strerror) if isinstance(error, OSError) else "the path contains a NUL"

@@ -50,7 +50,7 @@ class MindSporeLiteRunner(MindSporeLiteCpu):
         super().__init__(settings)
         self._has_unshared_weights = False
         if self._options.dec_key_file:
-            raise BuildError("options.dec_key_file: the library's runner of parallel workers takes no key")
+            raise BuildError("options.dec_key_file: the library's runner of parallel workers does not support keys")
 
     @property
     def concurrency(self) -> int:
@@ -157,7 +157,7 @@ def _check_shape(signature: TensorSignature, shape: Tuple[int, ...]) -> None:
     dims = signature.shape or ()
     fits = len(shape) == len(dims) and all(known in (-1, size) for known, size in zip(dims, shape))
     if not fits or 0 in shape:
-        raise InvalidArgument(f"{signature.name}: expected shape {list(dims)}, no size 0, got {list(shape)}")
+        raise InvalidArgument(f"{signature.name}: expected shape {list(dims)} without a size of 0, got {list(shape)}")
 
 
 class ReadersWriterLock:
