@@ -20,7 +20,7 @@ Exit status: 0 passed, 1 something was wrong, 2 it cannot run here."""
 
 
 def main() -> int:
-    """Run what the command line asks for; return the exit status."""
+    """Run with the options of the command line; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos",
         description=__doc__,

@@ -38,7 +38,7 @@ from .material import POISONED, SampleRequest, load, poison
 CONNECT_LIMIT_S = 5.0
 TOTALS_EVERY_S = 1.0
 
-# As in a client that behaves: nobody asks again at once where nobody answers.
+# Pause after an error: like a well-behaved client, this client does not retry at once.
 _PAUSE_S = 0.02
 
 _PATIENCE_S = 30.0
@@ -48,9 +48,10 @@ _CANCELLED = 0.05
 
 @dataclass(frozen=True)
 class ClientPlan:
-    """What a client process is to do.
+    """Orders of a client process.
 
-    `paths` are models by name, `count` 0 is endless, `poisons`: it kills workers, `uid`: whose it is; 0: its starter's.
+    `paths` are the models by name; with `count` 0 the client never stops by itself; `poisons`: its requests crash
+    workers; `uid`: its user, or 0 for the user of the parent.
     """
 
     address: str
@@ -64,7 +65,7 @@ class ClientPlan:
 
 
 class _CountingCore(ClientCore):
-    """Knows each answer that the wire brings, also those that a Client drops in silence."""
+    """A protocol core that records every reply on the wire, including those that a Client drops silently."""
 
     ledger: RequestAccounting
     asked: SentRequest
@@ -72,7 +73,7 @@ class _CountingCore(ClientCore):
 
     def __init__(self) -> None:
         super().__init__()
-        # The ids of what is no inference request.
+        # Ids of requests other than inference requests.
         self._others: set[str] = set()
 
     def prepare_infer(
@@ -122,11 +123,11 @@ class _PendingRequest:
 
 
 class ClientLoop:
-    """One client and its accounts.
+    """One client and its ledger.
 
     Args:
-        orders: what to do.
-        stopping: set when it is to end.
+        orders: orders of the client.
+        stopping: event that ends the client.
     """
 
     def __init__(self, orders: ClientPlan, stopping: threading.Event) -> None:
@@ -140,7 +141,7 @@ class ClientLoop:
         self._core.ledger = self.ledger
 
     def run(self) -> None:
-        """Ask until told to stop, and see every request to its end."""
+        """Send requests until stopped, then wait until every request has ended."""
         client = self._connected()
         if client is None:
             return
@@ -158,7 +159,7 @@ class ClientLoop:
         self.ledger.close()
 
     def _await_the_late(self, client: Client) -> None:
-        """See the answers that were given up come in: the daemon's deadlines begin when it reads a request."""
+        """Wait for replies to abandoned requests: the daemon's deadlines start when it reads a request, thus later."""
         limit = time.monotonic() + _PATIENCE_S + CONNECT_LIMIT_S
         while self.ledger.unheard and time.monotonic() < limit:
             try:
@@ -193,7 +194,7 @@ class ClientLoop:
             pending = client.submit(model, question.inputs, timeout=timeout)
         except RequestError as error:
             told = error.code, str(error), time.monotonic()
-            # A part of it may have gone, and the rest will.
+            # A part of the message may have been sent; the rest follows.
             has_begun = self.ledger.knows(self._core.last)
             _tell_incident(self.ledger.end(self._core.last, *told) if has_begun else self.ledger.refused(asked, *told))
             time.sleep(_PAUSE_S)
@@ -213,7 +214,7 @@ class ClientLoop:
         _tell_incident(self.ledger.end(flight.request, code, text, time.monotonic()))
 
     def tell_totals(self) -> None:
-        """Say how many requests were sent, and how they ended."""
+        """Write the number of requests sent and their outcomes."""
         _tell(totals={"sent": self.ledger.sent, "outcomes": self.ledger.outcomes})
 
 
@@ -227,7 +228,7 @@ def _tell(**line: object) -> None:
 
 
 def main() -> None:
-    """Do what the command line orders."""
+    """Run the client that the command line describes."""
     orders = ClientPlan(**json.loads(sys.argv[1]))
     stopping = threading.Event()
 
@@ -238,7 +239,7 @@ def main() -> None:
     threading.Thread(target=watch, daemon=True).start()
     asker = ClientLoop(orders, stopping)
     if orders.uid:
-        # What it had to read, it has read.
+        # Drop root only now, after all files are read.
         os.setgroups([users.CLIENTS_GID])
         os.setresgid(orders.uid, orders.uid, orders.uid)
         os.setresuid(orders.uid, orders.uid, orders.uid)

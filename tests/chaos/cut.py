@@ -19,21 +19,21 @@ from testkit import ranks as real
 NAME = "cut"
 
 RANKS = 2
-# Each other number of rows is compiled anew, by the real one in a fifth of a second.
+# The engine compiles the model for each number of rows; the real MindSpore takes 0.2 s.
 _MOST_ROWS = 4
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
 class ShardedModel(NamedTuple):
-    """A model that is cut, and questions with the answers of ranks that are in step.
+    """A model that is split over ranks, and requests with the right answers.
 
     Attributes:
-        path: of its slices, with {rank} in it.
-        engine: the library that runs it.
-        python: the interpreter that has this.
-        table: what is configured of it beside that.
-        questions: each with its answer.
+        path: path of its slices, with {rank}.
+        engine: name of the engine.
+        python: interpreter with this engine.
+        table: further keys of its configuration.
+        questions: requests with their answers.
     """
 
     path: Path
@@ -44,7 +44,7 @@ class ShardedModel(NamedTuple):
 
 
 def make(directory: Path, count: int, rng: np.random.Generator, *, is_real: bool) -> ShardedModel:
-    """Write it into the directory, with so many questions."""
+    """Write the model into the directory, with `count` requests."""
     return _real(directory, count) if is_real else _simulated(directory, count, rng)
 
 
@@ -74,12 +74,12 @@ def _real(directory: Path, count: int) -> ShardedModel:
 
 
 def _whole_numbers(rng: np.random.Generator, rows: int) -> NDArray[np.float32]:
-    """Small ones: of these the cut makes the same bits as the whole."""
+    """Return small whole numbers, for which the slices compute the same bits as the whole model."""
     return rng.integers(-3, 4, (rows, 16)).astype(np.float32)
 
 
 def _interpreter(path: Path, environment: Mapping[str, str]) -> Path:
-    """This interpreter, in which the simulated library is found: the other models' processes have the real one."""
+    """Write a launcher of this interpreter that finds the simulated library; other models use the real one."""
     lines = [f"export {name}={shlex.quote(value)}\n" for name, value in environment.items()]
     path.write_text(f'#!/bin/sh\n{"".join(lines)}exec {shlex.quote(sys.executable)} "$@"\n', encoding="utf-8")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)

@@ -36,11 +36,11 @@ IN_FLIGHT = 4
 DEAF_S = 5.0
 UPDATE_LIMIT_S = 30.0
 RELOAD_LIMIT_S = 10.0
-# The kernel kills the children with the daemon; on a machine that is busy they need a moment to be gone.
+# The kernel kills the children with the daemon; on a busy machine their exit takes a moment.
 ORPHAN_LIMIT_S = 5.0
-# Less than a gate waits for a handshake.
+# Less than the proxy's timeout of a handshake.
 STOP_S = 2.0
-# A gate is back at once if the one before it had lived, and no gate waits longer.
+# The longest delay of a restart of the proxy; the restart is immediate if the last proxy ran long enough.
 GATE_LIMIT_S = 8.0
 
 _DEAF_REQUESTS = 16
@@ -67,7 +67,7 @@ _Over = Callable[[StatusResponse], bool]
 
 @dataclass
 class _Open:
-    """A strike whose effect is not over, and how to see when it is."""
+    """A strike whose effect lasts, and the check whether the effect is over."""
 
     strike: Strike
     over: _Over
@@ -75,12 +75,12 @@ class _Open:
 
 @dataclass
 class Injector:
-    """Carries out the schedule.
+    """Executor of the schedule of faults.
 
     Attributes:
-        strikes: what has struck.
-        skipped: events that found nothing to strike.
-        problems: what must not be.
+        strikes: the faults that have struck.
+        skipped: events that found no target.
+        problems: failed checks, as texts.
     """
 
     service: Service
@@ -100,7 +100,7 @@ class Injector:
     _deaf: list[subprocess.Popen[bytes]] = field(default_factory=list[subprocess.Popen[bytes]])
 
     def strike(self, event: Event) -> None:
-        """Carry out an event, or note that it finds no target now."""
+        """Execute an event, or record that it has no target now."""
         rng = random.Random(event.draw)
         act: Mapping[Fault, Callable[[Event, random.Random], bool]] = {
             **dict.fromkeys(_SIGNALS, self._signal_worker),
@@ -127,7 +127,7 @@ class Injector:
             self.skipped.append(event)
 
     def tick(self, status: StatusResponse | None) -> None:
-        """Time has passed; `status` is what the daemon says now, if it says anything."""
+        """Update the lasting strikes; `status` is the current status of the daemon, or None if it does not reply."""
         now = time.monotonic()
         due = [act for at, act in self._later if at <= now]
         self._later = [each for each in self._later if each[0] > now]
@@ -139,7 +139,7 @@ class Injector:
 
     @property
     def busy(self) -> bool:
-        """Whether something that was begun goes on by itself."""
+        """Whether a background action is still running."""
         return bool(self._later) or any(each.is_alive() for each in self._threads)
 
     @property
@@ -150,11 +150,11 @@ class Injector:
 
     @property
     def lasting(self) -> list[Strike]:
-        """The strikes whose effect is not over, noticed or not."""
+        """The strikes whose effect is not over, detected by the daemon or not."""
         return [each.strike for each in self._open]
 
     def close(self) -> None:
-        """Leave no process and no thread."""
+        """Stop all processes and threads of the injector."""
         for each in self._deaf:
             each.kill()
             each.wait()
@@ -185,7 +185,7 @@ class Injector:
         return bool(holders)
 
     def _kill_broker(self, event: Event, rng: random.Random) -> bool:
-        """Ranks end with it, so it is replaced once all are."""
+        """Signal the broker. Its ranks exit with it, so the effect is over when all are replaced."""
         status = self._status()
         there = processes(status, event.model) if status is not None else []
         brokers = [each for each in there if each.role == "broker"]
@@ -197,7 +197,7 @@ class Injector:
         return bool(brokers)
 
     def _signal_fork_server(self, event: Event, rng: random.Random) -> bool:
-        """What it has forked goes on; it is missed only when the next one is to be."""
+        """Signal the fork server. Forked workers continue; the daemon notices only at the next fork."""
         status = self._status()
         pids = [each.pid for each in status.fork_servers if each.pid] if status is not None else []
         if pids:
@@ -252,7 +252,7 @@ class Injector:
         strike = self._begin(event, lambda status: not self.service.unhealthy(status), f"pid {self.service.pid}")
         self.service.hang_up()
         if self.service.managed:
-            # The next one goes on with the processes, and with whatever was wrong with them.
+            # The next daemon adopts the processes, including the damaged ones.
             if rng.random() < 0.5:
                 self.service.kill()
             else:
@@ -261,7 +261,7 @@ class Injector:
             return True
         children = Watched(self.service.children())
         self.service.kill()
-        # With the daemon all its processes end: whatever was wrong with them is over.
+        # All processes exit with the daemon, so their faults are over.
         by_clients = (Fault.FLOOD, Fault.POISON)
         for each in list(self._open):
             if each.strike.fault not in by_clients and each.strike is not strike:
@@ -297,7 +297,7 @@ class Injector:
         return True
 
     def _replace_store(self, event: Event, rng: random.Random) -> bool:
-        """Another file takes its place: who maps the old one goes on, who comes must not believe the new one."""
+        """Replace the page store's file. Processes with the old mapping continue; new ones must reject the new file."""
         store, _ = self._serving_store(event.model)
         if store is None:
             return False
@@ -311,11 +311,11 @@ class Injector:
         return True
 
     def _serving_store(self, model: str) -> tuple[Path | None, list[ProcessStatus]]:
-        """The page store that the model serves from, if it has one and a worker, and who has it mapped."""
+        """Return the page store of the serving generation, or None, and the processes that map it."""
         status = self._status()
         workers = ready_workers(status, model) if status is not None else []
         serving = [each for each in generations(status, model) if each.state == "serving"] if status is not None else []
-        # While a changed configuration takes over there are two.
+        # There are two generations while a changed configuration takes effect.
         if not workers or len(serving) != 1:
             return None, []
         return self.service.store(f"{model}.{serving[0].number}"), workers
@@ -323,7 +323,7 @@ class Injector:
     # --- clients ------------------------------------------------------------------------------------------------
 
     def _ask(self, name: str, model: str, orders: ClientPlan) -> ClientProcess:
-        """Start a client that asks this model, and nobody else."""
+        """Start a client that sends requests to this model only."""
         orders = dataclasses.replace(orders, paths={model: str(self.models[model].path)})
         return self.fleet.launch(name, orders)
 
@@ -384,7 +384,7 @@ class Injector:
         model = self.models[event.model]
 
         def update() -> None:
-            # What goes wrong around it gives it up; that must not be noticed.
+            # Other faults may abort the update; clients must not notice that.
             with contextlib.suppress(RequestError), Client(self.service.address, timeout=UPDATE_LIMIT_S) as client:
                 client.update(model.name, str(model.path))
 
@@ -395,14 +395,14 @@ class Injector:
     def _reload(self, event: Event, rng: random.Random) -> bool:
         if not self.service.listens:
             return False
-        # What has the model loaded anew, and what does not.
+        # Settings that make the daemon load the model again, and settings that do not.
         anew = {"max_queue": self.max_queue + rng.randrange(2)}
         changes = [anew] if self.models[event.model].table else [anew, {"batching.max_rows": rng.choice((16, 64))}]
         self.service.configure(event.model, rng.choice(changes))
         by_signal = rng.random() < 0.5
 
         def reload() -> None:
-            # The daemon may be killed meanwhile.
+            # Another fault may kill the daemon during the reload.
             with contextlib.suppress(RequestError), Client(self.service.address, timeout=RELOAD_LIMIT_S) as client:
                 if not by_signal:
                     client.reload()
@@ -458,7 +458,7 @@ class Injector:
 
 
 def _at_once(_: StatusResponse) -> bool:
-    """What has no effect that lasts."""
+    """Report at once that the effect is over."""
     return True
 
 

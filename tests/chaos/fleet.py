@@ -16,7 +16,7 @@ from testkit.mindir import REPOSITORY
 from .client import ClientPlan
 from .ledger import Incident
 
-# A request's patience, and some.
+# Longer than the timeout of a request.
 END_LIMIT_S = 60.0
 
 
@@ -24,10 +24,10 @@ class ClientProcess:
     """One client process.
 
     Attributes:
-        name: of its log.
-        sent: requests, as far as it has told.
-        outcomes: how they ended, likewise.
-        incidents: those that did not end in the right answer.
+        name: name of its log.
+        sent: number of requests in its last report.
+        outcomes: number of requests by outcome in its last report.
+        incidents: requests that did not end in the right answer.
     """
 
     def __init__(self, name: str, orders: ClientPlan, log: Path) -> None:
@@ -35,7 +35,7 @@ class ClientProcess:
         self.sent = 0
         self.outcomes: Counter[str] = Counter()
         self.incidents: list[Incident] = []
-        # What did not add up; None until it has ended in order. Of one that is killed it is nobody's any more.
+        # Mismatched counts; None until the client has ended in order, which a killed client never does.
         self._problems: list[str] | None = None
         self._log = log
         with log.open("ab") as stderr:
@@ -56,18 +56,18 @@ class ClientProcess:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """SIGKILL, with all that it has under way."""
+        """Kill the client by SIGKILL, with all its requests in flight."""
         self._process.kill()
         self._finish()
         self._problems = []
 
     def ask_to_end(self) -> None:
-        """Have it send nothing more; it ends when every request has."""
+        """Ask the client to stop sending; it exits once every request has ended."""
         assert self._process.stdin
         self._process.stdin.close()
 
     def wait(self) -> list[str]:
-        """Wait for its end and return what did not add up."""
+        """Wait until the client exits, and return its mismatched counts."""
         try:
             self._process.wait(END_LIMIT_S)
         except subprocess.TimeoutExpired:
@@ -90,7 +90,7 @@ class ClientProcess:
         assert self._process.stdout
         for line in self._process.stdout:
             if not line.endswith("\n"):
-                return  # it was killed in the middle
+                return  # the client was killed while it wrote the line
             told = cast("dict[str, Any]", json.loads(line))
             if "incident" in told:
                 self.incidents.append(Incident(**told["incident"]))
@@ -101,32 +101,32 @@ class ClientProcess:
 
 
 class ClientProcesses:
-    """All the client processes of a run, those that have ended too."""
+    """All client processes of a run, including those that have exited."""
 
     def __init__(self, workspace: Path) -> None:
         self.members: list[ClientProcess] = []
         self._workspace = workspace
 
     def launch(self, name: str, orders: ClientPlan) -> ClientProcess:
-        """Start one more."""
+        """Start a client process."""
         member = ClientProcess(name, orders, self._workspace / f"client.{len(self.members)}.{name}.log")
         self.members.append(member)
         return member
 
     @property
     def outcomes(self) -> Counter[str]:
-        """How the requests of all of them ended."""
+        """The number of requests of all clients by outcome."""
         return sum((member.outcomes for member in self.members), Counter[str]())
 
     def end(self) -> list[str]:
-        """Have all of them end; return what did not add up."""
+        """Ask all clients to stop, wait for them, and return their mismatched counts."""
         for member in self.members:
             if member.running:
                 member.ask_to_end()
         return [problem for member in self.members for problem in member.wait()]
 
     def kill(self) -> None:
-        """Leave none running."""
+        """Kill all running clients."""
         for member in self.members:
             if member.running:
                 member.kill()

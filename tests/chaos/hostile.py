@@ -25,7 +25,7 @@ from .material import load
 
 _SEND_LIMIT_MS = 1000
 SIGNATURE = b"\xff\0\0\0\0\0\0\0\1\x7f"
-# Whole messages of the two older protocols, which a gate does not speak.
+# Complete messages of the two older protocols, which the proxy does not support.
 _OLD = (b"\1\0\6\0hello", SIGNATURE + b"\1\5\0\0\0\5hello")
 _GREETING = SIGNATURE + b"\3\0NULL" + b"\0" * 16 + b"\0" + b"\0" * 31
 _READY = b"\4\x1c\5READY\x0bSocket-Type\0\0\0\6DEALER"
@@ -34,7 +34,7 @@ _COMMANDS = (b"\4\x07\4PING\0\0" * 1000, b"\4\5\4PONG" * 1000, b"\4\0" * 1000, b
 
 
 def frames(rng: random.Random) -> Sequence[bytes]:
-    """Return a message that is garbage: noise, or a good one with damage."""
+    """Return a garbage message: random bytes, or a damaged valid message."""
     envelope, description = encode(Infer("good", RequestDescription("tiny", (TensorSpec("a", "INT32", (6,)),))))
     makers: list[Callable[[], Sequence[bytes]]] = [
         lambda: [rng.randbytes(rng.randrange(64)) for _ in range(rng.randrange(1, 6))],
@@ -58,7 +58,7 @@ def _damaged(frame: bytes, rng: random.Random) -> bytes:
 
 
 def send_frames(address: str, rng: random.Random, count: int = 200) -> None:
-    """Send garbage as ZeroMQ messages, from a socket that goes away at once."""
+    """Send garbage as ZeroMQ messages, from a socket that closes at once."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.LINGER, _SEND_LIMIT_MS)
         dealer.setsockopt(zmq.SNDTIMEO, _SEND_LIMIT_MS)
@@ -69,21 +69,21 @@ def send_frames(address: str, rng: random.Random, count: int = 200) -> None:
 
 
 def send_bytes(address: str, rng: random.Random, count: int = 20) -> None:
-    """Send garbage that is not even ZeroMQ, each from a connection of its own."""
+    """Send garbage that is not ZeroMQ either, each over a new connection."""
     for _ in range(count):
         commands = [_READY_TO_SEND + each for each in _COMMANDS]
         begins = [b"", SIGNATURE, _GREETING, _GREETING[: rng.randrange(64)], _READY_TO_SEND, *commands, *_OLD]
         begin = rng.choice(begins)
         with socket.socket(socket.AF_UNIX) as peer:
             peer.settimeout(_SEND_LIMIT_MS / 1000)
-            # The daemon may hang up whenever it has seen enough, or may just not be there.
+            # The daemon may close the connection at any time, or may not be running.
             with contextlib.suppress(OSError):
                 peer.connect(address.removeprefix("ipc://"))
                 peer.sendall(begin + rng.randbytes(rng.randrange(4096)))
 
 
 def send_unfinished(address: str, rng: random.Random, most: int = 1024) -> None:
-    """Send a message that does not end: so many frames of a MiB, or of nothing, or until the daemon hangs up."""
+    """Send a message without an end: at most `most` frames of 1 MiB or empty, until the daemon disconnects."""
     size = rng.choice([0, 1 << 20])
     frame = b"\3" + size.to_bytes(8, "big") + bytes(size)
     part = frame * (1 if size else 1000)
@@ -94,13 +94,13 @@ def send_unfinished(address: str, rng: random.Random, most: int = 1024) -> None:
             peer.sendall(_READY_TO_SEND)
             for _ in range(most):
                 peer.sendall(part)
-            # Of those of nothing, whoever waits behind them feels the end.
+            # For empty frames, the end of the message would delay the clients behind this one.
             peer.sendall(b"\0\0")
             peer.recv(1 << 16)
 
 
 def main() -> None:
-    """Ask, and never read."""
+    """Send requests, and never read."""
     address, name, path, count, clients = sys.argv[1:]
     question = max(load(Path(path)), key=lambda each: sum(array.nbytes for array in each.inputs.values()))
     crowd = [Client(address) for _ in range(int(clients))]

@@ -28,7 +28,7 @@ _PATIENCE_US = 2_000_000
 
 
 def scribble(address: str, rng: random.Random) -> None:
-    """Live some short lives, each with memory of its own; each ends with requests under way."""
+    """Run several short connections with a new region each; each ends with requests in flight."""
     deadline = time.monotonic() + _LASTS_S
     while time.monotonic() < deadline:
         descriptor = memfd.create(2 * _HALF)
@@ -45,7 +45,7 @@ def _live(peer: socket.socket, descriptor: int, content: mmap.mmap, rng: random.
     region = _registered(peer, incoming, descriptor)
     for number in range(_REQUESTS):
         peer.sendall(_request(number, region, rng))
-        # Good indices, and what is none.
+        # Valid indices, then invalid ones.
         for most in (100, 2**62):
             begin = 8 * rng.randrange(_HALF // 8 - 64)
             content[begin : begin + 512] = np.full(64, rng.randrange(most), np.int64).tobytes()
@@ -59,7 +59,7 @@ def _live(peer: socket.socket, descriptor: int, content: mmap.mmap, rng: random.
 
 
 def _registered(peer: socket.socket, incoming: FrameReader, descriptor: int) -> str:
-    """Return the name of the region, once the daemon has said it; answers of requests before that are nobody's."""
+    """Return the region's name from the daemon's reply; drop the replies to earlier requests."""
     peer.sendmsg([framed(encode(Register("region")))], rights([descriptor]))
     while True:
         data = peer.recv(1 << 16)
@@ -74,7 +74,7 @@ def _registered(peer: socket.socket, incoming: FrameReader, descriptor: int) -> 
 def _request(number: int, region: str, rng: random.Random) -> bytes:
     rows = rng.randrange(1, _HALF // _ROW)
     description = RequestDescription("elastic", (TensorSpec("ids", "INT64", (rows, 2)),), ("rows",))
-    # Most of them lie where they should; others overlap, or reach beyond the end.
+    # Most ranges are valid; others overlap, or reach beyond the end.
     begin = rng.choice([0, 0, 0, rng.randrange(2 * _HALF), 2**50])
     room = rng.choice([_HALF, _HALF, _ROW * rows, 1, 2**40])
     name = rng.choice([region] * 9 + ["another"])

@@ -23,14 +23,14 @@ from . import hostile
 _LIMIT_S = 1.0
 _TRICKLE_S = 6
 _TRICKLES = 8
-# The kernel takes no more with one message.
+# The kernel's limit of descriptors for one message.
 _MAX_RIGHTS = 253
 _POURED = 64
 _MIB = bytes(1 << 20)
 
 
 def connected(address: str) -> socket.socket:
-    """Return a connection, which the daemon may end whenever it has seen enough; it may just not be there."""
+    """Return a connection, which the daemon may close at any time. The daemon may also not be running."""
     peer = socket.socket(socket.AF_UNIX)
     peer.settimeout(_LIMIT_S)
     try:
@@ -42,17 +42,17 @@ def connected(address: str) -> socket.socket:
 
 
 def framed(frames: Sequence[bytes]) -> bytes:
-    """Return a message as it is sent."""
+    """Return a message in its framing."""
     return _head([*map(len, frames)]) + b"".join(frames)
 
 
 def _head(lengths: Sequence[int]) -> bytes:
-    """As `framing.head`, also for more frames than a message may have."""
+    """Do the same as `framing.head`, also for more frames than a message may have."""
     return struct.pack(f"<{1 + len(lengths)}I", len(lengths), *lengths)
 
 
 def rights(descriptors: Sequence[int]) -> list[tuple[int, int, array.array[int]]]:
-    """Return what sends them along."""
+    """Return the ancillary data that passes these descriptors."""
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
 
 
@@ -62,18 +62,18 @@ def _good(rng: random.Random) -> bytes:
 
 
 def send_frames(address: str, rng: random.Random, count: int = 200) -> None:
-    """Send garbage in good framing; who has too many frames breaks it, and comes again."""
+    """Send garbage in valid framing; connect again after messages with too many frames, which break the framing."""
     while count > 0:
         with contextlib.suppress(OSError), connected(address) as peer:
             while count > 0:
                 count -= 1
                 peer.sendall(framed(hostile.frames(rng)))
             return
-        count -= 10  # in case nobody is there
+        count -= 10  # ends the loop if the daemon is not running
 
 
 def send_bytes(address: str, rng: random.Random, count: int = 20) -> None:
-    """Send what is not even framing, each from a connection of its own."""
+    """Send bytes without valid framing, each over a new connection."""
     begins = (b"", struct.pack("<I", 0), struct.pack("<I", MAX_FRAMES + 1), b"\xff" * 8, hostile.SIGNATURE, _good(rng))
     for _ in range(count):
         with contextlib.suppress(OSError), connected(address) as peer:
@@ -81,7 +81,7 @@ def send_bytes(address: str, rng: random.Random, count: int = 20) -> None:
 
 
 def send_unfinished(address: str, rng: random.Random) -> None:
-    """Send half a message and wait, or announce one that has gigabytes, and send of it what goes."""
+    """Send half a message and wait, or announce a message of gigabytes, and send as much of it as possible."""
     with contextlib.suppress(OSError), connected(address) as peer:
         if rng.random() < 0.5:
             good = _good(rng)
@@ -93,12 +93,12 @@ def send_unfinished(address: str, rng: random.Random) -> None:
         peer.sendall(_head([*map(len, header), *[size] * rng.randrange(1, limits.MAX_TENSORS)]) + b"".join(header))
         for _ in range(_POURED):
             peer.sendall(_MIB)
-        # Between two pieces of it nobody else is held up.
+        # The unfinished message must not delay other clients.
         time.sleep(_LIMIT_S)
 
 
 def trickle(address: str, rng: random.Random) -> None:
-    """Send good messages, a byte a second."""
+    """Send valid messages, one byte per second."""
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
         peers = [stack.enter_context(connected(address)) for _ in range(_TRICKLES)]
         messages = [_good(rng) for _ in peers]
@@ -109,7 +109,7 @@ def trickle(address: str, rng: random.Random) -> None:
 
 
 def send_descriptors(address: str, rng: random.Random, count: int = 100) -> None:
-    """Send descriptors with what needs none: some with each message, or as many as go."""
+    """Send descriptors with messages that need none: a few with each message, or as many as possible."""
     descriptor = os.open(os.devnull, os.O_RDONLY)
     message = framed(encode(ServerReady("flood")))
     try:

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 
 class Fault(enum.Enum):
-    """Something that happens to the service; the value is its name on the command line."""
+    """A fault of the service; the value is its name on the command line."""
 
     KILL_WORKER = "kill-worker"
     SEGV_WORKER = "segv-worker"
@@ -41,28 +41,28 @@ class Fault(enum.Enum):
 
 
 ALL = frozenset(Fault)
-# To a model that is cut over ranks a rank is a worker, and the broker is what its ranks end with.
+# For a model on ranks, each rank counts as a worker; its ranks exit with the broker.
 AT_RANKS = frozenset({Fault.KILL_WORKER, Fault.SEGV_WORKER, Fault.HANG_WORKER, Fault.KILL_BROKER})
 AT_STORES = frozenset({Fault.TRUNCATE_STORE, Fault.OVERWRITE_STORE})
 # Each ends at least one worker of a model, sooner or later.
 LETHAL = AT_RANKS | AT_STORES
-# What a worker that ends by it was running is blamed for that: by each of these once.
+# Faults for which the daemon blames the requests of the worker that exits, once each.
 BLAMING = frozenset({Fault.SEGV_WORKER, Fault.HANG_WORKER})
-# Each ends the connections of ZeroMQ's clients, and of nobody else.
+# Faults that close the connections of ZeroMQ clients only.
 GATES = frozenset({Fault.KILL_GATE, Fault.KILL_ZYGOTE})
-# What the clients do by themselves, at any time.
+# Faults that the clients cause themselves, at any time.
 BEHAVIOUR = frozenset({Fault.CANCEL})
 
-# What this machine cannot do, each with the reason.
+# Faults that this machine cannot produce, with the reason.
 LACKING = {} if platform.machine() == "x86_64" else {Fault.POISON: "a division that overflows is no trap here"}
 
 
 class UnknownFaultError(ValueError):
-    """The command line names a fault that there is not."""
+    """Error: the command line names an unknown fault."""
 
 
 def parse(text: str) -> frozenset[Fault]:
-    """Return the faults of a list with commas: "all", the name of one, or "-" and what to leave out."""
+    """Return the faults of a comma-separated list of "all", names, and names to exclude with a leading "-"."""
     names = {"all": ALL, **{fault.value: frozenset({fault}) for fault in Fault}}
     chosen: frozenset[Fault] = frozenset()
     for item in text.split(","):
@@ -74,5 +74,5 @@ def parse(text: str) -> frozenset[Fault]:
 
 
 def text_of(faults: Collection[Fault]) -> str:
-    """Return what `parse` would make these faults of."""
+    """Return the text from which `parse` makes these faults."""
     return "all" if set(faults) >= ALL else ",".join(fault.value for fault in Fault if fault in faults)

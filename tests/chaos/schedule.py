@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from .kinds import AT_RANKS, BEHAVIOUR, LETHAL, Fault
 
-# weightd replaces a worker at once if the one that died had lived for ten seconds, and waits longer and longer for
-# those that die young. A model gets as many blows at once as one likes, then this long to grow old again.
+# weightd replaces a worker at once if it had run for ten seconds; otherwise the delay grows with each crash. A model
+# may get any number of faults together, then has this time without faults.
 CALM_S = 13.0
 MAX_BLOWS = 3
 
@@ -24,7 +24,7 @@ _ANY_MODEL = frozenset({Fault.FLOOD, Fault.KILL_HOLDER, Fault.REPLACE_STORE, Fau
 
 @dataclass(frozen=True)
 class Event:
-    """A fault that is due `at` seconds after the start; `draw` in [0, 1) chooses among the targets there are."""
+    """A fault that is due `at` seconds after the start; `draw` in [0, 1) selects one of the available targets."""
 
     at: float
     fault: Fault
@@ -37,9 +37,9 @@ class Target:
     """A model.
 
     Attributes:
-        name: of it.
-        dense: whether it computes with all of its weights each time: a damaged one is then always noticed.
-        cut: whether ranks compute it together.
+        name: name of the model.
+        dense: whether each prediction uses all weights, so that a damaged weight is always noticed.
+        cut: whether a rank group computes the model.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Target:
 
     @property
     def blows(self) -> frozenset[Fault]:
-        """What ends workers of it."""
+        """The faults that end workers of the model."""
         if self.cut:
             return AT_RANKS
         whole = LETHAL - {Fault.KILL_BROKER}
@@ -85,7 +85,7 @@ def _others(rng: random.Random, end: float, faults: Sequence[Fault], models: Seq
     at = rng.uniform(0.2, 2.0)
     deck: list[Fault] = []
     while faults and at < end:
-        if not deck:  # each once before any comes again: a short run has all of them, too
+        if not deck:  # every fault strikes once before any repeats, so that short runs have all of them
             deck = rng.sample(faults, len(faults))
         fault = deck.pop()
         yield Event(at, fault, rng.choice(models) if fault in _ANY_MODEL else "", rng.random())
