@@ -270,7 +270,7 @@ def test_a_cache_that_vanishes_costs_no_answer_and_another_model_is_not_loaded_f
         with service.client() as client:
             victim = loses_the_cache_and_a_worker()
             until(lambda: is_whole(victim), "the worker is replaced")
-            assert "the copy of the model in the cache folder is gone" in service.log
+            assert "the copy of the model in the cache directory is missing" in service.log
             ask_all(client, "m", asked)
             models.tiny(path)
             victim = loses_the_cache_and_a_worker()

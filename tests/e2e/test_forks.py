@@ -95,7 +95,7 @@ def test_a_fork_server_that_hangs_is_ended_and_what_it_was_asked_for_is_spawned(
     service.ready()
     notes = {each.origin: each.origin_note for each in ready_workers(service, "mlp")}
     assert notes.keys() == {"forked", "spawned"}
-    assert "was lost before it had forked it" in notes["spawned"]
+    assert "exited before it forked this process" in notes["spawned"]
 
 
 @ONE_ENGINE

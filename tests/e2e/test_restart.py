@@ -149,7 +149,7 @@ def test_workers_that_speak_another_protocol_are_loaded_anew(
     with service.client() as client:
         ask_all(client, "mlp", questions)
     assert not set(who(service).values()) & set(before.values())
-    assert "every model is loaded anew: weightd 9.9 speaks protocol 99 with its workers" in service.log
+    assert "loading every model again: weightd 9.9 speaks protocol 99 with its workers" in service.log
 
 
 def test_a_lost_keeper_is_replaced_and_everything_loaded_anew(

@@ -98,7 +98,7 @@ class CounterStore:
         except FileNotFoundError:
             return
         except (OSError, CounterStoreError) as error:
-            _log.warning("all counters begin anew: %s: %s", self.path, getattr(error, "strerror", error))
+            _log.warning("all counters restart at zero: %s: %s", self.path, getattr(error, "strerror", error))
             return
         for word, each in self._entries.items():
             each.source.restore(records[word])
@@ -149,7 +149,7 @@ class CounterStore:
             new_path.replace(self.path)
         except OSError as error:
             if not self._has_logged_error:
-                _log.warning("the counters are not written: %s: %s", self.path, error.strerror)
+                _log.warning("cannot write the counters: %s: %s", self.path, error.strerror)
             self._has_logged_error = True
         else:
             self._has_logged_error = False

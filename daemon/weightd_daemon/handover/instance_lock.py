@@ -132,7 +132,7 @@ def make_private_directory(path: Path) -> None:
         raise PathInUse(f"cannot make the directory {path}: {error.strerror}") from None
     if not have_exited:
         raise PathInUse(
-            f"{path}: the processes of an earlier weightd have not ended within {_EXIT_TIMEOUT_S:g} s; kill them, as by"
+            f"{path}: the processes of a previous weightd are running after {_EXIT_TIMEOUT_S:g} s; kill them, as by"
             " systemctl kill --signal=KILL weightd"
         )
     shutil.rmtree(path, ignore_errors=True)

@@ -113,14 +113,14 @@ class ShimLauncher:
         try:
             shim = ShimClient(descriptor)
         except ShimLost as error:
-            _log.warning("every model is loaded anew: %s", error)
+            _log.warning("loading every model again: %s", error)
             # A shim that was only slow exits when the last duplicate of its descriptor is closed.
             self._manager.remove_descriptor(SHIM)
             return None
         try:
             self.inherited_state = state.read(self.handover_path)
         except HandoverError as error:
-            _log.warning("every model is loaded anew: %s", error)
+            _log.warning("loading every model again: %s", error)
             self._manager.remove_descriptor(SHIM)
             # The shim removes its files, including the children's sockets, when it exits. If its directory is not this
             # daemon's, `wait_until_exited` would not wait for it.
@@ -139,7 +139,7 @@ class ShimLauncher:
 
     def _replace_shim(self) -> None:
         if not client.wait_until_exited(self._directory, _EXIT_TIMEOUT_S):
-            raise ShimLost("the shim is lost, and its children do not end")
+            raise ShimLost("the shim exited, but its children do not exit")
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self._shim.pid, 0)
         self._shim = self._start_shim()

@@ -336,5 +336,5 @@ def _listen_unix(address: str, stack: contextlib.ExitStack, *, is_required: bool
     except PathInUse as error:
         if is_required:
             raise
-        _log.warning("clients of this host have to speak ZeroMQ, which is slower: %s; see weightd.socket", error)
+        _log.warning("clients on this host must use ZeroMQ, which is slower: %s; see weightd.socket", error)
         return {}

@@ -106,7 +106,7 @@ class StatusService:
     def report_logs(self, client: bytes, request: Logs) -> None:
         """Answer a logs request once the files have been read; raises as `report_status`."""
         if len(self._log_readers) == _MAX_LOG_READERS:
-            raise ResourceExhausted(f"{_MAX_LOG_READERS} questions for logs are being answered")
+            raise ResourceExhausted(f"{_MAX_LOG_READERS} log requests are running already")
         self._log_readers.append(LogTailReader(client, request, self._snapshots.log_files(request.model_name)))
         self._loop.call_soon(self._read_next_log)
 

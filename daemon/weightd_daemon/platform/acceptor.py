@@ -98,7 +98,7 @@ class Acceptor:
         now = event_loop.now()
         if self._resume_timer.due_at == _NEVER:
             if self._rate_limited_log.record("", now) is not None:
-                self._report(f"no connection can be accepted at {self._listener.getsockname()}: {error.strerror}")
+                self._report(f"cannot accept connections on {self._listener.getsockname()}: {error.strerror}")
             self._loop.pause_reading(self._listener.fileno())
             self._resume_timer.set(now + _EXHAUSTED_BACKOFF_S)
 

@@ -27,8 +27,8 @@ class ExitInitiator(enum.Enum):
     """The party that ended a child, if known; the value describes it in messages."""
 
     UNKNOWN = ""
-    DAEMON = "weightd has ended it"
-    SHIM = "its shim is lost"
+    DAEMON = "sent by weightd"
+    SHIM = "its shim exited"
     KERNEL = "the kernel was out of memory"
 
 
@@ -137,5 +137,5 @@ def describe_status(status: int, initiator: ExitInitiator = ExitInitiator.UNKNOW
         name = f"signal {-status}"
     hint = initiator.value
     if -status == signal.SIGKILL and not hint:
-        hint = "if nobody sent it, the kernel was out of memory: see dmesg"
+        hint = "possibly by the kernel, out of memory: see dmesg"
     return f"killed by {name}{f' ({hint})' if hint else ''}"

@@ -215,11 +215,11 @@ class GenerationStorage:
         """
         for path in filter(None, paths):
             if not os.path.lexists(path):
-                return MissingFile.SNAPSHOT, f"the copy of the model in the cache folder is gone: {path}"
+                return MissingFile.SNAPSHOT, f"the copy of the model in the cache directory is missing: {path}"
         if needs_store and generation.label in self.fingerprints:
             store = self.files[generation.label].store
             if not os.path.lexists(store):
-                return MissingFile.STORE, f"the shared weights in the cache folder are gone: {store}"
+                return MissingFile.STORE, f"the shared weights in the cache directory are missing: {store}"
         return MissingFile.NONE, ""
 
     def remove_files(self, generation: GenerationBase) -> None:

@@ -162,12 +162,12 @@ class ForkCoordinator:
     def on_parent_exit(self, parent: str) -> None:
         """Report all forks that were requested of a process as failed, because it has exited."""
         for wanted in self._pending_forks.drop_parent(parent):
-            wanted.on_failure(wanted.process_spec, f"{parent} was lost before it had forked it")
+            wanted.on_failure(wanted.process_spec, f"{parent} exited before it forked this process")
 
     def check_overdue(self, now: float) -> None:
         """Kill the processes whose replies are overdue. `on_parent_exit` then reports their requests as failed."""
         late = self._pending_forks.overdue_parents(now)
         for parent in late:
-            _log.warning("%s did not fork in time: killing it", parent)
+            _log.warning("%s did not fork in time; killing it", parent)
             self._process_table.kill(parent)
         self._timer.set(now + _RECHECK_INTERVAL_S if late else self._pending_forks.next_deadline)

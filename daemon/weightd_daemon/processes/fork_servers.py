@@ -136,7 +136,7 @@ class ForkServers:
             return
         now = event_loop.now()
         server.restart_backoff.on_death(now - server.started_at, now)
-        server.name, server.reason = "", f"its fork server is lost: {exit_cause}"
+        server.name, server.reason = "", f"its fork server exited: {exit_cause}"
         _log.warning("the fork server of %s under %s exited: %s", server.engine, server.python, exit_cause)
         if server.restart_backoff.delay_s == 0.0:
             self._start(server)

@@ -84,4 +84,4 @@ class DirectLauncher:
         process.kill_all(process.find_orphans({parent, *known_pids}, parent))
 
     def watch(self, survivor: SurvivingProcess) -> ChildProcess:  # noqa: D102
-        raise ProcessLookupError(f"process {survivor.pid} is gone with the daemon that had started it")
+        raise ProcessLookupError(f"process {survivor.pid} exited with the daemon that started it")

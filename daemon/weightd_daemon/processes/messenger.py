@@ -242,7 +242,7 @@ class ChildMessenger:
         if name in self.handlers:
             self.handlers[name].on_message(name, _protocol_failure(error), (), event_loop.now())
         else:
-            _log.warning("%s: it broke the protocol: %s", name, error)
+            _log.warning("%s: protocol error: %s", name, error)
             self._process_table.kill(name)
 
 
@@ -433,4 +433,4 @@ def _with_limit_hint(message: ProcessFailed) -> ProcessFailed:
 
 
 def _protocol_failure(error: RemoteProtocolError) -> ProcessFailed:
-    return ProcessFailed(clip(f"it broke the protocol: {error}"))
+    return ProcessFailed(clip(f"protocol error: {error}"))

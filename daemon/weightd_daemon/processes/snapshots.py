@@ -32,7 +32,7 @@ from weightd_daemon.processes.snapshotter import (
 )
 
 # Appended to an error if a snapshot in service has vanished and its source cannot be proved to be the same.
-_REMEDY = "the workers that are there go on; put the old file back, or load the new one with weightctl update"
+_REMEDY = "the current workers continue; restore the old file, or load the new one with weightctl update"
 
 
 def snapshot_directory_name(model: str, number: int) -> str:
@@ -94,7 +94,7 @@ class SnapshotService:
     ) -> None:
         """Start to take a snapshot, which fails if the digest is not `expected_sha256`; "" accepts any digest."""
         if expected_sha256 and source.weights:
-            text = f"the copy of {source.weights} is gone, and nobody knows whether that file is the same; {_REMEDY}"
+            text = f"the copy of {source.weights} is missing, and that file may have changed; {_REMEDY}"
             self._defer(functools.partial(event_handler.on_snapshot_failed, source, text))
             return
         files = self._files(model, source)
@@ -168,7 +168,7 @@ class SnapshotService:
             cause = (
                 with_limit_hint(reply["error"])
                 if reply.get("error")
-                else exit_cause.detail or f"the snapshot {exit_cause.description}"
+                else exit_cause.detail or f"the snapshot process {exit_cause.description}"
             )
             if reply.get("changed") is True:
                 cause = f"{cause}; {_REMEDY}"

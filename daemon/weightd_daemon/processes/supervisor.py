@@ -150,7 +150,7 @@ class ProcessSupervisor:
             try:
                 process = self._launcher.watch(survivors[name])
             except (KeyError, OSError):
-                exit_cause = ExitCause(None, "it ended while no daemon was there")
+                exit_cause = ExitCause(None, "exited while no daemon was running")
                 self._defer(functools.partial(event_handler.on_exit, name, exit_cause))
                 continue
             self.messenger.handlers[name] = event_handler
@@ -161,7 +161,7 @@ class ProcessSupervisor:
             else:
                 self.messenger.hold_orders(name)
         count = len(generation.children)
-        text = "%s: taken over from the daemon before, %d processes, %s"
+        text = "%s: taken over from the previous daemon; processes: %d, %s"
         _log.info(text, generation.label, count, files.directory, extra=generation.log_extra())
         return True
 
@@ -201,7 +201,7 @@ class ProcessSupervisor:
             return
         missing_socket = self.messenger.missing_socket()
         if missing_socket:
-            self._fail_start(name, f"the socket where it would connect is gone: {missing_socket}; restart weightd")
+            self._fail_start(name, f"the daemon's socket is missing: {missing_socket}; restart weightd")
             return
         # A child that is forked from a template has loaded its model already.
         paths = () if template else (program.model, program.weights, program.sample)
@@ -223,7 +223,7 @@ class ProcessSupervisor:
             deadline = self.fork_servers.fork_deadline(server.name, has_channel=has_channel)
             self._fork_coordinator.fork(ForkRequest(process_spec, server.name, deadline, self._start))
         else:
-            why = "no fork server is wanted for it any more" if server is None else server.reason
+            why = "no fork server is needed for this process any more" if server is None else server.reason
             self._start(process_spec, program.spawn_reason or why)
 
     def is_alive(self, name: str) -> bool:
@@ -268,7 +268,7 @@ class ProcessSupervisor:
 
     def _cancel_fork(self, name: str) -> None:
         if self._pending_forks.cancel(name):
-            self._fail_start(name, "it was ended before it had been forked")
+            self._fail_start(name, "stopped before it was forked")
 
     def _start(self, process_spec: ProcessSpec, why: str) -> None:
         """Spawn a child. `why`: the reason why it is not forked."""

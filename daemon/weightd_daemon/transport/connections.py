@@ -267,7 +267,7 @@ class ClientConnections:
             return self._memory_budget.can_reserve(nbytes) or self._callbacks.free_memory(connection.key, nbytes)
         if not connection.is_dropping:
             connection.is_dropping = True
-            text = "%s does not read: %d MiB wait for it, further answers are dropped"
+            text = "%s does not read: %d MiB are queued; dropping further responses"
             args = connection.origin.peer, connection.unread_bytes // 2**20
             self._log.log(_log, logging.WARNING, connection.user, text, *args)
         return False

@@ -189,5 +189,5 @@ def unread_bytes(connection: socket.socket) -> int:
 @functools.lru_cache
 def _refusal_message(reason: str) -> bytes:
     """Return the encoded error message for a refused connection."""
-    frames = encode(Error("", ResourceExhausted.code, f"{reason}: this connection ends"))
+    frames = encode(Error("", ResourceExhausted.code, f"{reason}; closing this connection"))
     return b"".join([message_prefix(frames), *frames])

@@ -37,9 +37,7 @@ _MAX_AWAITING_MESSAGE = 64
 # The maximum of bytes in one read, except within a large frame.
 _READ_CHUNK_BYTES = 64 * 1024
 
-_UNCLOSED_DESCRIPTORS_TEXT = (
-    f"{MAX_PENDING} descriptors that this user has sent are not closed yet: its connections end"
-)
+_UNCLOSED_DESCRIPTORS_TEXT = f"{MAX_PENDING} descriptors of this user are not closed yet; closing its connections"
 
 
 @dataclass(frozen=True)
@@ -210,9 +208,7 @@ class MessageReader:
             users = Counter(each.user for each in self._awaiting_message)
             largest = max(self._awaiting_message, key=lambda each: (users[each.user], each.connected_at))
             self._awaiting_message.discard(largest)
-            self._callbacks.disconnect(
-                largest, "its user has sent most descriptors without the messages that these go with"
-            )
+            self._callbacks.disconnect(largest, "its user has sent the most descriptors without their messages")
 
     def _may_keep_descriptors(self, connection: ClientConnection) -> bool:
         """Return whether all descriptors of a client are memfds; disconnect the client otherwise."""

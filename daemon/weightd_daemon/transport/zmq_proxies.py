@@ -294,7 +294,7 @@ class ZmqProxies:
         try:
             messages = zygote.stream.receive()
         except ConnectionError:
-            _log.warning("the zygote, process %d, exited, and with it all ZeroMQ proxies: restarting it", zygote.pid)
+            _log.warning("zygote (pid %d) exited with all ZeroMQ proxies; restarting it", zygote.pid)
             self._loop.remove(zygote.stream.fileno())
             zygote.stop()
             self._zygote = None
@@ -316,7 +316,7 @@ class ZmqProxies:
                 if news.pid
                 else with_limit_hint(f"cannot be started: {os.strerror(news.status)}")
             )
-            _log.warning("listener %s: proxy %d %s: its client connections are closed", proxy.name, news.pid, how)
+            _log.warning("listener %s: proxy (pid %d) %s; its client connections are closed", proxy.name, news.pid, how)
 
     def _kill_hung_zygote(self, now: float) -> None:
         """Kill the zygote if a fork is overdue."""
@@ -325,7 +325,7 @@ class ZmqProxies:
             self._fork_timer.set(until)
         elif self._zygote is not None:
             _log.error(
-                "the zygote, process %d, has not forked a proxy within %g s: killing it",
+                "zygote (pid %d) has not forked a proxy within %g s; killing it",
                 self._zygote.pid,
                 _FORK_TIMEOUT_S,
             )

@@ -92,10 +92,10 @@ class Relay:
         try:
             messages = client.receive()
         except MemoryError:
-            self._disconnect(client, "there is no memory for what it sends")
+            self._disconnect(client, "no memory for its messages")
             return True
         except clients.DescriptorsSent:
-            self._disconnect(client, "it sends descriptors, which no message has")
+            self._disconnect(client, "it sends file descriptors, which no message contains")
             return True
         except OSError:
             self._remove_client(client)
@@ -164,7 +164,7 @@ class Relay:
         if client.is_closed:
             return
         if result is None:
-            self._disconnect(client, "there is no memory for what it sends")
+            self._disconnect(client, "no memory for its messages")
             return
         messages = client.protocol.on_work_done(result)
         if client not in self._close_deadlines:
@@ -213,7 +213,7 @@ class Relay:
             self._close_gracefully(client)
             return True
         except (MemoryError, OSError):
-            self._disconnect(client, "there is no memory for its answer")
+            self._disconnect(client, "no memory for its responses")
             return True
         client.pending_requests = max(0, client.pending_requests - len(messages))
         mechanism = client.protocol.mechanism
@@ -240,7 +240,7 @@ class Relay:
             return
         client.encrypting_bytes = 0
         if chunks is None:
-            self._disconnect(client, "there is no memory for its answer")
+            self._disconnect(client, "no memory for its responses")
             return
         self._send_to_client(client, chunks)
         if client.daemon_socket is not None and not client.is_closed:
@@ -300,7 +300,7 @@ class Relay:
         self._link.log_disconnect(client.user, reason)
         # Messages must be encrypted in the order in which they are sent, so none may pass a large reply.
         if client.protocol.is_ready and not client.encrypting_bytes:
-            frame = control.error_frame(self._error_prefix, f"{reason}: this connection ends")
+            frame = control.error_frame(self._error_prefix, f"{reason}; closing this connection")
             self._send_to_client(client, zmtp.encode_message(client.protocol.mechanism, [frame]))
         if not client.is_closed:
             self._close_daemon_stream(client)

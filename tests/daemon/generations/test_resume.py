@@ -40,7 +40,7 @@ from .life import (
 )
 
 PATIENCE_S = RECONNECT_TIMEOUT_S + PREDICT_TIMEOUT_S
-KILLED, UNSEEN = ExitCause(-signal.SIGKILL), ExitCause(None, "it ended while no daemon was there")
+KILLED, UNSEEN = ExitCause(-signal.SIGKILL), ExitCause(None, "exited while no daemon was running")
 
 
 def spawn(name: str) -> Action:
@@ -211,7 +211,7 @@ def test_if_all_have_ended_others_come() -> None:
     life = GenerationHarness().serving().resumed()
     life.exits(W1, W2, end=UNSEEN)
     assert (life.names(), life.state) == ([W3, W4], GenerationState.RESUMING)
-    assert "ended while no daemon was there" in life.cause
+    assert "exited while no daemon was running" in life.cause
     life.hello(W4)
     assert life.attached(W4) == [AddSlot(W4)]
     assert life.state is GenerationState.SERVING

@@ -174,7 +174,7 @@ def test_what_is_no_such_file_is_as_good_as_none(path: Path, content: bytes, cap
     assert [*daemon.accounts.records()] == []
     assert daemon.totals.reloads == 0
     [record] = caplog.records
-    assert record.getMessage().startswith(f"all counters begin anew: {path}: ")
+    assert record.getMessage().startswith(f"all counters restart at zero: {path}: ")
     daemon.ledger.close()
     assert read(path) == []
 
@@ -218,7 +218,7 @@ def test_what_cannot_be_written_is_said_once(path: Path, caplog: pytest.LogCaptu
     for _ in range(3):
         daemon.ledger.close()
     assert [record.getMessage() for record in caplog.records] == [
-        f"the counters are not written: {path}/counters: File exists"
+        f"cannot write the counters: {path}/counters: File exists"
     ]
     # A directory that has vanished is made anew.
     path.unlink()

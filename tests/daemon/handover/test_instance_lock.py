@@ -240,7 +240,7 @@ def test_a_directory_whose_keeper_does_not_end_is_refused(
     config: DaemonConfig, keeper: ShimClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weightd_daemon.handover.instance_lock._EXIT_TIMEOUT_S", 0.05)
-    why = f"{config.private_dir}: the processes of an earlier weightd have not ended within 0.05 s; kill them"
+    why = f"{config.private_dir}: the processes of a previous weightd are running after 0.05 s; kill them"
     assert refused(config).startswith(why)
     assert (config.private_dir / "left").exists()
 

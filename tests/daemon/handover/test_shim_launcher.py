@@ -124,7 +124,7 @@ def test_without_a_word_of_the_daemon_before_everything_begins_anew(
     assert ended(first.pid)
     assert [path.name for path in config.private_dir.iterdir()] == [client.LOG_NAME]
     warning, *_ = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning == f"every model is loaded anew: {first.handover_path}: No such file or directory"
+    assert warning == f"loading every model again: {first.handover_path}: No such file or directory"
     second.close()
 
 
@@ -210,7 +210,7 @@ def test_a_keeper_whose_children_do_not_end_is_replaced_once_they_have(
         os.kill(daemon.pid, signal.SIGKILL)
         with monkeypatch.context() as patch:
             patch.setattr(client, "wait_until_exited", mock.Mock(return_value=False))
-            with pytest.raises(ShimLost, match="its children do not end"):
+            with pytest.raises(ShimLost, match="its children do not exit"):
                 started(daemon, "c", tmp_path / "log")
         started(daemon, "c", tmp_path / "log")
         service.keepers.add(daemon.pid)

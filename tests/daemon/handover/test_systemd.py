@@ -557,7 +557,7 @@ def test_units_that_pass_no_unix_socket_can_do_without_one(tmp_path: Path, caplo
     given = passed(tmp_path / "other.sock")
     with listen_on(f"unix://{tmp_path}/other.sock.unix"), listen(config(tmp_path, given), given) as found:
         assert (found.unix_listeners, found.addresses) == ([], [f"ipc://{tmp_path}/other.sock"])
-    assert "have to speak ZeroMQ, which is slower: " in caplog.text
+    assert "must use ZeroMQ, which is slower: " in caplog.text
 
 
 def test_without_units_the_unix_socket_is_needed(tmp_path: Path) -> None:

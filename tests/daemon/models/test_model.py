@@ -598,7 +598,10 @@ def test_an_update_of_a_model_that_has_failed_serves_and_leaves_nothing_to_go_ba
 def vanished(stage: ModelHarness, child: str, lost: MissingFile = MissingFile.SNAPSHOT) -> ModelHarness:
     """A process cannot be started, for files have vanished."""
     end = ExitCause(
-        None, "the copy of the model in the cache folder is gone", has_transient_start_failure=True, missing_file=lost
+        None,
+        "the copy of the model in the cache directory is missing",
+        has_transient_start_failure=True,
+        missing_file=lost,
     )
     stage.model.deployments.process_events.on_exit(child, end, stage.now)
     return stage
@@ -611,7 +614,7 @@ def test_a_model_whose_copy_has_vanished_is_loaded_anew_beside_what_serves() -> 
     assert (stage.host.pinned, stage.host.expected) == ([ModelSource("/models/digits.onnx")] * 2, SHA)
     [number] = stage.some(1)
     assert stage.host.predicts() == [(W2, number)]
-    assert "the copy of the model in the cache folder is gone" in stage.model.readiness.main_generation.cause
+    assert "the copy of the model in the cache directory is missing" in stage.model.readiness.main_generation.cause
     assert stage.host.spawned == [HOLDER, W1, W2, W3]
     stage.answers(W2, number).pinned().loads(2)
     [number] = stage.some(1)

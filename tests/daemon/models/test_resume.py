@@ -253,7 +253,7 @@ def test_a_changed_model_that_is_not_back_in_time_makes_way() -> None:
     old = daemon.fleet.models["m"]
     assert old.config == ONE
     for name in ("m.1.w1", "m.1.w2"):
-        old.deployments.process_events.on_exit(name, ExitCause(None, "it ended while no daemon was there"), daemon.now)
+        old.deployments.process_events.on_exit(name, ExitCause(None, "exited while no daemon was running"), daemon.now)
     assert daemon.settled().fleet.models["m"].config == TWO
 
 

@@ -96,7 +96,7 @@ def test_where_no_descriptor_is_left_the_next_one_waits_until_there_is(
     assert scene.tries == 1
     waiting.accept()
     assert len(scene.reports) == 1
-    assert scene.reports[0].startswith("no connection can be accepted at ")
+    assert scene.reports[0].startswith("cannot accept connections on ")
     scene.error = 0
     scene.loop.run_once(30)
     while not scene.came:

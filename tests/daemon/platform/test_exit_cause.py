@@ -6,7 +6,7 @@ import pytest
 
 from weightd_daemon.platform.exit_cause import ExitCause, ExitClassifier, ExitInitiator
 
-PERHAPS = "if nobody sent it, the kernel was out of memory: see dmesg"
+PERHAPS = "possibly by the kernel, out of memory: see dmesg"
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ PERHAPS = "if nobody sent it, the kernel was out of memory: see dmesg"
         (ExitCause(-signal.SIGABRT), "killed by SIGABRT", True, True),
         (
             ExitCause(-signal.SIGABRT, initiator=ExitInitiator.DAEMON),
-            "killed by SIGABRT (weightd has ended it)",
+            "killed by SIGABRT (sent by weightd)",
             False,
             True,
         ),
@@ -32,7 +32,7 @@ PERHAPS = "if nobody sent it, the kernel was out of memory: see dmesg"
             True,
         ),
         (ExitCause(-63), "killed by signal 63", False, True),
-        (ExitCause(None, initiator=ExitInitiator.SHIM), "its shim is lost", False, True),
+        (ExitCause(None, initiator=ExitInitiator.SHIM), "its shim exited", False, True),
         (ExitCause(None, "no such interpreter"), "no such interpreter", False, False),
     ],
 )

@@ -175,7 +175,7 @@ def test_one_that_nobody_wants_any_more_is_not_taken_to_its_end(scene: Scene) ->
     scene.pin()
     scene.pinning.remove_snapshot("m", scene.source)
     scene.wait()
-    assert scene.told == [(scene.source, "the snapshot killed by SIGKILL (weightd has ended it)")]
+    assert scene.told == [(scene.source, "the snapshot process killed by SIGKILL (sent by weightd)")]
     assert list(scene.directory.iterdir()) == []
 
 
@@ -206,7 +206,7 @@ def test_of_weights_nobody_knows_whether_they_are_the_same(scene: Scene, tmp_pat
     scene.source = replace(scene.source, weights=str(tmp_path / "w.npz"))
     scene.pin(expected="5" * 64)
     scene.later[0](0.0)
-    assert "w.npz is gone, and nobody knows whether that file is the same" in scene.told[0][1]
+    assert "w.npz is missing, and that file may have changed" in scene.told[0][1]
 
 
 def test_what_cannot_be_begun_is_told_later(scene: Scene) -> None:

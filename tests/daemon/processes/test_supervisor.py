@@ -231,7 +231,7 @@ def test_a_child_that_breaks_the_protocol_on_its_lane_is_broken(
     scene.lane.send(said)
     while not scene.lane.flush():
         scene.loop.run_once(1)
-    while "it broke the protocol" not in caplog.text:
+    while "protocol error" not in caplog.text:
         scene.loop.run_once(1)
 
 
@@ -386,6 +386,6 @@ def test_a_child_is_not_started_where_files_that_it_needs_have_vanished(scene: S
         MissingFile.NONE,
     ]
     assert [end.is_transient for end in ends] == [True, True, True, False]
-    assert str(ends[3]) == f"the socket where it would connect is gone: {scene.path}; restart weightd"
-    assert str(ends[0]) == f"the shared weights in the cache folder are gone: {files.store}"
-    assert str(ends[1]) == f"the copy of the model in the cache folder is gone: {scene.snapshot.path}"
+    assert str(ends[3]) == f"the daemon's socket is missing: {scene.path}; restart weightd"
+    assert str(ends[0]) == f"the shared weights in the cache directory are missing: {files.store}"
+    assert str(ends[1]) == f"the copy of the model in the cache directory is missing: {scene.snapshot.path}"

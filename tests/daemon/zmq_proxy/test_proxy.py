@@ -429,7 +429,7 @@ def test_what_breaks_a_bound_ends_its_connection_with_an_error_and_concerns_nobo
     error = error_in(guilty.rest())
     assert (error.id, error.code) == ("", "INVALID_ARGUMENT")
     assert text in error.error
-    assert error.error.endswith(": this connection ends")
+    assert error.error.endswith("; closing this connection")
     assert its_lane.connection.recv(1) == b""
     other.send(message([b"x"] * MAX_FRAMES))
     assert received(lane) == [[b"x"] * MAX_FRAMES]

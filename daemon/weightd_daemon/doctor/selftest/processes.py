@@ -230,7 +230,7 @@ class SelfTestProcesses:
             try:
                 message: ChildMessage = decode(received.frames, FROM_CHILD, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
             except RemoteProtocolError as error:
-                raise ProtocolViolation(f"{name}: {step}: it broke the protocol: {error}") from None
+                raise ProtocolViolation(f"{name}: {step}: protocol error: {error}") from None
             self._received[name].append(ChildReply(message, received.frames[limits.MAX_HEADER_FRAMES :]))
 
     def _reap(self, name: str) -> int | None:

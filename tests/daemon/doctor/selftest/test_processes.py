@@ -117,7 +117,7 @@ def test_the_last_words_of_one_that_dies_count(play: Play, program: WorkerProgra
             "killed by SIGABRT; its log ends: the cause",
         ),
         ("say(hello); time.sleep(99)", LIMIT_S, ProtocolViolation, "expected Built, got Hello"),
-        ("say([b'rubbish']); time.sleep(99)", LIMIT_S, ProtocolViolation, "it broke the protocol"),
+        ("say([b'rubbish']); time.sleep(99)", LIMIT_S, ProtocolViolation, "protocol error"),
         ("time.sleep(99)", 1.0, ChildTimedOut, "no answer within 1 s; its log is empty"),
     ],
 )
