@@ -1,7 +1,7 @@
-"""The simulated libascendcl.so: what `ctypes.CDLL` gives for that name, once `install` was called.
+"""Simulated libascendcl.so: the result of `ctypes.CDLL` for that name after `install`.
 
-Its functions are real C functions without a declared signature, as ctypes finds them in any library: whoever passes a
-handle as a plain int, without saying c_uint64, passes 32 bits of it.
+Its functions are real C functions without a declared signature, as ctypes finds them in any library: a caller that
+passes a handle as a plain int instead of c_uint64 passes only 32 bits of it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _I32 = ctypes.c_int32
 _SIZE = ctypes.POINTER(ctypes.c_size_t)
 
 
-_devices: List[int] = []  # those that this process has set, the last one counts
+_devices: List[int] = []  # the devices that this process has set; the last one is the current device
 _initialised: List[bool] = []
 _soc_name = ctypes.create_string_buffer(64)
 
 
 def install() -> None:
-    """Let `ctypes.CDLL` find the simulated library; everything else is found as before."""
+    """Make `ctypes.CDLL` find the simulated library. Other names are not affected."""
     if ctypes.CDLL is _CDLL:
         module: Any = ctypes
         module.CDLL = _FakeCDLL
@@ -37,7 +37,7 @@ def install() -> None:
 
 
 class _FakeCDLL(_CDLL):  # type: ignore[misc]
-    """ctypes.CDLL, but for one name."""
+    """ctypes.CDLL with one simulated library."""
 
     def __new__(cls, name: Any = None, *args: Any, **kwargs: Any) -> Any:
         file = "" if name is None else os.fsdecode(name)
@@ -70,7 +70,7 @@ _BASE: Any = ctypes._CFuncPtr  # type: ignore[attr-defined]
 
 
 class _FunctionPointer(_BASE):  # type: ignore[misc]
-    """A function of which only the address is known."""
+    """A C function without a declared signature."""
 
     _flags_ = 1  # FUNCFLAG_CDECL
     _restype_ = ctypes.c_int
@@ -101,7 +101,7 @@ def _get_device_count(count: Any) -> int:
 def _get_memory_info(attribute: int, free: Any, total: Any) -> int:
     if not _devices:
         return NO_CONTEXT
-    # A card with HBM has no DDR to speak of.
+    # A card with HBM reports no DDR.
     values = drivers.driver().memory_info(_devices[-1]) if attribute in _HBM_ATTRIBUTES else (0, 0)
     free[0], total[0] = values
     return 0

@@ -1,6 +1,6 @@
-"""The driver beneath the library, as far as the library calls it: one `Driver` in each process.
+"""Simulated driver below the library, with the functions that the library calls: one `Driver` in each process.
 
-An error is an `AclError` with the vendor's number; why, only `Host.driver_log` says.
+Errors raise `AclError` with the vendor's number; only `Host.driver_log` has the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_PIDS = 65535
 
 _VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 
-# Above 2**53 and 2**31: a handle that goes through a float or a C int is another one.
+# Above 2**53 and 2**31, so that a handle changes if code converts it to a float or a C int.
 _FIRST_HANDLE = 0x5A00_0000_0000_0001
 
 
@@ -48,7 +48,7 @@ class Driver:
         self._store = Store(directory)
         self._cards = _visible(int((directory / "cards").read_text(encoding="ascii")))
         self._identity = process.Identity(directory, read(directory).pid_offset)
-        self._devices: Dict[int, List[int]] = {}  # how often it was set, and the number of its context's memory
+        self._devices: Dict[int, List[int]] = {}  # device: count of set calls, and the number of its context's memory
 
     @property
     def switches(self) -> Switches:
@@ -57,7 +57,7 @@ class Driver:
 
     @property
     def cards(self) -> int:
-        """How many cards this process sees; it counts them from 0."""
+        """The number of cards that this process sees, numbered from 0."""
         return len(self._cards)
 
     @property
@@ -67,31 +67,31 @@ class Driver:
 
     @property
     def uses_a_card(self) -> bool:
-        """Whether this process has one open."""
+        """Whether this process has a card open."""
         return bool(self._devices)
 
     @property
     def token(self) -> str:
-        """Names this process for ever."""
+        """A name of this process that is never reused."""
         return self._identity.token
 
     @property
     def directory(self) -> Path:
-        """The host's."""
+        """The directory of the host."""
         return self._directory
 
     def physical(self, device: int) -> int:
-        """The number of a card on the host: that of /dev/davinciN."""
+        """Return the number of a card on the host, the N of /dev/davinciN."""
         return self._cards[device]
 
     def holds_memory(self, device: int) -> bool:
-        """Whether this process has taken memory of a card, but for its context."""
+        """Return whether this process has allocated memory of a card, apart from its context."""
         with self._open() as (entries, _):
             mine = [each for each in entries.on(self._cards[device]) if each.owner == self._identity.token]
             return any(each.kind != driver_state.CONTEXT for each in mine)
 
     def open_port(self, device: int, number: int, limit: int) -> bool:
-        """Take a port of a card for HCCL; False if it is taken, or as many processes as may have one."""
+        """Open a port of a card for HCCL; return False if the port is in use or `limit` processes have one."""
         with self._open() as (entries, _):
             taken = [each for each in entries.ports if each.device == self._cards[device]]
             if len(taken) >= limit or any(each.number == number for each in taken):
@@ -101,18 +101,18 @@ class Driver:
             return True
 
     def close_port(self, device: int, number: int) -> None:
-        """Let go of a port."""
+        """Close a port."""
         mine = (self._cards[device], number, self._identity.token)
         with self._open() as (entries, _):
             entries.ports = [each for each in entries.ports if (each.device, each.number, each.owner) != mine]
 
     def count(self, name: str) -> int:
-        """Count something over all processes; return how often it was counted before."""
+        """Increment a counter that all processes share; return its previous value."""
         with self._open() as (entries, _):
             return entries.count(name)
 
     def set_device(self, device: int) -> None:
-        """aclrtSetDevice: take a place on the card and memory for a context."""
+        """aclrtSetDevice: register this process with the card, and allocate memory for a context."""
         if not 0 <= device < self.cards:
             raise self._refusal(INVALID_PARAM, f"no card {device}")
         if device in self._devices:
@@ -132,7 +132,7 @@ class Driver:
             self.free(self._devices.pop(device)[1])
 
     def allocate(self, device: int, size: int, kind: str) -> int:
-        """aclrtMalloc, aclrtMallocPhysical: the number of new memory of this kind."""
+        """aclrtMalloc, aclrtMallocPhysical: allocate memory of this kind; return its number."""
         with self._open() as (entries, switches):
             memory = self._take(entries, switches, device, size, kind)
             if kind == driver_state.WEIGHTS:
@@ -152,7 +152,7 @@ class Driver:
             return memory.handle
 
     def set_pids(self, handle: int, pids: Sequence[int]) -> None:
-        """aclrtMemSetPidToShareableHandle: pids add up, the same again renews its time (v2)."""
+        """aclrtMemSetPidToShareableHandle: add pids; the time of a pid that is added again is renewed (v2)."""
         if not pids:
             raise self._refusal(INVALID_PARAM, "no pids")
         with self._open() as (entries, switches):
@@ -170,7 +170,7 @@ class Driver:
                 memory.listed[str(pid)] = process.now()
 
     def import_(self, handle: int, device: int) -> int:
-        """aclrtMemImportFromShareableHandle: the number of the memory behind the handle."""
+        """aclrtMemImportFromShareableHandle: return the number of the memory of the handle."""
         with self._open() as (entries, switches):
             memory = self._exported(entries, handle)
             self._check_import(memory, self._cards[device], switches)
@@ -187,12 +187,12 @@ class Driver:
                 return mmap.mmap(file.fileno(), max(1, length))
 
     def free(self, number: int) -> None:
-        """aclrtFree, aclrtFreePhysical: let go of memory that was allocated or imported."""
+        """aclrtFree, aclrtFreePhysical: release memory that was allocated or imported."""
         with self._open() as (entries, switches), contextlib.suppress(LookupError):
             self._store.release(entries, entries.find(number), self._identity.token, switches)
 
     def is_valid(self, number: int) -> bool:
-        """Whether the memory is still there: strict mode takes it from importers when its owner has gone."""
+        """Return whether the memory is valid. In strict mode, the exit of its owner invalidates it for importers."""
         with self._open() as (entries, _):
             return any(each.number == number and each.valid for each in entries.memory)
 
@@ -207,7 +207,7 @@ class Driver:
         return os.getpid() != self._identity.os_pid
 
     def _check_fork(self) -> None:
-        """Refuse the child of a process that had a card open whatever it calls (docs: do not fork)."""
+        """Fail every call in a child forked from a process with an open card (docs: do not fork)."""
         if self.is_inherited():
             raise self._refusal(DRIVER_ERROR, "ACL was used before the fork")
 
@@ -263,9 +263,9 @@ class Driver:
 
 
 def _visible(cards: int) -> List[int]:
-    """The cards that a process sees, by their numbers on the host, in the order in which it counts them.
+    """Return the host's numbers of the cards that a process sees, in the order of the process's numbers.
 
-    ASCEND_RT_VISIBLE_DEVICES lists them: "2,3". What follows the first one that is none is not seen (a guess).
+    ASCEND_RT_VISIBLE_DEVICES lists them: "2,3". The list ends at the first invalid number (a guess).
     """
     listed = os.environ.get(_VISIBLE)
     if listed is None:
@@ -284,7 +284,7 @@ def _driver() -> Driver:
 
 
 def driver() -> Driver:
-    """The driver, for this process. The child of a process that had no card open is a process like any other."""
+    """Return the driver of this process. A child forked from a process without an open card has a usable driver."""
     this = _driver()
     if this.is_inherited() and not this.uses_a_card:
         _driver.cache_clear()
@@ -293,5 +293,5 @@ def driver() -> Driver:
 
 
 def switches() -> Switches:
-    """The host's switches now, for a process that may have nothing to do with a card."""
+    """Return the host's current switches, without opening a card."""
     return read(Path(os.environ["ASCENDSIM"]))

@@ -1,4 +1,4 @@
-"""The memory of the cards: what is allocated, by whom, for whom. All of it lies in one file, changed under a lock."""
+"""Memory of the cards: allocations, their owners and importers, in one file that is changed under a lock."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ BUFFERS = "buffers"  # of a communicator
 
 @dataclasses.dataclass
 class Memory:
-    """One piece of a card's memory.
+    """One allocation of a card's memory.
 
     Attributes:
-        number: tells pieces apart.
+        number: id of the allocation.
         device: the card.
         kind: "weights" (can be shared), "private weights", "workspace", "context" or "buffers".
         bytes: its size.
         owner: the token of the process that allocated it.
-        listed: the pids that may import it, and when each was listed.
-        importers: the tokens of the processes that have imported it and live.
-        owned: the owner has not let go of it.
-        handle: what names it outside of the owner, 0 before the export.
-        valid: False when strict mode took it away from its importers.
+        listed: the pids that may import it, and the time when each was listed.
+        importers: the tokens of the running processes that have imported it.
+        owned: whether the owner has not released it yet.
+        handle: its name outside of the owner, 0 before the export.
+        valid: False after strict mode has invalidated it for its importers.
     """
 
     number: int
@@ -61,7 +61,7 @@ class Memory:
 
 
 class Card(NamedTuple):
-    """One card, as a test sees it: sizes in bytes, and the driver's pids of the processes that use it."""
+    """State of a card for tests: sizes in bytes, and the driver's pids of the processes that use it."""
 
     capacity: int
     used: int
@@ -77,7 +77,7 @@ class Card(NamedTuple):
 
 @dataclasses.dataclass
 class Port:
-    """A port of a card's network interface; `until`: when it comes free, of a process that has ended."""
+    """A port of a card's network interface; `until`: time at which it is free again after its process has exited."""
 
     device: int
     number: int
@@ -87,7 +87,7 @@ class Port:
 
 @dataclasses.dataclass
 class DriverState:
-    """Everything that the driver remembers; `members` are the tokens of the processes that it knows."""
+    """State of the driver; `members` are the tokens of the registered processes."""
 
     numbers: int
     members: List[str]
@@ -100,7 +100,7 @@ class DriverState:
         return [each for each in self.memory if each.device == device]
 
     def used(self, device: int) -> int:
-        """The bytes taken on one card. Memory that strict mode took away is free."""
+        """Return the bytes in use on one card. Memory that strict mode has invalidated is free."""
         return sum(each.bytes for each in self.on(device) if each.valid)
 
     def users(self, device: int) -> List[int]:
@@ -108,33 +108,33 @@ class DriverState:
         return [process.pid_of(each.owner) for each in self.on(device) if each.kind == CONTEXT]
 
     def find(self, number: int = 0, handle: int = 0) -> Memory:
-        """The piece with this number, or that was exported as this handle; a LookupError if there is none."""
+        """Return the allocation with this number or handle. Raises LookupError if it does not exist."""
         for each in self.memory:
             if each.number == number or (handle and each.handle == handle):
                 return each
         raise LookupError
 
     def count(self, name: str) -> int:
-        """How often this was counted before."""
+        """Increment a counter; return its previous value."""
         before = self.counters.get(name, 0)
         self.counters[name] = before + 1
         return before
 
 
 class Store:
-    """The driver's file in the host's directory; processes that have ended are taken out at each opening."""
+    """The driver's file in the host's directory. Each opening removes processes that have exited."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     @contextlib.contextmanager
     def open(self, self_token: str = "") -> Generator[Tuple[DriverState, Switches], None, None]:
-        """Read the file, let the block change it, write it; a block that raises has still changed it."""
+        """Read the state, let the block change it, and write it, even if the block raises."""
         with (self._directory / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             switches = read(self._directory)
-            # Two files: a process that is killed while it writes loses only that. Replacing a file instead would be
-            # simpler, but stalls for long on a file system that has much to do.
+            # With two files, a process that is killed while it writes loses only that change. Replacing one file would
+            # be simpler, but stalls for long on a busy file system.
             (_, _, older), (version, before, _) = sorted(map(_page, (self._directory / "0", self._directory / "1")))
             state = _from_json(before)
             self._reap(state, switches, self_token)
@@ -150,7 +150,7 @@ class Store:
         return self._directory / "memory" / str(memory.number)
 
     def release(self, state: DriverState, memory: Memory, token: str, switches: Switches) -> None:
-        """The process of `token` lets go of a piece that it owns or has imported."""
+        """Release an allocation that the process of `token` owns or has imported."""
         if memory.owner == token:
             memory.owned = False
             if switches.lifetime == "strict" and memory.importers:
@@ -163,14 +163,14 @@ class Store:
                 self.file(memory).unlink()
 
     def say(self, text: str) -> None:
-        """Write a line to the driver's own log, which no process sees."""
+        """Write a line to the driver's log, which the processes cannot read."""
         with (self._directory / "driver.log").open("a", encoding="utf-8") as log:
             log.write(text + "\n")
 
     def _invalidate(self, memory: Memory, switches: Switches) -> None:
         memory.valid = False
         if switches.after_death == "garbage":
-            # Somebody else's data lies there now.
+            # Overwrite the memory, as a new owner would.
             with self.file(memory).open("r+b") as file:
                 file.write(os.urandom(min(memory.bytes, GRANULE)))
 
@@ -192,11 +192,11 @@ class Store:
         state.ports = [each for each in state.ports if not each.until or process.now() < each.until]
 
 
-_HEAD = struct.Struct("<QQI")  # which version it is, the bytes of the text, and their sum
+_HEAD = struct.Struct("<QQI")  # version, length of the text in bytes, and checksum
 
 
 def _page(file: Path) -> Tuple[int, str, Path]:
-    """A version, its text, and its file; version 0 if there is none, or not a whole one."""
+    """Return a version, its text and its file; version 0 if the file is missing or incomplete."""
     data = file.read_bytes() if file.exists() else b""
     if len(data) >= _HEAD.size:
         version, size, total = _HEAD.unpack_from(data)

@@ -1,4 +1,4 @@
-"""The native log, on stderr: the only place where the library says why something failed."""
+"""Native log on stderr, the only place where the library reports reasons of failures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 
 
 def _log(level: str, source_file: str, function: str, text: str) -> None:
-    """Write one line; `source_file` is the vendor's file and line, below mindspore-lite/src/."""
+    """Write one line; `source_file` is the vendor's file and line relative to mindspore-lite/src/."""
     seconds = time.time()
     clock = time.strftime("%Y-%m-%d-%H:%M:%S", time.gmtime(seconds))
     fraction = f"{int(seconds * 1e6) % 1_000_000:06d}"

@@ -1,4 +1,4 @@
-"""The simulated machine, as a test holds it."""
+"""Simulated machine, the interface of the simulator for tests."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SUPPORT = Path(__file__).resolve().parents[1]
 
 
 class Host:
-    """A machine with cards, in `directory`, which is made; its hccn.conf is what /etc/hccn.conf would be there.
+    """A machine with cards. Its hccn.conf stands for /etc/hccn.conf.
 
     Args:
-        directory: holds everything; where it is memory, so is the cards'.
-        cards: how many.
+        directory: directory of all state, created here; its file system holds the cards' memory.
+        cards: number of cards.
     """
 
     def __init__(self, directory: Path, cards: int = 1) -> None:
@@ -36,7 +36,7 @@ class Host:
         self.switch()
 
     def switch(self, **values: Any) -> None:
-        """Change fields of `Switches`; each process sees it in its next operation."""
+        """Change fields of `Switches`. Each process reads them at its next operation."""
         switches.check(**values)
         self._switches = dataclasses.replace(self._switches, **values)
         switches.write(self.directory, self._switches)
@@ -53,18 +53,18 @@ class Host:
         at: str = "start",
         rank: int = -1,
     ) -> None:
-        """Add a `Fault`; what it matches is counted from now on, over all processes."""
+        """Add a `Fault`. It counts matching operations of all processes from now on."""
         switches.check(operation=operation, action=action, who=who, at=at)
         self._faults += 1
         fault = Fault(self._faults, operation, action, who, skip, times, seconds, at, rank)
         self.switch(faults=(*self._switches.faults, fault))
 
     def clear_faults(self) -> None:
-        """Let all go well again."""
+        """Remove all faults."""
         self.switch(faults=())
 
     def card_state(self, device: int = 0) -> driver_state.Card:
-        """What a card's memory holds now. Whatever belonged to a process that has ended is gone."""
+        """Return the current memory of a card, without that of processes that have exited."""
         with self._store.open() as (entries, values):
             capacity = values.capacity_mib * driver_state.MIB
             return driver_state.Card(
@@ -72,24 +72,24 @@ class Host:
             )
 
     def copies_of_weights(self, device: int = 0) -> int:
-        """How often weights lie on a card, shared or private."""
+        """Return the number of copies of weights on a card, shared or private."""
         kinds = [each.kind for each in self.card_state(device).allocations]
         return kinds.count(driver_state.WEIGHTS) + kinds.count(driver_state.PRIVATE_WEIGHTS)
 
     def count(self, operation: str) -> int:
-        """How many operations were begun on cards, over all processes: "build" or "predict"."""
+        """Return the number of operations ("build" or "predict") that all processes have started on cards."""
         switches.check(operation=operation)
         with self._store.open() as (entries, _):
             return entries.counters.get(operation, 0)
 
     def driver_log(self) -> List[str]:
-        """Why the driver refused; on a real machine that is in the kernel's log, which no worker sees."""
+        """Return the driver's log with the reasons of errors. On a real machine it is in the kernel's log."""
         file = self.directory / "driver.log"
         return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
 
 
 def environment(host: Host, pid: int = 0) -> Dict[str, str]:
-    """The variables with which a process finds the simulator and `host`; `pid`: the driver's number for it."""
+    """Return the environment variables that lead a process to the simulator and `host`; `pid` is its driver's pid."""
     before = os.environ.get("PYTHONPATH")
     path = [str(_PATH), str(_SUPPORT), *([before] if before else [])]
     variables = {"PYTHONPATH": os.pathsep.join(path), "ASCENDSIM": str(host.directory)}

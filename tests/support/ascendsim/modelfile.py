@@ -1,9 +1,9 @@
-"""The simulated model file: a magic, a header in JSON, and the weights, of which no checksum is kept.
+"""Simulated model file: a magic, a header in JSON, and the weights without a checksum.
 
-So a file with flipped bytes in the weights, or with other weights of the same size, loads as well as the right one.
+A file with flipped bytes in the weights, or with other weights of the same size, therefore loads without an error.
 
-An exported model is a MindIR file as its inputs and outputs are concerned (mind_ir.proto: ModelProto.graph, of which
-input and output have a name, dimensions with -1 and a datatype), with all of the above in a field of its own.
+An exported model is a MindIR file with inputs and outputs (mind_ir.proto: ModelProto.graph, whose input and output have
+a name, dimensions with -1 and a datatype), and with all of the above in an additional field.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ENCRYPTED = b"ASCENDSIM LOCKED\n"
 _HEADER_DIGITS = 8
 _PAYLOAD = 1000  # the field of a ModelProto that only the simulator knows
 
-# TensorProto.DataType, of those that simulated models have.
+# Values of TensorProto.DataType for the types of simulated models.
 _PROTO_TYPES = {
     "FLOAT32": 1, "UINT8": 2, "INT8": 3, "UINT16": 4, "INT16": 5, "INT32": 6, "INT64": 7, "BOOL": 9, "FLOAT16": 10,
     "FLOAT64": 11, "UINT32": 12, "UINT64": 13, "BFLOAT16": 16,
@@ -33,7 +33,7 @@ _PROTO_TYPES = {
 
 
 class ModelFileError(Exception):
-    """This is no model file, or not a whole one."""
+    """Error: the file is no model file, or incomplete."""
 
 
 class TensorSpec(NamedTuple):
@@ -45,7 +45,7 @@ class TensorSpec(NamedTuple):
 
 
 class ModelFile(NamedTuple):
-    """What a model file holds.
+    """Contents of a model file.
 
     Attributes:
         kind: "mlp", "pair", or "slice" with the steps of `network`.
@@ -53,18 +53,18 @@ class ModelFile(NamedTuple):
         width: the last dimension of every input and output.
         inputs: in order.
         outputs: in order.
-        weight_bytes: what the weights take on a card; may pretend to be more than the file holds.
-        bundle: converted for `update_weights`.
-        weights: as the file has them.
-        gears: the sizes that it was converted for on a card, each for all free dimensions in their order, or for the
-            batch alone; none: it takes any.
-        dynamic_dims: what the converter has recorded of them. It does so only for ge.dynamicDims in the section
+        weight_bytes: size of the weights on a card; may be more than the file holds.
+        bundle: whether the model was converted for `update_weights`.
+        weights: the weights in the file.
+        gears: the sizes that the model was converted for on a card, each for all free dimensions in their order, or
+            for the batch alone; empty: any size.
+        dynamic_dims: the converter's record of the gears, which exists only for ge.dynamicDims in the section
             acl_build_options, not for dynamic_batch_size (converter.cc:1065).
-        input_shape: recorded beside it: "x:-1,64;y:-1,4".
-        exported: as the framework wrote it, with its operators: for the provider "ge". Otherwise converted for a card,
-            to one operator that holds an OM: for ACL. Neither takes the other.
-        steps: of a "slice".
-        workspace_bytes: 0: what the host's switches say.
+        input_shape: the converter's record of the shapes: "x:-1,64;y:-1,4".
+        exported: whether the framework exported the model with its operators, for the provider "ge". Otherwise it was
+            converted for a card to one operator that holds an OM, for ACL. Neither accepts the other kind.
+        steps: steps of a "slice".
+        workspace_bytes: size of the workspace; 0: the value of the host's switches.
     """
 
     kind: str
@@ -84,7 +84,7 @@ class ModelFile(NamedTuple):
 
     @property
     def largest(self) -> int:
-        """The batch of its largest gear."""
+        """The batch of the largest gear."""
         return max(gear[0] for gear in self.gears)
 
 
@@ -170,7 +170,7 @@ def _mlp(model: ModelFile, weights: Floats, x: Floats) -> Floats:
 
 
 def as_floats(data: Any, model: ModelFile) -> Floats:
-    """The model's weights, as they lie in `data`: no copy."""
+    """Return a view of the model's weights in `data`, without a copy."""
     values: Floats = np.frombuffer(data, np.float32, len(model.weights) // 4)
     return values
 

@@ -1,4 +1,4 @@
-"""Writers of simulated models, the same bytes for the same arguments, and the answers that they ought to give."""
+"""Writers of simulated models, with the same bytes for the same arguments, and their right answers."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def mlp(
     """`layers` times relu(x @ W), W [width, width]: "x" [batch, width] -> "y" of the same shape and dtype.
 
     Args:
-        path: of the file to write, which is returned.
-        layers: how many W.
-        width: of each W, and of a row.
-        batch: None leaves it free.
-        seed: of the weights.
-        bundle: converted for `update_weights`.
-        size_mib: the weights pretend to take so much on a card; 0: what they take.
-        key: the file is encrypted with it.
-        dtype: of "x" and "y"; computed is in float32.
-        gears: the batches that it takes on a card; none: any.
-        has_gear_info: whether `get_model_info` knows of them.
-        exported: for the provider "ge", not converted for ACL.
-        workspace_mib: what it takes beside the weights; 0: what the host's switches say.
+        path: path of the file to write, which is returned.
+        layers: number of W.
+        width: width of each W and of a row.
+        batch: batch size; None: free.
+        seed: seed of the weights.
+        bundle: whether the model is converted for `update_weights`.
+        size_mib: pretended size of the weights on a card; 0: their real size.
+        key: key with which the file is encrypted.
+        dtype: type of "x" and "y"; the model computes in float32.
+        gears: batch sizes on a card; empty: any.
+        has_gear_info: whether `get_model_info` reports the gears.
+        exported: whether the model is for the provider "ge", not converted for ACL.
+        workspace_mib: size of the workspace; 0: the value of the host's switches.
     """
     rng = np.random.RandomState(seed)
     weights: Floats = rng.standard_normal(layers * width * width).astype(np.float32)
@@ -64,10 +64,10 @@ def two_inputs(path: Path, seed: int = 0, *, padding: str = "", gears: Sequence[
     """Inputs "a", "b" float32 [N, 4] -> "sum" = (a + b) * w, "difference" = (a - b) * w, w [4]: a swap shows.
 
     Args:
-        path: of the file to write, which is returned.
-        seed: of the weights.
-        padding: follows each name.
-        gears: the batches that it takes on a card; none: any.
+        path: path of the file to write, which is returned.
+        seed: seed of the weights.
+        padding: suffix of each name.
+        gears: batch sizes on a card; empty: any.
     """
     weights: Floats = np.random.RandomState(seed).standard_normal(4).astype(np.float32)
     inputs = [TensorSpec(name + padding, [-1, 4]) for name in ("a", "b")]
@@ -81,7 +81,7 @@ def _batches(gears: Sequence[int]) -> List[List[int]]:
 
 
 def answers(path: Path, inputs: Dict[str, NDArray[Any]], key: bytes = b"") -> Dict[str, Floats]:
-    """What the model of this file answers, bit for bit."""
+    """Return the answer of the model, bit for bit."""
     model = modelfile.read(path, key)
     weights = modelfile.as_floats(model.weights, model)
     arrays: List[Floats] = [np.asarray(inputs[each.name.rstrip()], np.float32) for each in model.inputs]

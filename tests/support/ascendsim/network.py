@@ -1,8 +1,8 @@
-"""The slice of a network that one rank computes: steps, some of which need the other ranks.
+"""Slice of a network that one rank computes, in steps, some of which need the other ranks.
 
 A step is a list: ["matmul", rows, columns] with the next weights, ["relu"], ["all_reduce", group],
 ["send", group, rank], ["receive", group, rank, width], ["broadcast", group, root, width], ["part", index, count] (of
-dimension 0), ["useless", width] (an output in which nothing of use is).
+dimension 0), ["useless", width] (an output without a meaning).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Run = Generator["Collective", Floats, List[Floats]]
 
 
 class Collective(NamedTuple):
-    """What this rank brings to an operation of a group, in the shape of what it gets.
+    """Input of this rank to a collective operation, in the shape of its result.
 
-    `peer` is the other rank, of a broadcast the one that has the numbers.
+    `peer` is the other rank; for a broadcast, the root.
     """
 
     operation: str
@@ -37,12 +37,12 @@ class Collective(NamedTuple):
 
 
 def groups(model: ModelFile) -> List[str]:
-    """The groups whose operations a model has."""
+    """Return the groups of the collective operations of a model."""
     return sorted({step[1] for step in model.steps if step[0] in _COLLECTIVES})
 
 
 def parameters(model: ModelFile) -> List[Tuple[str, int]]:
-    """The names of the weights, and how many numbers each has, in their order."""
+    """Return the name and the number of elements of each weight, in order."""
     sizes = [step[1] * step[2] for step in model.steps if step[0] == "matmul"]
     if model.kind != SLICE:
         sizes = [model.width**2] * model.layers or [model.width]
@@ -50,7 +50,7 @@ def parameters(model: ModelFile) -> List[Tuple[str, int]]:
 
 
 def run(model: ModelFile, weights: Floats, inputs: Sequence[Floats]) -> Run:
-    """Compute; yield each `Collective`, and go on with what is sent. A ValueError comes before the first of them."""
+    """Compute the slice; yield each `Collective` and receive its result. Raises ValueError before the first of them."""
     value, used = inputs[0], 0
     rows = len(value)
     for step in model.steps:
@@ -74,7 +74,7 @@ def run(model: ModelFile, weights: Floats, inputs: Sequence[Floats]) -> Run:
 
 
 def product(x: Floats, matrix: Floats) -> Floats:
-    """x @ matrix, by products and sums of single rows only: the same bits in every process and in every batch."""
+    """Return x @ matrix, computed row by row for the same bits in every process and in every batch."""
     total: Floats = np.zeros((len(x), matrix.shape[1]), np.float32)
     with np.errstate(all="ignore"):
         for k in range(matrix.shape[0]):

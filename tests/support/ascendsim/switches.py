@@ -1,4 +1,4 @@
-"""What a test can vary while simulated processes run: each process reads the switches at each operation."""
+"""Switches of the simulator, which tests may change at any time: each process reads them at each operation."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _FILE = "switches.json"
 
 
 class Fault(NamedTuple):
-    """Something that goes wrong in an operation; `Host.fault` makes one.
+    """A fault of an operation, made by `Host.fault`.
 
     Attributes:
-        number: tells faults apart.
+        number: id of the fault.
         operation: "build" or "predict".
         action: "fail" (a RuntimeError without a reason), "crash" (SIGSEGV to the process itself), "hang" (never
             returns; Python's signal handlers do not run, as in native code), "slow" (`seconds` longer), in a
@@ -24,12 +24,12 @@ class Fault(NamedTuple):
             group).
         who: "all", "holder" (builds with a pid list), "importer" (with a handle), "rank" (with a rank table),
             "group" (the builds of a ModelGroup's calculation) or "private" (with none of these).
-        skip: so many matching operations go well first.
-        times: so many then suffer; 0 means all.
+        skip: number of matching operations that succeed first.
+        times: number of operations that fail afterwards; 0 means all.
         seconds: for "slow".
-        at: "start"; in a build "loaded": memory is taken, and weights are written; in a predict of a rank "sent": it
-            has sent its numbers, and has not taken the others'.
-        rank: only the process of this rank; -1: any.
+        at: "start"; in a build "loaded", after memory is allocated and weights are written; in a predict of a rank
+            "sent", after the rank has sent its numbers and before it receives the others'.
+        rank: the process of this rank only; -1: any.
     """
 
     number: int
@@ -49,14 +49,14 @@ class Switches:
 
     Attributes:
         ascend: False is a machine without Ascend: builds for it fail, `current_pid` is '' (acl_env_guard.cc:90).
-        soc_name: what aclrtGetSocName says.
+        soc_name: result of aclrtGetSocName.
         capacity_mib: memory of each card.
-        context_mib: what a process takes on a card as soon as it uses it.
-        workspace_mib: what each loaded model takes beside its weights, in each process (aclrtMalloc).
-        max_processes: of one card; docs aclcppdevg_000222: 63 on A2.
+        context_mib: memory that each process takes on a card for its context.
+        workspace_mib: memory of each loaded model in each process, in addition to its weights (aclrtMalloc).
+        max_processes: maximum number of processes of one card; docs aclcppdevg_000222: 63 on A2.
         pid_offset: aclrtDeviceGetBareTgid is the pid outside of the container: os.getpid() plus this.
-        lifetime: what the death of the exporting process means. "counted" (source of v2): importers live on, the
-            memory is free when the last has gone. "strict" (the library's own log text): the memory becomes invalid.
+        lifetime: effect of the exit of the exporting process. "counted" (source of v2): importers keep the memory
+            until the last one exits. "strict" (the library's own log text): the memory becomes invalid.
         after_death: a predict on invalid memory: "error" or "garbage" (a wrong answer).
         vnpu: the cards are virtual instances, which refuse every import (docs).
         first_model_id: the id that the driver gives to the first model of a process. With 0, a build whose sharing
@@ -65,11 +65,11 @@ class Switches:
         libascendcl: False: loading libascendcl.so is an OSError.
         acl_set_pid: aclrtMemSetPidToShareableHandle, by ctypes and in a build: "ok", "unsupported" (returns 207000)
             or, by ctypes only, "missing" (no such symbol).
-        hccl_second: how long a second of HCCL's time-outs lasts: 120 s to connect, 1836 s in a predict.
-        libhccl: False: there is no libhccl.so, which the provider "ge" wants even for one card.
-        driver_version: decides whether a table's device_port counts.
-        port_linger: for so many seconds after its process has ended a card's port stays taken (a guess: nobody has
-            measured what the driver needs).
+        hccl_second: duration of a second of HCCL's timeouts: 120 s to connect, 1836 s in a predict.
+        libhccl: False: libhccl.so is missing, which the provider "ge" needs even for one card.
+        driver_version: decides whether HCCL uses a table's device_port.
+        port_linger: seconds for which a card's port stays in use after its process has exited (a guess: the real
+            driver was not measured).
         noise: answers of a card differ by up to this share between predicts, as sums of atomic additions do.
         faults: see `Fault`.
     """
@@ -108,21 +108,21 @@ _CHOICES: Dict[str, Tuple[str, ...]] = {
 
 
 def check(**values: Any) -> None:
-    """Refuse a value that no switch has: a misspelt one would test nothing."""
+    """Raise an error for an invalid value, because a misspelt one would test nothing."""
     for name, value in values.items():
         if name in _CHOICES and value not in _CHOICES[name]:
             raise ValueError(f"{name}: {value!r} is none of {', '.join(_CHOICES[name])}")
 
 
 def write(directory: Path, switches: Switches) -> None:
-    """Put the switches in the host's directory, for all processes at once."""
+    """Write the switches to the host's directory, where all processes read them."""
     new = directory / f"{_FILE}.{os.getpid()}"
     new.write_text(json.dumps(dataclasses.asdict(switches)), encoding="ascii")
     new.replace(directory / _FILE)
 
 
 def read(directory: Path) -> Switches:
-    """The switches as they are now."""
+    """Return the current switches."""
     values = json.loads((directory / _FILE).read_text(encoding="ascii"))
     values["faults"] = tuple(Fault(*row) for row in values["faults"])
     return Switches(**values)

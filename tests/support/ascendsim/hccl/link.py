@@ -1,6 +1,6 @@
-"""One process's connection to another: chunks of numbers in the order in which they were sent, for each communicator.
+"""Connection between two processes: ordered chunks of numbers for each communicator.
 
-Nobody says which request a chunk belongs to. That is what makes the collectives mix up what is not in step.
+Chunks do not name their request. Collectives therefore mix the numbers of ranks that are not in lockstep.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _BLOCK = 1 << 16
 
 
 class Link:
-    """What was not yet sent, and what has arrived and was not yet taken.
+    """A connection with buffers of unsent and of received chunks.
 
     Attributes:
-        token: the process at the other end.
-        is_open: False once the other end has gone; nobody is woken by that.
-        unsent: what waits for room in the socket.
+        token: token of the peer process.
+        is_open: False once the peer has disconnected, which wakes no waiting process.
+        unsent: bytes that the socket has not accepted yet.
     """
 
     def __init__(self, connection: socket.socket, token: str) -> None:
@@ -33,11 +33,11 @@ class Link:
         self.unsent = bytearray()
 
     def fileno(self) -> int:
-        """For a poll."""
+        """Return the file descriptor, for poll."""
         return self._connection.fileno()
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         self._connection.close()
 
     def put(self, group: str, chunk: bytes) -> None:
@@ -46,15 +46,15 @@ class Link:
         self.unsent += _HEAD.pack(len(name), len(chunk)) + name + chunk
 
     def take(self, group: str) -> bytes:
-        """The chunk that came first, whichever request it was meant for."""
+        """Remove and return the oldest chunk, for whichever request."""
         return self._chunks[group].popleft()
 
     def has(self, group: str) -> bool:
-        """Whether one is there."""
+        """Return whether a chunk has arrived."""
         return bool(self._chunks[group])
 
     def flush(self) -> None:
-        """Send what the socket takes."""
+        """Send as many bytes as the socket accepts."""
         try:
             while self.unsent and self.is_open:
                 del self.unsent[: self._connection.send(self.unsent[:_BLOCK])]
@@ -64,7 +64,7 @@ class Link:
             self._lose()
 
     def read(self) -> None:
-        """Read what is there."""
+        """Read the available bytes."""
         try:
             while True:
                 data = self._connection.recv(_BLOCK)

@@ -1,4 +1,4 @@
-"""What depends on the kind of card (hccl constraints.md)."""
+"""Differences between the kinds of cards (hccl constraints.md)."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _PORTS_SINCE = (25, 0)
 
 
 def kind(soc_name: str) -> str:
-    """The product of a chip's name."""
+    """Return the product of a chip name."""
     return next((product for prefix, product in _KINDS if soc_name.startswith(prefix)), A2)
 
 
 def has_ports(product: str, driver: str) -> bool:
-    """Whether a table's device_port counts: on A2 and A3, with a driver of 25.0.RC1 or later."""
+    """Return whether HCCL uses a table's device_port: on A2 and A3, with a driver of 25.0.RC1 or later."""
     numbers = tuple(int(each) for each in re.findall(r"\d+", driver)[:2])
     return product in (A2, A3) and numbers >= _PORTS_SINCE

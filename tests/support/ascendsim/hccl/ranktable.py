@@ -1,6 +1,7 @@
-"""The rank table: how HCCL reads one, and what it refuses (hcomm framework/common/src/topo/).
+"""Parser of rank tables with HCCL's checks (hcomm framework/common/src/topo/).
 
-Read of version 1.0 (servers) and 1.2 (A3); 1.1 (heterogeneous) and none (the old template) are refused here.
+The parser reads versions 1.0 (servers) and 1.2 (A3), and rejects 1.1 (heterogeneous) and tables without a version (the
+old template).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MAX_SERVER_ID = 64
 
 
 class Device(NamedTuple):
-    """One rank: `device` is the physical id, `ip` may be "", `super_device` is only told of an A3."""
+    """One rank: `device` is the physical id, `ip` may be "", only tables of A3 have `super_device`."""
 
     rank: int
     server: str
@@ -35,7 +36,7 @@ class Device(NamedTuple):
 
 
 class RankTable(NamedTuple):
-    """`devices` in rank order; `crc` is of what was parsed, so white space is free (param_check.cc:106)."""
+    """A table with `devices` in rank order; `crc` ignores white space (param_check.cc:106)."""
 
     version: str
     devices: Tuple[Device, ...]
@@ -43,9 +44,9 @@ class RankTable(NamedTuple):
 
 
 def load(path: str, tick: Callable[[], None]) -> RankTable:
-    """Read a table, once it says that it is completed; `tick` waits for a second."""
+    """Read a table once its status is "completed"; `tick` sleeps for a second between reads."""
     real = os.path.realpath(path)
-    # topoinfo_ranktableParser.cc:50: the first ".json" has to be the last.
+    # topoinfo_ranktableParser.cc:50: ".json" must occur once, at the end.
     if real.count(".json") != 1 or not real.endswith(".json"):
         raise _invalid(f"the path {real} of the table is not that of one .json file")
     for _ in range(POLLED_S):
@@ -68,7 +69,7 @@ def _read(path: Path) -> Dict[str, Any]:
 
 
 def parse(values: Dict[str, Any]) -> RankTable:
-    """Check what a table says by itself."""
+    """Parse a table, and check its consistency."""
     _check_strings("", values)
     version = values.get("version", "")
     if version not in ("1.0", "1.2"):
@@ -150,7 +151,7 @@ def _items(values: Dict[str, Any], name: str) -> List[Dict[str, Any]]:
 
 
 def _is(value: Any, kind: type) -> bool:
-    """As isinstance, without the checkers' conclusion that what is inside is of an unknown type."""
+    """Do the same as isinstance, without narrowing to a container of unknown type in type checkers."""
     return isinstance(value, kind)
 
 

@@ -1,4 +1,4 @@
-"""How the processes of a world find each other: sockets in the host's directory, one for each card and port."""
+"""Rendezvous of the processes of a world: sockets in the host's directory, one for each card and port."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MAX_HELLO = 4096
 
 
 class Rendezvous:
-    """Listens from the initialisation on, as the card's network interface does; meets others only when asked to.
+    """A rendezvous that listens from its construction on, like the card's network interface, and connects in `meet`.
 
     Args:
-        directory: the host's.
-        mine: this process's line of the table.
-        crc: of its table.
-        token: of this process.
+        directory: directory of the host.
+        mine: entry of this process in the table.
+        crc: checksum of its table.
+        token: token of this process.
     """
 
     def __init__(self, directory: Path, mine: Device, crc: int, token: str) -> None:
@@ -36,7 +36,7 @@ class Rendezvous:
         self._hello = {"rank": mine.rank, "crc": crc, "token": token}
         self._listener = socket.socket(socket.AF_UNIX)
         with _address(directory, mine) as address:
-            # Whoever had it before has died: the driver keeps account of ports.
+            # The previous owner of the socket has exited, because the driver grants each port to one process.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(address)  # noqa: PTH108 - a path by a descriptor
             self._listener.bind(address)
@@ -79,7 +79,7 @@ class Rendezvous:
         raise _timed_out([other.rank])
 
     def _accept(self, end: float) -> Optional[Dict[int, Link]]:
-        """The next one that comes and still lives; None if nobody does in time."""
+        """Return the next live connection, or None if no process connects in time."""
         while _is_readable(self._listener, end):
             connection = self._listener.accept()[0]
             try:
@@ -107,7 +107,7 @@ def _timed_out(ranks: Sequence[int]) -> HcclError:
 
 @contextlib.contextmanager
 def _address(directory: Path, device: Device) -> Generator[str, None, None]:
-    """The path of a card's and port's socket, by a descriptor: those of tests are longer than an address may be."""
+    """Yield the socket path of a card and port through a descriptor, because test paths are too long for an address."""
     folder = directory / "net"
     folder.mkdir(exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -131,7 +131,7 @@ def _encode(hello: Dict[str, Any]) -> bytes:
 def _receive(connection: socket.socket, end: float) -> Dict[str, Any]:
     data = b""
     while not data.endswith(b"\n"):
-        # One byte at a time: chunks may follow.
+        # Read single bytes, because chunks may follow.
         byte = connection.recv(1) if _is_readable(connection, end) and len(data) < _MAX_HELLO else b""
         if not byte:
             raise ConnectionError("no hello")

@@ -1,4 +1,4 @@
-"""HCCL's variables, read when it is initialised."""
+"""Environment variables of HCCL, read at its initialisation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LINK_MORE_S = 20
 
 
 class Settings(NamedTuple):
-    """Seconds, as the documents count them; `exec_s` 0 is for ever. `buffer_mib` is one of two for a communicator."""
+    """Timeouts in documented seconds (`exec_s` 0: none), and `buffer_mib`, the size of one of two buffers."""
 
     connect_s: int
     exec_s: int
@@ -27,7 +27,7 @@ class Settings(NamedTuple):
 
 
 def read(variables: Mapping[str, str], exec_option: str, product: str) -> Settings:
-    """What the environment says; `exec_option` is ge.exec.hcclExecuteTimeOut, which wins (ge hcom_plugin.cc:277)."""
+    """Read the variables; `exec_option` is ge.exec.hcclExecuteTimeOut, which overrides them (ge hcom_plugin.cc:277)."""
     exec_text = exec_option or variables.get("HCCL_EXEC_TIMEOUT", str(_EXEC_S))
     exec_s = _number("HCCL_EXEC_TIMEOUT", exec_text, 0, _INT_MAX)
     if product in (products.A1, products.DUO):

@@ -1,8 +1,8 @@
-"""The communicators of one process.
+"""Communicators of one process.
 
-Every process of a world sends its numbers to the others and adds up whatever has arrived of each, in the order of the
-ranks: nothing tells one request from another, nor one batch from another (hccl HCCL_DFS_CONFIG.md: graph mode is not
-checked). A process that has died or hangs is waited for until the execution time-out; heartbeats only write to the log.
+Every process of a world sends its numbers to the others and adds the numbers received from each, in the order of the
+ranks. Messages identify neither the request nor the batch (hccl HCCL_DFS_CONFIG.md: graph mode is not checked). The
+processes wait for a crashed or stuck one until the execution timeout; heartbeats only write to the log.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _SOURCE_FILE = "extendrt/delegate/graph_executor/ge/ge_graph_executor.cc:1508"
 
 
 class StreamSyncTimeout(Exception):
-    """`stream_sync_timeout` has passed: the model is aborted, and its run loop has ended."""
+    """Error: `stream_sync_timeout` has passed, the model is aborted, and its run loop has ended."""
 
 
 class World:
-    """What HCCL is in this process; made once.
+    """The HCCL state of a process, created once.
 
     Args:
-        directory: the host's.
-        token: of this process.
-        table: that of its process.
-        rank: its own.
-        settings: the time-outs.
-        second: tells how long one of their seconds lasts.
+        directory: directory of the host.
+        token: token of this process.
+        table: rank table of this process.
+        rank: rank of this process.
+        settings: the timeouts.
+        second: returns the duration of one of their seconds.
     """
 
     def __init__(
@@ -70,23 +70,23 @@ class World:
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """Leave; the others are not told."""
+        """Disconnect without notifying the other ranks."""
         self._closed.set()
         self._rendezvous.close()
         for link in self._links.values():
             link.close()
 
     def create_group(self, name: str, ranks: Sequence[int]) -> None:
-        """HcomCreateGroup: without a word to anybody. Not being in it is taken for no error (a guess)."""
+        """HcomCreateGroup: create a group locally. A group without this rank is no error (a guess)."""
         if self._rank in ranks:
             self._groups[name] = sorted(ranks)
 
     def size(self, group: str) -> int:
-        """How many are in a group; 0 where this process is in none of that name."""
+        """Return the number of ranks in a group, or 0 if this process is not in that group."""
         return len(self._groups.get(group, ()))
 
     def link(self, groups: Iterable[str]) -> None:
-        """Meet all ranks of these groups. What failed once fails for ever: nobody joins again."""
+        """Connect to all ranks of these groups. After a failure, every further attempt fails."""
         if self._failed:
             raise HcclError("EI0006", f"the communicator was not set up: {self._failed}")
         wanted = {rank for group in groups for rank in self._groups[group]} - {self._rank} - set(self._links)
@@ -158,7 +158,7 @@ class World:
         poll = select.poll()
         links: Dict[int, Link] = {}
         for link in self._links.values():
-            # A closed one is always ready, and brings nobody anything.
+            # A closed link is always readable, but has no data.
             if link.is_open:
                 poll.register(link, select.POLLIN | (select.POLLOUT if link.unsent else 0))
                 links[link.fileno()] = link
@@ -172,7 +172,7 @@ class World:
         raise HcclError("EI0002", f"The wait execution of the Notify register times out. {text}")
 
     def _laid(self, rank: int, chunk: bytes, size: int) -> Floats:
-        """What lies in the buffer of a rank after its chunk: behind that, what was there before."""
+        """Return the buffer of a rank with the chunk at its start; the rest keeps its previous content."""
         numbers: Floats = np.frombuffer(chunk, np.float32)
         buffer = self._received.get(rank, np.zeros(0, np.float32))
         capacity = max(size, numbers.size)
@@ -184,7 +184,7 @@ class World:
         return buffer[:size].copy()
 
     def _watch(self, links: Mapping[int, Link]) -> None:
-        """The heartbeat (hcomm heartbeat.h:37): says who was lost, and does nothing about it."""
+        """Log lost ranks and take no action, like the heartbeat (hcomm heartbeat.h:37)."""
         lost: Set[int] = set()
         since: Dict[int, float] = {}
         while len(lost) < len(links) and not self._closed.wait(_HEARTBEAT_S * self._second()):
@@ -198,7 +198,7 @@ class World:
 
 
 def add(parts: Sequence[Floats]) -> Floats:
-    """The sum in the order of the ranks: the same bits on each of them."""
+    """Return the sum in the order of the ranks, which has the same bits on each rank."""
     total = parts[0]
     with np.errstate(all="ignore"):
         for part in parts[1:]:

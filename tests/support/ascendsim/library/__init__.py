@@ -1,5 +1,5 @@
-"""The Python API of MindSpore Lite 2.7.0, as far as a program needs it that serves models.
+"""Python API of MindSpore Lite 2.7.0, as far as a model server needs it.
 
-Above the line that the vendor draws between Python and C++ (`context`, `tensor`, `model`) an error has
-a type and a text; below it (`native`, `load`) there is only failure, and its cause in the log.
+Errors of the vendor's Python layer (`context`, `tensor`, `model`) have a type and a text. The C++ layer (`native`,
+`load`) only reports failure, with the reason in the log.
 """

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def instance(name: str, value: Any, kind: type) -> None:
-    """Refuse a value of another type."""
+    """Raise an error if the value has another type."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {kind.__name__}, but got {type(value)}.")
 
@@ -17,7 +17,7 @@ def is_sequence(value: Any) -> bool:
 
 
 def elements(name: str, value: Any, kind: type) -> None:
-    """Refuse what is no list, or has an element of another type."""
+    """Raise an error unless the value is a list whose elements have this type."""
     instance(name, value, list)
     for each in value:
         instance(f"{name} element", each, kind)

@@ -1,4 +1,4 @@
-"""What the models of a process share on a card (model_group_impl.cc, acl_mem_manager.cc, model_manager).
+"""Memory that the models of a process share on a card (model_group_impl.cc, acl_mem_manager.cc, model_manager).
 
 Groups are keyed by the text of a path, and never removed; two groups over one path merge their flags.
 """
@@ -28,27 +28,27 @@ class Weights(NamedTuple):
     floats: Floats
 
 
-_members: Dict[str, int] = {}  # the flags of a path
-_sizes: Dict[int, int] = {}  # of a card's common workspace, as it was calculated
-_workspaces: Dict[int, int] = {}  # the number of its memory
+_members: Dict[str, int] = {}  # path: flags
+_sizes: Dict[int, int] = {}  # card: calculated size of its common workspace
+_workspaces: Dict[int, int] = {}  # card: number of the workspace's memory
 _weights: Dict[Tuple[int, str], Weights] = {}
 _built: Set[int] = set()  # the cards on which a model of a group was ever built
 _locks: Dict[int, threading.Lock] = {}
 
 
 def flags(path: str) -> int:
-    """The flags of a path; 0 for one that is in no group, or whose group was never calculated."""
+    """Return the flags of a path, or 0 if it is in no group or its group was never calculated."""
     return _members.get(path, 0)
 
 
 def work_size(driver: Driver, model: ModelFile) -> int:
-    """What an OM reports: 0 for one that takes any size."""
+    """Return the workspace size that an OM reports: 0 for a model that accepts any input size."""
     is_dynamic = not model.gears and any(-1 in spec.shape for spec in model.inputs)
     return 0 if is_dynamic else model.workspace_bytes or driver.switches.workspace_mib * MIB
 
 
 def calculate(driver: Driver, paths: Sequence[str], flag: int, device: int) -> bool:
-    """Build each of them once, to know its size. A failure clears every group of the process (ClearModel)."""
+    """Build each model once to get its size. A failure clears every group of the process (ClearModel)."""
     for path in paths:
         if not _measure(driver, path, device):
             glog.error(f"{_GROUP}:111", "CalMaxSizeOfWorkspace", f"Model build failed, path: {path}")
@@ -74,7 +74,7 @@ def _measure(driver: Driver, path: str, device: int) -> bool:
         _refuse_bundle()
         return False
     if device in _built:
-        # For ever, also when the memory was given back.
+        # This check fails for ever, even after the memory was released.
         glog.error(f"{_MANAGER}:62", "UpdateWorkspace", f"Device {device} has alloc memory!")
         return False
     _sizes[device] = max(_sizes.get(device, 0), work_size(driver, model))
@@ -82,7 +82,7 @@ def _measure(driver: Driver, path: str, device: int) -> bool:
 
 
 def take(driver: Driver, path: str, device: int, model: ModelFile, memory: List[int]) -> Optional[Floats]:
-    """The weights of a model of a group, and its workspace; what is its own is added to `memory`. None if it fails."""
+    """Take the weights and workspace of a model of a group; add private memory to `memory`. Return None on failure."""
     if model.bundle:
         _refuse_bundle()
         return None
@@ -96,14 +96,14 @@ def take(driver: Driver, path: str, device: int, model: ModelFile, memory: List[
 
 
 def lock(path: str, device: int, model: ModelFile, driver: Driver) -> Optional[threading.Lock]:
-    """What keeps models with a common workspace from running at once (model_process.cc:1501); others have none."""
+    """Return the lock of models with a common workspace (model_process.cc:1501), or None for other models."""
     if not flags(path) & SHARE_WORKSPACE or not work_size(driver, model):
         return None
     return _locks.setdefault(device, threading.Lock())
 
 
 def release_memory(driver: Driver, path: str, device: int) -> None:
-    """The process's last model on any card goes: so do workspaces and its own weights. Other weights stay (:223)."""
+    """Release workspaces and this path's weights with the last model on any card. Other weights stay (:223)."""
     for memory in _workspaces.values():
         driver.free(memory)
     _workspaces.clear()
@@ -121,7 +121,7 @@ def _take_weights(driver: Driver, path: str, device: int, model: ModelFile, memo
         number = driver.allocate(device, model.weight_bytes, driver_state.PRIVATE_WEIGHTS)
         _weights[device, path] = Weights(number, own.copy())
     shared = _weights[device, path].floats
-    # Each load writes those of the file as it is now, as with weights that processes share.
+    # Each load writes the current weights of the file, as for weights shared between processes.
     shared[: own.size] = own[: shared.size]
     return shared
 

@@ -1,4 +1,4 @@
-"""`Model` (model.py, base_model.py): checks of types, and failures without a reason."""
+"""`Model` (model.py, base_model.py): type checks, and errors without a reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ModelType(enum.Enum):
 
 
 class Model:
-    """There is no way to close it but to let go of it; after a failed build not even that gives memory back."""
+    """A model. Only its deletion releases memory; after a failed build the memory is never released."""
 
     def __init__(self) -> None:
         self._model = NativeModel()
@@ -63,7 +63,7 @@ class Model:
             raise RuntimeError(f"build_from_file failed! Error is {_STATUS}")
 
     def join(self, session: Session) -> bool:
-        """Be in a group for "ge"; False if it is in one. Not part of the vendor's API."""
+        """Join a group for "ge"; return False if the model is in one already. Not part of the vendor's API."""
         return self._model.join(session)
 
     def get_inputs(self) -> List[Tensor]:
@@ -86,7 +86,7 @@ class Model:
         return results
 
     def resize(self, inputs: Any, dims: Any) -> None:
-        """Tensors that were there before keep the old shape."""
+        """Set the input shapes. Existing tensors keep the old shape."""
         check.elements("inputs", inputs, Tensor)
         check.elements("dims", dims, list)
         for shape in dims:
@@ -98,12 +98,12 @@ class Model:
             raise RuntimeError(f"resize failed! Error is {_STATUS}")
 
     def get_model_info(self, key: str) -> str:
-        """'' for whatever is not there."""
+        """Return a property of the model, or '' if it is missing."""
         check.instance("key", key, str)
         return self._model.info(key)
 
     def update_weights(self, weights: Any) -> None:
-        """Only a bundle model on a card, only with exactly one inner list; with none the process crashes."""
+        """Replace weights of a bundle model on a card. Needs exactly one inner list; with none the process crashes."""
         check.elements("weights", weights, list)
         for each in weights:
             check.elements("weights", each, Tensor)

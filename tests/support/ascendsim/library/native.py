@@ -1,4 +1,4 @@
-"""The model below the Python API (model_impl.cc): it succeeds or fails, and says why only in the log."""
+"""Model below the Python API (model_impl.cc), which reports the reasons of failures only in the log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _IMPL = "extendrt/cxx_api/model/model_impl.cc"
 
 
 class Placement(NamedTuple):
-    """Where a Context says that a model runs."""
+    """Placement of a model, from its Context."""
 
     target: str
     device: int
@@ -41,11 +41,11 @@ class Placement(NamedTuple):
 
 
 class _RefusedError(Exception):
-    """A predict fails; the text goes to the log."""
+    """Error of a predict; the log has its text."""
 
 
 class _Cpu:
-    """A model on the CPU, which knows nothing of sharing. It runs every simulated model."""
+    """A model on the CPU, without sharing. It runs every simulated model."""
 
     def __init__(self, model: ModelFile) -> None:
         self.model = model
@@ -83,13 +83,13 @@ class _Card:
         outputs, noise = self._process.run(inputs), self._driver.switches.noise
         if outputs is None or not noise:
             return outputs
-        # Of a process and a predict: no two are equal.
+        # The seed is unique for each process and predict.
         random = np.random.RandomState([os.getpid(), self._driver.count("noise")])
         return [each * (1 + noise * random.rand(*each.shape)).astype(np.float32) for each in outputs]
 
 
 class NativeModel:
-    """One model. A failed build has spoilt it for ever; so has a predict that failed because of its shapes."""
+    """One model. A failed build makes it unusable, and so does a predict that failed because of its shapes."""
 
     def __init__(self) -> None:
         self._config: Dict[str, Dict[str, str]] = {}
@@ -108,23 +108,23 @@ class NativeModel:
 
     def __del__(self) -> None:
         runner = self._runner
-        # A process that ends gives everything back anyway.
+        # The exit of the process releases everything anyway.
         if isinstance(runner, (_Card, Graph)) and not sys.is_finalizing():
-            # A forked child has nothing to give back; nor has a process whose host has been removed.
+            # A forked child has nothing to release, nor has a process whose host has been removed.
             try:
                 runner.unload()
             except (AclError, OSError):
                 return
 
     def join(self, session: ge.Session) -> bool:
-        """Be in a group for the graph engine. After the build nothing comes of it."""
+        """Join a group for the graph engine. After the build this has no effect."""
         if self._session is not None:
             return False
         self._session = session
         return True
 
     def load_config(self, path: str) -> None:
-        """Read a file of sections; what is none is ignored. What was given as a dict stays."""
+        """Read a file of sections; other lines are ignored. Sections set from a dict stay."""
         section = ""
         for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
             text = line.strip()
@@ -135,7 +135,7 @@ class NativeModel:
                 self.update_config(section, {key.strip(): value.strip()})
 
     def update_config(self, section: str, items: Dict[str, str]) -> None:
-        """Take a section of a dict; unknown names are ignored without a word."""
+        """Set a section from a dict; unknown names are ignored silently."""
         self._config.setdefault(section, {}).update(items)
 
     def build(
@@ -148,7 +148,7 @@ class NativeModel:
         mode: str = "",
         is_pooled: bool = False,
     ) -> bool:
-        """Build from a file; with a key, an encrypted one. A pool's has no path: no group ever has it."""
+        """Build from a file, with a key from an encrypted file. A model of a pool has no path, so no group has it."""
         if key and mode not in _DECRYPT_MODES:
             glog.error("../python/src/model_pybind.cc:146", "PyModelBuild", "Decrypt failed!")
             return False
@@ -170,12 +170,12 @@ class NativeModel:
             return self._create_session(model, placement, encrypted=bool(key))
         except (ValueError, IndexError) as error:  # as pybind11 names std::invalid_argument and std::out_of_range
             if key:
-                raise  # caught by nobody: the overload with cryptoInfo has no try
+                raise  # the overload with cryptoInfo has no try
             glog.error("extendrt/cxx_api/model/model.cc:95", "Build", f"Catch exception: {error}")
             return False
 
     def resize(self, count: int, shapes: List[List[int]]) -> bool:
-        """Set the inputs' shapes. Whether the model can take them is only found out in the next predict."""
+        """Set the inputs' shapes. Only the next predict checks whether the model supports them."""
         runner = self._runner
         if runner is None or not count == len(shapes) == len(self._shapes):
             glog.error(f"{_IMPL}:603", "Resize", "The inputs size is wrong, or the model has not been called Build.")
@@ -200,7 +200,7 @@ class NativeModel:
         return [Tensor.of(spec.name, data_type(spec.dtype), shape) for spec, shape in pairs]
 
     def outputs(self) -> List[Tensor]:
-        """The outputs of the last predict; before one, what is known of their shapes (on the CPU nothing)."""
+        """Return the outputs of the last predict; before the first, the known shapes (on the CPU none)."""
         runner = self._runner
         if self._outputs or runner is None:
             return self._outputs
@@ -212,7 +212,7 @@ class NativeModel:
         return result
 
     def predict(self, inputs: Sequence[Tensor]) -> Optional[List[Tensor]]:
-        """Run. The outputs are the model's own, and overwritten by the next predict."""
+        """Run the model. The next predict overwrites the outputs."""
         with self._mutex:
             try:
                 return self._predict(inputs)
@@ -221,7 +221,7 @@ class NativeModel:
                 return None
 
     def update_weights(self, weights: List[List[Tensor]]) -> bool:
-        """Replace weights of a bundle model. Nothing keeps a predict from running at the same time."""
+        """Replace weights of a bundle model, without a lock against concurrent predicts."""
         runner = self._runner
         if not isinstance(runner, _Card):
             glog.error(f"{_IMPL}:700", "UpdateWeights", "update weight only support ascend.")
@@ -236,7 +236,7 @@ class NativeModel:
         return runner.update({name: np.asarray(array, np.float32).reshape(-1) for name, array in arrays.items()})
 
     def info(self, key: str) -> str:
-        """get_model_info (model.cc:476): '' for everything that is not there."""
+        """get_model_info (model.cc:476): return '' for unknown keys."""
         if key == "current_pid":
             driver = open_driver()
             if driver is None:
@@ -260,7 +260,7 @@ class NativeModel:
 
     def _create_session(self, model: ModelFile, placement: Placement, *, encrypted: bool) -> bool:
         if placement.target == "cpu" and model.kind == network.SLICE:
-            # Seen with 2.0.0: a model with an AllReduce is refused on the CPU.
+            # Observed with 2.0.0: the CPU rejects a model with an AllReduce.
             glog.error(
                 "extendrt/delegate/graph_executor/litert/graph_executor.cc:320",
                 "CompileGraph",
@@ -305,7 +305,7 @@ class NativeModel:
             return None
 
     def _misfit(self, model: ModelFile, placement: Placement, *, is_ge: bool) -> Optional[Tuple[str, str, str]]:
-        """Why such a model is not built here, for the log."""
+        """Return the reason for the log why such a model cannot be built here, or None."""
         if model.exported and not self._path:
             return f"{_IMPL}:729", "Build", "not supported on Ascend, due to the func_graph is unoptimized!"
         if model.exported and not is_ge:
@@ -316,7 +316,7 @@ class NativeModel:
         return None
 
     def _provider(self, placement: Placement) -> str:
-        """The Context's; where that is empty the configuration's (UpdateProvider, model_impl.cc:436)."""
+        """Return the Context's provider, else the configuration's (UpdateProvider, model_impl.cc:436)."""
         return placement.provider or self._config.get(_ASCEND, {}).get(_PROVIDER, "")
 
     def _options(self, driver: Driver, placement: Placement) -> Options:
@@ -335,7 +335,7 @@ class NativeModel:
         if runner is None or len(inputs) != len(self._shapes):
             raise _RefusedError("The inputs size is wrong, or the model has not been called Build.")
         if self._poisoned:
-            # The answer to an old request, if there was one.
+            # Return the answer to the previous request, if there is one.
             if not self._outputs:
                 raise _RefusedError("Run graph failed.")
             return self._outputs
@@ -373,7 +373,7 @@ class NativeModel:
 
 
 class _Buffer:
-    """The memory of an output: it is used again, and only replaced by a larger one."""
+    """Memory of an output, reused until a larger output replaces it."""
 
     def __init__(self) -> None:
         self._memory: Any = np.zeros(0, np.float32)

@@ -1,7 +1,7 @@
 """`Tensor` and its types (tensor.py, tensor_numpy_impl.h).
 
-The traps: data is not copied; F-order and big-endian arrays are ignored with a line in the log; only dtype and size
-are compared, never the shape.
+Pitfalls: data is not copied; F-order and big-endian arrays are ignored with a line in the log; only dtype and size are
+compared, never the shape.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OF_NUMPY = {np.dtype(each.name.lower()).type: each for each in DataType}
 
 
 def data_type(name: str) -> Optional[DataType]:
-    """The type of this name; None for one that the Python interface does not know, though the library does (BF16)."""
+    """Return the type of this name, or None for a type that only the native library supports (BF16)."""
     return DataType.__members__.get(name)
 
 
