@@ -32,10 +32,10 @@ def parser() -> argparse.ArgumentParser:
     """Return the command-line parser."""
     parser = Parser(prog="python -m weightd_ray", description=(__doc__ or "").partition(": ")[2])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    publish = commands.add_parser("publish", help="put a model's files there; prints its name, sha256:…")
-    publish.add_argument("path", metavar="PATH", help="an .onnx or .mindir file")
-    unpublish = commands.add_parser("unpublish", help="take them out again")
-    unpublish.add_argument("model", metavar="NAME", help="what publish has printed")
+    publish = commands.add_parser("publish", help="publish a model's files in the cluster and print its name, sha256:…")
+    publish.add_argument("path", metavar="PATH", help="path of an .onnx or .mindir file")
+    unpublish = commands.add_parser("unpublish", help="remove a published model from the cluster")
+    unpublish.add_argument("model", metavar="NAME", help="name that publish printed")
     return parser
 
 

@@ -80,5 +80,5 @@ def _digest_of(path: Path) -> str:
     try:
         return digest(path)
     except ModelFileError as error:
-        _log.warning("%s: so nobody knows that all replicas have the same model; give its sha256", error)
+        _log.warning("%s; cannot check that all replicas have the same model: set its sha256", error)
         return ""

@@ -102,7 +102,9 @@ class EmbeddedDaemon:
         try:
             return await asyncio.wait_for(asyncio.shield(self._address), _START_TIMEOUT_S)
         except asyncio.TimeoutError:
-            raise FailedPrecondition(f"the guard of the daemon has not begun within {_START_TIMEOUT_S:g} s") from None
+            raise FailedPrecondition(
+                f"the supervisor of the daemon did not start within {_START_TIMEOUT_S:g} s"
+            ) from None
 
     async def stop(self) -> None:
         """Stop the daemon; return after the supervisor has removed its files."""
@@ -135,7 +137,7 @@ class EmbeddedDaemon:
             async for line in reports:
                 self._on_report(json.loads(line))
         finally:
-            self.failure = self.failure or "the guard of the daemon has ended"
+            self.failure = self.failure or "the supervisor of the daemon has exited"
             if not self._address.done():
                 self._address.set_exception(FailedPrecondition(self.failure))
                 self._address.exception()  # mark the exception as retrieved, because no task may wait for the address

@@ -167,10 +167,10 @@ class DaemonSupervisor:
                 return
             status = daemon.returncode
             if status in _PERMANENT_FAILURES:
-                self._report({"failed": f"the daemon ends with status {status}; the log of the replica says why"})
+                self._report({"failed": f"the daemon exited with status {status}; see the log of the replica"})
                 return
             delay_s = self._backoff.next_delay_s(time.monotonic() - started_at)
-            _log(f"the daemon has ended with status {status}: starts it again in {delay_s:g} s")
+            _log(f"daemon exited with status {status}; restarting in {delay_s:g} s")
             if select.select(self._stop_fds, [], [], delay_s)[0]:
                 return
 
@@ -241,7 +241,7 @@ def _read_order() -> str:
         chunk = os.read(_ORDER_FD, _MAX_ORDER_BYTES)
         line += chunk
         if not chunk or len(line) > _MAX_ORDER_BYTES:
-            raise InvalidArgument(f"expected an order, a line of at most {_MAX_ORDER_BYTES} bytes, got {len(line)}")
+            raise InvalidArgument(f"expected a command line of at most {_MAX_ORDER_BYTES} bytes, got {len(line)}")
     return line.decode()
 
 

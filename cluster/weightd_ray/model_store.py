@@ -141,7 +141,7 @@ def _get_content(sha256: str) -> Content:
     except RayError as error:
         raise _unavailable(sha256, error) from None
     if content is None:
-        raise Unavailable(f"{PUBLISHED_PREFIX}{sha256} is being published; unpublish it if who did so has ended")
+        raise Unavailable(f"{PUBLISHED_PREFIX}{sha256} is being published; if its publisher has exited, unpublish it")
     return content
 
 
@@ -154,7 +154,7 @@ def _get_store(sha256: str) -> Any:
 
 def _unavailable(sha256: str, error: RayError) -> Unavailable:
     return Unavailable(
-        f"{PUBLISHED_PREFIX}{sha256} cannot be had from the object store, or put there: {type(error).__name__}"
+        f"{PUBLISHED_PREFIX}{sha256} cannot be read from or written to the object store: {type(error).__name__}"
     )
 
 

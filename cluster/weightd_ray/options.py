@@ -51,38 +51,38 @@ class Arguments:
     """The arguments of an application. In addition, it accepts the keys of [models.NAME] except `path`."""
 
     model: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
-    """The model file, at a path that each host has, or "sha256:…" as `weightd_ray.publish` returns it."""
+    """The model file, at a path that exists on every host, or "sha256:…" as returned by `weightd_ray.publish`."""
 
     name: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
-    """The model's name in requests. Default: that of its file, without suffix."""
+    """The model's name in requests. Default: the file's name without suffix."""
 
     sha256: str = field(default="", metadata=text(limits.MAX_DIGEST_BYTES, empty=True))
-    """The digest of the model: a replica that has another one does not serve. Default: that of the file, where the
-    application is built, if it can be read there."""
+    """The expected digest of the model: a replica with another model does not serve. Default: the digest of the file on
+    the host that builds the application, if the file is readable there."""
 
     address: str = field(default="", metadata=text(limits.MAX_PATH_BYTES, empty=True))
-    """Where the host's own service is, as for `weightctl --socket`: a replica starts no daemon then. Default: each has
-    one of its own."""
+    """Address of the host's service, as for `weightctl --socket`, for replicas without an embedded daemon. Default:
+    each replica starts a daemon."""
 
     tenant: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
-    """For whom that service is asked. Default: for the user that Ray runs as."""
+    """The tenant for requests to the host's service. Default: the tenant of the user that Ray runs as."""
 
     directory: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
-    """The directory on each host for the daemons' files and published models, on a disk. Default: `ray` in the daemon's
-    own cache directory."""
+    """The directory on each host for files of daemons and published models, on a disk. Default: `ray` in the daemon's
+    default cache directory."""
 
     max_ongoing_requests: int = field(default=0, metadata=integer(0, _MAX_ONGOING))
-    """Requests that a replica takes at once; others wait at Serve's routers. Default: 32 for each worker, at
-    least 128."""
+    """Maximum number of concurrent requests of a replica; others wait at Serve's routers. Default: 32 per worker, and
+    at least 128."""
 
     max_body_bytes: int = field(default=GatewayConfig.max_body_bytes, metadata=_GATEWAY_FIELDS["max_body_bytes"])
-    """Bytes of a request over HTTP, once it is decompressed."""
+    """Maximum size of an HTTP request after decompression, in bytes."""
 
     max_memory_bytes: int = field(default=GatewayConfig.max_memory_bytes, metadata=_GATEWAY_FIELDS["max_memory_bytes"])
-    """Bytes of all requests that a replica receives or answers at once over HTTP."""
+    """Maximum size of all HTTP requests in progress at a replica, in bytes."""
 
     request_timeout: float = field(default=GatewayConfig.timeout, metadata=_GATEWAY_FIELDS["timeout"])
-    """Seconds that a request takes at most which says nothing of that itself."""
+    """Timeout of requests that do not set one, in seconds."""
 
     model_table: Mapping[str, Any] = field(
         default_factory=dict[str, Any], metadata=derived(mapping(text(limits.MAX_PATH_BYTES), limits.MAX_MODELS))
@@ -90,7 +90,7 @@ class Arguments:
     """The keys of [models.NAME] that were given."""
 
     total_workers: int = field(default=0, metadata=derived(integer(0, _MAX_ONGOING)))
-    """Worker processes of a replica; 0: they are of the host's service, and nobody knows."""
+    """Worker processes of a replica; 0: unknown, because they belong to the host's service."""
 
     cores: int = field(default=1, metadata=derived(integer(0, _MAX_ONGOING)))
     """Cores that a replica keeps busy."""
@@ -192,21 +192,23 @@ def _check_combinations(arguments: Arguments, table: Mapping[str, Any]) -> Itera
     if arguments.address:
         ignored_keys = [*(key for key in _EMBEDDED_KEYS if getattr(arguments, key)), *table]
         yield from (
-            FieldError("it has no effect with address: the host's service has its own").at(f".{key}")
+            FieldError("has no effect with address, because the host's service has a separate configuration").at(
+                f".{key}"
+            )
             for key in ignored_keys
         )
         if not arguments.name:
-            yield FieldError("missing: with address it says which model of the host's service is asked").at(".name")
+            yield FieldError("missing: required with address to select the model of the host's service").at(".name")
         return
     if not arguments.model:
         yield FieldError("missing").at(".model")
     for key in _HOST_KEYS:
         if getattr(arguments, key):
-            yield FieldError("it has no effect without address: a replica's own daemon has no tenants").at(f".{key}")
+            yield FieldError("has no effect without address, because embedded daemons have no tenants").at(f".{key}")
     if arguments.directory and not Path(arguments.directory).is_absolute():
         yield FieldError(f"expected an absolute path, got {describe_value(arguments.directory)}").at(".directory")
     if arguments.published_digest and not arguments.name:
-        yield FieldError("missing: a published model is known by its digest alone").at(".name")
+        yield FieldError("missing: required for a published model, which has only a digest").at(".name")
 
 
 def _check_digests(arguments: Arguments) -> Iterator[FieldError]:
@@ -215,7 +217,7 @@ def _check_digests(arguments: Arguments) -> Iterator[FieldError]:
         if is_given and not _DIGEST.fullmatch(value):
             yield FieldError(f"expected a sha256 of 64 hexadecimal digits, got {describe_value(value)}").at(f".{key}")
     if arguments.published_digest and arguments.sha256 not in ("", arguments.published_digest):
-        yield FieldError(f"expected that of the model, {arguments.published_digest}, got {arguments.sha256}").at(
+        yield FieldError(f"expected the digest of the model, {arguments.published_digest}, got {arguments.sha256}").at(
             ".sha256"
         )
 
@@ -236,13 +238,7 @@ def _check_model(arguments: Arguments, path: str, problems: ErrorCollector) -> M
         return ModelConfig(path)
     for each in toml_schema.table_keys(ModelConfig):
         if getattr(model, each.name) != getattr(relocated, each.name):
-            problems.add(
-                [
-                    FieldError("expected an absolute path: there is nothing that it could be relative to").at(
-                        f".{each.name}"
-                    )
-                ]
-            )
+            problems.add([FieldError("expected an absolute path").at(f".{each.name}")])
     return model
 
 

@@ -292,7 +292,7 @@ class Replica:
 
     def _check_verified(self) -> None:
         if not self._is_verified:
-            text = self._failure or f"{self._arguments.name}: its daemon has ended, and is started again"
+            text = self._failure or f"{self._arguments.name}: the replica's daemon has exited and is restarting"
             raise Unavailable(text, retry_after=_RETRY_S)
 
     async def stop(self) -> None:
@@ -307,7 +307,7 @@ async def _await_reference(name: object, reference: Awaitable[Any], timeout_s: f
     try:
         return await asyncio.wait_for(reference, timeout_s)
     except asyncio.TimeoutError:
-        raise DeadlineExceeded(f"{input_label}: what it refers to has not come in time") from None
+        raise DeadlineExceeded(f"{input_label}: the referenced object did not arrive in time") from None
     except Exception as error:
         # The task that should have created the object failed, or Ray lost the object: not an error of the model.
-        raise InvalidArgument(f"{input_label}: what it refers to cannot be had: {type(error).__name__}") from error
+        raise InvalidArgument(f"{input_label}: cannot get the referenced object: {type(error).__name__}") from error

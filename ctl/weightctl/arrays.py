@@ -22,7 +22,7 @@ _MAGIC = b"\x93NUMPY"
 NPZ = (b"PK\x03\x04", b"PK\x05\x06")
 
 # For error messages: the formats that `load` and the other readers of inputs accept.
-EXPECTED = "a .npy file, as numpy.save writes it, .npz, .json, .csv or a picture"
+EXPECTED = "a .npy file of numpy.save, or an .npz, .json, .csv or image file"
 
 STDIN = "-"
 
@@ -43,7 +43,7 @@ def open_input(path: str) -> BinaryIO:
     try:
         if path == STDIN:
             if not hasattr(sys.stdin, "buffer"):  # stdin is None if the parent process has closed it
-                raise BadInput("stdin: it is closed")
+                raise BadInput("stdin: closed")
             return _read_all("stdin", sys.stdin.buffer)
         file = Path(path).open("rb")  # noqa: SIM115 - the caller closes the file
         if not file.seekable():
@@ -98,20 +98,20 @@ def load_one(path: str, file: BinaryIO, name: str) -> Any:
     archive = _open_archive(path, file)
     if name not in archive.files:
         available = ", ".join(map(clean, archive.files)) or "none"
-        raise BadInput(f"{path}: it has no array {name!r}; there are: {available}; FILE.npz:ARRAY names another one")
+        raise BadInput(f"{path}: no array {name!r}; there are: {available}; select one with FILE.npz:ARRAY")
     return _read_member(path, archive, name)
 
 
 def _open_archive(path: str, file: BinaryIO) -> Any:
     if file.read(4) not in NPZ:
-        raise BadInput(f"{path}: expected an .npz of arrays, as numpy.savez writes it")
+        raise BadInput(f"{path}: expected an .npz file of numpy.savez")
     file.seek(0)
     archive = _parse(path, file)
     try:
         # A few kilobytes may decompress to a terabyte.
         nbytes = sum(each.file_size for each in archive.zip.infolist())
     except AttributeError:
-        raise BadInput(f"{path}: expected an .npz of arrays, as numpy.savez writes it") from None
+        raise BadInput(f"{path}: expected an .npz file of numpy.savez") from None
     if nbytes > _MAX_TOTAL_BYTES:
         raise BadInput(f"{path}: expected arrays of at most {_MAX_TOTAL_BYTES:,} bytes together, got {nbytes:,}")
     return archive
@@ -121,9 +121,9 @@ def _read_member(path: str, archive: Any, name: str) -> Any:
     try:
         array: Any = archive[name]
     except Exception as error:  # noqa: BLE001 - as in `_parse`
-        raise BadInput(f"{path}: {clean(name)} is damaged, or no array of numbers: {clean(str(error))}") from None
+        raise BadInput(f"{path}: {clean(name)} is damaged or not a numeric array: {clean(str(error))}") from None
     if type(array) is not np.ndarray:
-        raise BadInput(f"{path}: {clean(name)}: expected an array, as numpy.savez writes it")
+        raise BadInput(f"{path}: {clean(name)}: expected an array")
     return array
 
 
@@ -134,7 +134,7 @@ def _parse(path: str, file: BinaryIO) -> Any:
     except Exception as error:  # noqa: BLE001 - numpy evaluates the header as Python and may raise anything
         if "allow_pickle" in str(error):
             raise BadInput(f"{path}: the file contains Python objects; expected an array of numbers") from None
-        raise BadInput(f"{path}: it is damaged or incomplete: {clean(str(error))}") from None
+        raise BadInput(f"{path}: file is damaged or truncated: {clean(str(error))}") from None
 
 
 def _describe_content(start: bytes) -> str:
@@ -143,7 +143,7 @@ def _describe_content(start: bytes) -> str:
     if start.startswith(b"PK"):
         return "a .npz or zip archive"
     if start.startswith(b"\x80"):
-        return "a pickle, which is never loaded"
+        return "a pickle, which weightctl does not load"
     return f"a file that starts with {start!r}"
 
 

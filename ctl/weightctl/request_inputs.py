@@ -179,7 +179,7 @@ def _shapes_by_name(inputs: Sequence[TensorSignature], requested: Sequence[Tuple
     shapes: Dict[str, Shape] = {}
     for name, shape in requested:
         if name not in names:
-            raise WrongShape(f"--shape: there is no input {name!r}; there are: {describe(inputs)}")
+            raise WrongShape(f"--shape: no input {name!r}; there are: {describe(inputs)}")
         if name in shapes:
             raise WrongShape(f"--shape: {name!r} is given twice")
         shapes[name] = shape
@@ -190,9 +190,8 @@ def _resolve_shape(signature: TensorSignature, requested: Optional[Shape], rows:
     declared = signature.shape
     if requested is None:
         if declared is None:
-            raise WrongShape(
-                f"input {clean(signature.name)} is of any rank: --shape {clean(signature.name)}=N,N says it"
-            )
+            name = clean(signature.name)
+            raise WrongShape(f"input {name} accepts any rank; set its shape with --shape {name}=N,N")
         requested = tuple(1 if dim < 0 else dim for dim in declared)
     elif declared is not None and not _fits(requested, declared):
         raise WrongShape(f"--shape: input {clean(signature.name)} takes {signature.shape_text}, got {list(requested)}")

@@ -55,7 +55,7 @@ def test_a_daemon_that_ends_is_started_again(leash: tuple[int, int], monkeypatch
     DaemonSupervisor(lambda: program(codes.pop(0)), leash[:1], reports.append).run()
     assert not codes
     assert [each.get("starts") for each in reports] == [True, True, True, None]
-    assert reports[-1]["failed"].startswith("the daemon ends with status 78")
+    assert reports[-1]["failed"].startswith("the daemon exited with status 78")
 
 
 def test_one_that_would_end_the_same_way_again_is_not(leash: tuple[int, int]) -> None:
@@ -80,7 +80,7 @@ def test_an_order_that_is_too_long_is_told(tmp_path: Path) -> None:
     done = subprocess.run(
         daemon_supervisor.supervisor_command(tmp_path), input=b"x" * 2**20, stdout=subprocess.PIPE, check=False
     )
-    assert json.loads(done.stdout)["failed"].startswith("expected an order, a line of at most")
+    assert json.loads(done.stdout)["failed"].startswith("expected a command line of at most")
 
 
 @pytest.mark.parametrize("how", ["ignored,blocked", "ENOSYS"])
@@ -94,7 +94,7 @@ def test_an_unusual_parent_or_an_old_kernel_does_not_matter(how: str, directory:
         process.stdin.flush()
         address, starts, failed = [json.loads(line) for line in process.stdout]
     assert (address.keys(), starts) == ({"address", "pid"}, {"starts": True})
-    assert failed["failed"].startswith("the daemon ends with status 78")
+    assert failed["failed"].startswith("the daemon exited with status 78")
 
 
 def test_a_full_disk_is_told_with_its_place(directory: Path) -> None:

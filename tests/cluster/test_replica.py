@@ -88,11 +88,11 @@ def test_what_stands_for_an_array_is_waited_for_as_long_as_the_request_has(world
 
     async def ask(replica: Replica) -> None:
         never: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        with pytest.raises(DeadlineExceeded, match="input x: what it refers to has not come"):
+        with pytest.raises(DeadlineExceeded, match="input x: the referenced object did not arrive"):
             await replica.infer({"x": never}, timeout=0.01)
         lost: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         lost.set_exception(LookupError("x"))
-        with pytest.raises(InvalidArgument, match="input x: what it refers to cannot be had: LookupError"):
+        with pytest.raises(InvalidArgument, match="input x: cannot get the referenced object: LookupError"):
             await replica.infer({"x": lost})
         for timeout in (float("nan"), -1, 10**400):
             with pytest.raises(InvalidArgument, match="timeout"):
@@ -133,7 +133,7 @@ def test_nothing_is_answered_of_a_daemon_that_has_started_again_until_that_is_kn
         # The request waits for a connection, say, and that is one to the next daemon.
         world.meanwhile = lambda: loop.call_soon_threadsafe(replica.on_daemon_start)
         world.sha256 = OTHER
-        with pytest.raises(Unavailable, match="is started again"):
+        with pytest.raises(Unavailable, match="is restarting"):
             await replica.infer({"x": np.ones(1, np.float32)})
 
     world.run(ask, sha256=GOOD)
@@ -167,7 +167,7 @@ def test_it_serves_when_a_worker_does_and_not_before(world: World) -> None:
         while world.daemon.seen.qsize() < 4:
             await asyncio.sleep(0.01)
         assert not starting.done()
-        with pytest.raises(Unavailable, match="is started again") as found:
+        with pytest.raises(Unavailable, match="is restarting") as found:
             await replica.infer({"x": np.ones(1, np.float32)})
         assert found.value.retry_after is not None
         world.ready = True

@@ -161,10 +161,10 @@ def bad_files(directory: Path) -> Dict[str, str]:
         ".": "Is a directory",
         "empty": "an empty file",
         "text": "starts with b'1 2 3",
-        "pickle": "a pickle, which is never loaded",
+        "pickle": "a pickle, which weightctl does not load",
         "objects.npy": "Python objects",
-        "several.npz": "it has no array 'x'; there are: y",
-        **dict.fromkeys([*damaged, "huge"], "damaged or incomplete"),
+        "several.npz": "no array 'x'; there are: y",
+        **dict.fromkeys([*damaged, "huge"], "damaged or truncated"),
     }
 
 

@@ -49,10 +49,10 @@ def test_what_is_free_is_1_or_as_it_is_said(
     [
         ([X], [("x", (1, 4, 1))], None, "--shape: input x takes [-1, 3, -1], got [1, 4, 1]"),
         ([X], [("x", (1, 3))], None, "takes [-1, 3, -1], got [1, 3]"),
-        ([X], [("y", (1,))], None, "there is no input 'y'; there are: x FP32 [-1, 3, -1]"),
+        ([X], [("y", (1,))], None, "no input 'y'; there are: x FP32 [-1, 3, -1]"),
         ([X], [("x", (1, 3, 1)), ("x", (1, 3, 1))], None, "'x' is given twice"),
         ([X], [("x", (1, 3, 2**40))], None, "a request carries at most"),
-        ([ANY], [], None, "input any is of any rank: --shape any=N,N says it"),
+        ([ANY], [], None, "input any accepts any rank; set its shape with --shape any=N,N"),
         ([FIXED], [], 2, "--rows 2: no input has a free first dimension: w FP32 [2, 3]"),
     ],
 )

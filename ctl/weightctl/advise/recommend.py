@@ -36,7 +36,7 @@ GAIN_ROWS = 8
 MIN_GAIN = 1.3
 ENOUGH_OF_BEST = 0.9
 ROUNDING_TOLERANCE = 0.01
-_MIXING_REASON = "the answer to a row hangs on the rows beside it, by more than rounding"
+_MIXING_REASON = "the output of a row depends on the other rows by more than rounding"
 
 
 class Comparison:
@@ -187,7 +187,7 @@ class Recommendation(NamedTuple):
 
 def not_batched(note: str) -> Recommendation:
     """Return the recommendation for a model that the daemon does not batch, with the reason in `note`."""
-    return Recommendation(Verdict.NO, 1, (), f"the daemon does not do it with exact answers: {note}")
+    return Recommendation(Verdict.NO, 1, (), f"the daemon rejects batching with exact outputs: {note}")
 
 
 def is_overhead_dominated(one: BatchSizeResult) -> bool:
@@ -224,12 +224,12 @@ def recommend(sizes: Sequence[BatchSizeResult]) -> Recommendation:
             return Recommendation(
                 verdict, best.rows, _accepted_sizes(sizes, best.rows), _gain_text(best, one) + _NOTES[verdict]
             )
-    return Recommendation(Verdict.NO, 1, (), f"{_MIXING_REASON}, and with fewer of them it does not pay")
+    return Recommendation(Verdict.NO, 1, (), f"{_MIXING_REASON}, and smaller batches are not worthwhile")
 
 
 _NOTES = {
-    Verdict.MERGE: "; no bit differs",
-    Verdict.INEXACT: "; bits differ by rounding: where that does not matter, exact = false allows it",
+    Verdict.MERGE: "; outputs are equal bit for bit",
+    Verdict.INEXACT: "; outputs differ by rounding, which exact = false permits",
 }
 
 
@@ -237,8 +237,8 @@ def _shape_objection(one: BatchSizeResult, measured: Sequence[BatchSizeResult]) 
     """Return why requests cannot be batched at all; "" if they can."""
     for size in (one, *measured):
         for name, found in size.comparison.shape_mismatches.items():
-            return f"output {name} has no row for each row of the inputs: {found}"
-    return "" if measured else "no request of more than one row was answered by one execution"
+            return f"output {name} does not have one row per input row: {found}"
+    return "" if measured else "no request of several rows was answered by a single execution"
 
 
 def _mixing_objection(sizes: Sequence[BatchSizeResult], measured: Sequence[BatchSizeResult]) -> str:
@@ -246,8 +246,8 @@ def _mixing_objection(sizes: Sequence[BatchSizeResult], measured: Sequence[Batch
     if _below_first_difference(sizes, measured, ROUNDING_TOLERANCE):
         return ""
     if sizes[0].comparison.max_relative > ROUNDING_TOLERANCE:
-        return "the same row alone has another answer each time: nothing can be said of rows together"
-    return f"{_MIXING_REASON}: merged answers would be wrong"
+        return "the output of a single row changes between requests, so batches cannot be compared"
+    return f"{_MIXING_REASON}: batched outputs would be wrong"
 
 
 def _gain_objection(
@@ -256,15 +256,15 @@ def _gain_objection(
     """Return why batching gains too little; "" if it gains enough."""
     if is_overhead_dominated(one):
         return (
-            f"one row takes the model less than the {one.overhead_s * 1e3:.2f} ms of its way to the worker and back,"
-            " and that stays as it is"
+            f"a row takes the model less than the overhead of {one.overhead_s * 1e3:.2f} ms between client and worker,"
+            " which batching does not reduce"
         )
     candidates = [size for size in measured if size.rows <= GAIN_ROWS] or measured[:1]
     reference = candidates[-1]
     if gain(reference, one) < MIN_GAIN:
-        return f"{_gain_text(reference, one)}; below {MIN_GAIN} times it does not pay"
+        return f"{_gain_text(reference, one)}; expected at least {MIN_GAIN} times"
     if not worthwhile:
-        return f"{_gain_text(reference, one)}: even requests that wait are answered sooner one after another"
+        return f"{_gain_text(reference, one)}: waiting requests are answered sooner one after another"
     return ""
 
 
@@ -296,7 +296,7 @@ def _accepted_sizes(sizes: Sequence[BatchSizeResult], max_rows: int) -> Tuple[in
 
 def _gain_text(size: BatchSizeResult, one: BatchSizeResult) -> str:
     return (
-        f"{size.rows} rows together bring {gain(size, one):.2f} times the rows/s of single ones, at "
+        f"{size.rows} rows in a batch bring {gain(size, one):.2f} times the rows/s of single rows, at "
         f"{size.median_s / one.median_s:.2f} times the latency"
     )
 
@@ -304,9 +304,9 @@ def _gain_text(size: BatchSizeResult, one: BatchSizeResult) -> str:
 _HEADING = ("ROWS", "MS", "ROWS/s", "GAIN", "LATENCY", "BITS")
 _NONE = "-"
 _VERDICT_TEXTS = {
-    Verdict.MERGE: "Merge",
-    Verdict.INEXACT: "Merge only if exactness does not matter",
-    Verdict.NO: "Do not merge",
+    Verdict.MERGE: "Batch",
+    Verdict.INEXACT: "Batch only if exact outputs are not required",
+    Verdict.NO: "Do not batch",
 }
 
 
@@ -338,7 +338,7 @@ def render(model: str, sizes: Sequence[BatchSizeResult], advice: Recommendation,
     )
     lines = [f"{clean(model)}: one request at a time, {count(compared, 'row')} compared{distinct_text}", ""]
     lines += table([_HEADING, *(_row(size, one) for size in sizes if size.answers)], 0, "")
-    lines += ["", f"{one.overhead_s * 1e3:.2f} ms of each is the way to the worker and back; GAIN is without it"]
+    lines += ["", f"{one.overhead_s * 1e3:.2f} ms of each is overhead between client and worker; GAIN excludes it"]
     lines += _remarks(sizes)
     lines += ["", *paragraph(_VERDICT_TEXTS[advice.verdict], advice.reason, "")]
     text = config_text(model, advice)
@@ -370,7 +370,8 @@ def _remarks(sizes: Sequence[BatchSizeResult]) -> Iterator[str]:
         if size.refusal:
             yield from paragraph(f"{count(size.rows, 'row')}, refused", size.refusal.rstrip(), "")
         if size.is_split:
-            yield f"{count(size.rows, 'row')}: the daemon cuts such requests ([models.X.split]): no single execution"
+            label = count(size.rows, "row")
+            yield f"{label}: not a single execution, because the daemon splits such requests ([models.X.split])"
     output_names = dict.fromkeys(
         name for size in sizes for name in (*size.comparison.shape_mismatches, *size.comparison.differences)
     )
@@ -393,9 +394,9 @@ def _output_remarks(name: str, sizes: Sequence[BatchSizeResult]) -> Iterator[str
     if differences:
         largest = max(found.max_difference for _, found in differences)
         relative = max(found.max_relative for _, found in differences)
-        alone = ", when it is asked for again" if differences[0][0] == 1 else ""
+        alone = ", when requested again" if differences[0][0] == 1 else ""
         yield (
-            f"output {clean(name)}, from {count(differences[0][0], 'row')} on{alone}: other bits, by {largest:.2g} at"
+            f"output {clean(name)}, from {count(differences[0][0], 'row')} on{alone}: bits differ, by {largest:.2g} at"
             f" most, {relative:.2g} of the largest value of a row"
         )
 

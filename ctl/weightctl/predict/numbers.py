@@ -129,7 +129,7 @@ def read_labels(path: str) -> List[str]:
     except OSError as error:
         raise BadInput(f"{path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise BadInput(f"{path}: expected names as text (UTF-8), one a line") from None
+        raise BadInput(f"{path}: expected names as UTF-8 text, one per line") from None
 
 
 def are_scores(array: Any) -> bool:
@@ -146,7 +146,7 @@ def check_labels(path: str, labels: Sequence[str], arrays: Sequence[Any]) -> Non
     sizes = sorted({array.shape[-1] for array in arrays if are_scores(array)})
     if len(labels) not in sizes:
         available = " or ".join(f"{size:,}" for size in sizes) or "none"
-        raise BadInput(f"{path}: {count(len(labels), 'name')}, and the outputs have vectors of {available} scores")
+        raise BadInput(f"{path}: {count(len(labels), 'name')}, but outputs have vectors of {available} scores")
 
 
 def top_scores(array: Any, k: int, labels: Labels) -> List[List[Dict[str, Any]]]:
@@ -166,7 +166,7 @@ def format_scores(array: Any, k: int, labels: Labels) -> Iterator[str]:
         for each in row:
             yield f"  {each['index']:>{width}}  {each['score']:<12.6g}  {clean(each.get('label', ''))}".rstrip()
     if len(rows) > len(shown):
-        yield f" ... and {len(rows) - len(shown):,} rows more; --output has all"
+        yield f" ... and {len(rows) - len(shown):,} more rows; use --output to get all"
 
 
 def _parse_integer(digits: str) -> int:
@@ -178,7 +178,7 @@ def _parse_integer(digits: str) -> int:
 def _parse_float(digits: str) -> float:
     value = float(digits)
     if math.isinf(value):
-        raise WrongNumbers(f"expected numbers that a double has, got {describe_value(digits)}")
+        raise WrongNumbers(f"expected numbers in the range of a double, got {describe_value(digits)}")
     return value
 
 
@@ -186,7 +186,7 @@ def _make_object(pairs: Sequence[Tuple[str, Any]]) -> Dict[str, Any]:
     values: Dict[str, Any] = {}
     for name, value in pairs:
         if name in values:
-            raise WrongNumbers(f"{name!r} is there twice")
+            raise WrongNumbers(f"duplicate name {name!r}")
         values[name] = value
     return values
 
@@ -221,7 +221,7 @@ def _flatten(value: Any, shape: Index, index: Index, leaves: List[Any]) -> None:
         return
     if not isinstance(value, _LIST) or len(value) != shape[0]:
         what = f"a list of {len(value)}" if isinstance(value, _LIST) else describe_value(value)
-        raise WrongNumbers(f"{list_position(index)}: expected a list of {shape[0]} as before it, got {what}")
+        raise WrongNumbers(f"{list_position(index)}: expected a list of {shape[0]} like the previous ones, got {what}")
     if len(shape) == 1:
         leaves.extend(value)
         return
@@ -239,7 +239,7 @@ def _fitted_shape(count: int, signature: TensorSignature, rank: int = 1) -> Opti
         fixed *= 1 if dim < 0 else dim
     free = sum(dim < 0 for dim in declared)
     if free > 1:
-        raise WrongNumbers(f"{signature.shape_text} has several free dimensions: nested lists say which is how long")
+        raise WrongNumbers(f"{signature.shape_text} has several free dimensions; use nested lists")
     if free and fixed and count % fixed == 0:
         return tuple(count // fixed if dim < 0 else dim for dim in declared)
     if not free and count == fixed:

@@ -93,8 +93,7 @@ def parse_layout(signature: TensorSignature) -> ImageLayout:
     is_first, is_last = (len(dims) == 3 and dims[index] in _MODES for index in (0, -1))
     if is_first == is_last or (has_batch and shape[0] not in (-1, 1)):
         raise WrongImage(
-            f"it is a picture, and the input is {signature.shape_text}: expected [1, C, H, W] or [1, H, W, C], C 1, 3"
-            " or 4"
+            f"cannot convert an image to {signature.shape_text}; expected [1, C, H, W] or [1, H, W, C], C 1, 3 or 4"
         )
     channels, height, width = (dims[each] for each in ((2, 0, 1) if is_last else (0, 1, 2)))
     return ImageLayout(channels, (_fixed_dim(width), _fixed_dim(height)), is_last, has_batch)
@@ -110,7 +109,7 @@ def load(file: BinaryIO, signature: TensorSignature, pixels: Pixels) -> Any:
     dtype = np.dtype(NUMPY_DTYPE[signature.datatype])
     if dtype.kind != "f" and (signature.datatype != "UINT8" or pixels != Pixels()):
         raise WrongImage(
-            f"it is a picture, and the input is {signature.datatype}: expected floats, or UINT8 without --scale, "
+            f"cannot convert an image to {signature.datatype}; expected floats, or UINT8 without --scale, "
             "--mean and --std"
         )
     values = _read_pixels(file, image_layout)
@@ -119,7 +118,7 @@ def load(file: BinaryIO, signature: TensorSignature, pixels: Pixels) -> Any:
             values = _scale(values, pixels).astype(dtype)
         if not np.isfinite(values).all():
             raise WrongImage(
-                f"--scale, --mean, --std: expected numbers that {signature.datatype} has, got infinite ones"
+                f"--scale, --mean, --std: expected results in the range of {signature.datatype}, got infinity"
             )
     values = values if image_layout.is_channels_last else np.moveaxis(values, -1, 0)
     return np.ascontiguousarray(values[np.newaxis] if image_layout.has_batch else values)
@@ -160,7 +159,7 @@ def parse_input_argument(argument: str) -> InputArgument:
     if not equals:
         name, path = "", argument
     if not path or (equals and not name):
-        raise argparse.ArgumentTypeError(f"expected NAME=FILE, or FILE where the model has one input, got {argument!r}")
+        raise argparse.ArgumentTypeError(f"expected NAME=FILE, or FILE if the model has one input, got {argument!r}")
     stem, mark, array = path.partition(".npz:")
     return InputArgument(name, f"{stem}.npz", array) if mark and array and name else InputArgument(name, path)
 
@@ -229,7 +228,9 @@ class ArgumentReader:
             yield signature.name, numbers.array_of_lists(value, signature)
             return
         if argument.name:
-            raise WrongNumbers("expected a list or a number, got an object; FILE alone takes inputs by their names")
+            raise WrongNumbers(
+                "expected a list or a number, got an object; use FILE without NAME for an object with inputs by name"
+            )
         for name, each in value.items():
             try:
                 yield name, numbers.array_of_lists(each, self._input_named(name))
@@ -262,16 +263,18 @@ def _read_pixels(file: BinaryIO, image_layout: ImageLayout) -> Any:
     try:
         from PIL import Image, ImageOps  # noqa: PLC0415 - only needed for pictures
     except ImportError:
-        raise WrongImage("it is a picture, and Pillow is not installed: pip install './weightd[images]'") from None
+        raise WrongImage("images require Pillow: pip install './weightd[images]'") from None
     try:
         # Pillow warns about transparency, which is irrelevant here, and about large sizes, which are checked below.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(file, formats=_FORMATS) as image:
-                _check_size("a picture", image.width, image.height)
+                _check_size("an image", image.width, image.height)
                 if image.mode.startswith(("I", "F")):
                     # Pillow would clip all higher values to 255.
-                    raise WrongImage(f"expected 8 bits a channel, got a picture of mode {image.mode}; .npy has others")
+                    raise WrongImage(
+                        f"expected an image with 8 bits per channel, got mode {image.mode}; use .npy for other data"
+                    )
                 upright = ImageOps.exif_transpose(image)
                 size = image_layout.size[0] or upright.width, image_layout.size[1] or upright.height
                 _check_size("an input", *size)
@@ -279,7 +282,7 @@ def _read_pixels(file: BinaryIO, image_layout: ImageLayout) -> Any:
     except WrongImage:
         raise
     except Exception as error:  # noqa: BLE001 - decoders may raise anything for malformed files
-        raise WrongImage(f"the picture is damaged, or of a kind that cannot be read: {error}") from None
+        raise WrongImage(f"cannot read the image: {error}") from None
     return np.asarray(picture).reshape(size[1], size[0], image_layout.channels)
 
 
@@ -292,7 +295,7 @@ def _scale(values: Any, pixels: Pixels) -> Any:
     channels = values.shape[-1]
     for name, each in (("--mean", pixels.mean), ("--std", pixels.std)):
         if len(each) not in (0, 1, channels):
-            raise WrongImage(f"{name}: expected 1 number or {channels}, one for each channel, got {len(each)}")
+            raise WrongImage(f"{name}: expected 1 or {channels} numbers, one per channel, got {len(each)}")
     scale = 1 / 255 if pixels.scale is None else pixels.scale
     mean, std = (np.array(each or [without], np.float32) for each, without in ((pixels.mean, 0), (pixels.std, 1)))
     return (values * np.float32(scale) - mean) / std
@@ -316,4 +319,4 @@ def _read_text(argument: InputArgument, file: BinaryIO) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        raise BadInput(f"{argument.display_name}: expected numbers as text (UTF-8)") from None
+        raise BadInput(f"{argument.display_name}: expected numbers as UTF-8 text") from None

@@ -105,11 +105,11 @@ def parse(
     with problems.at(".certificates"):
         certificates = _CALLER_TABLE.check(content.get("certificates", {}))
         if certificates and not gateway.client_ca:
-            raise FieldError("no effect without client_ca in [gateway]")
+            raise FieldError("has no effect without client_ca in [gateway]")
     with problems.at(".users"):
         users = _parse_users(_CALLER_TABLE.check(content.get("users", {})), problems)
         if users and not any(each.startswith(addresses.UNIX_PREFIX) for each in gateway.http):
-            raise FieldError("no effect without a unix: address in http of [gateway]")
+            raise FieldError("has no effect without a unix: address in http of [gateway]")
     return GatewayFile(gateway, certificates, users)
 
 
@@ -157,7 +157,7 @@ def _check_tls(config: GatewayConfig) -> Iterator[FieldError]:
         missing = "tls_key" if config.tls_cert else "tls_cert"
         yield FieldError("missing: tls_cert and tls_key require each other").at(f".{missing}")
     if config.client_ca and not config.tls_cert:
-        yield FieldError("no effect without tls_cert and tls_key").at(".client_ca")
+        yield FieldError("has no effect without tls_cert and tls_key").at(".client_ca")
     for key in ("tls_cert", "tls_key", "client_ca"):
         path = getattr(config, key)
         if path and not os.access(path, os.R_OK):

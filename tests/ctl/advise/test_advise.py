@@ -127,8 +127,8 @@ def test_advise_compares_rows_that_are_all_different(ctl: Ctl, daemon: FakeDaemo
 @pytest.mark.parametrize(
     ("then", "words"),
     [
-        (mixes, "Do not merge: the answer to a row hangs on the rows beside it"),
-        (counts_its_rows, "Do not merge: output y has no row for each row of the inputs: [1] for 2 rows"),
+        (mixes, "Do not batch: the output of a row depends on the other rows"),
+        (counts_its_rows, "Do not batch: output y does not have one row per input row: [1] for 2 rows"),
         (takes_two, "4 rows, refused: at most 2 rows"),
     ],
 )
@@ -157,8 +157,8 @@ def test_what_the_daemon_would_not_do_is_not_advised(ctl: Ctl, daemon: FakeDaemo
         return serves(gains, [X])(message, tensors)
 
     for handle, words in (
-        (serves(gains, [X]), "Do not merge: the daemon does not do it with exact answers: output y: 3 of 3 rows"),
-        (status, "Do not merge: the daemon does not do it with exact answers: none are batched"),
+        (serves(gains, [X]), "Do not batch: the daemon rejects batching with exact outputs: output y: 3 of 3 rows"),
+        (status, "Do not batch: the daemon rejects batching with exact outputs: none are batched"),
     ):
         daemon.handle = handle
         ran = ctl("advise", "m", "--shape", "x=1,8", *QUICK)
@@ -209,7 +209,7 @@ def test_rows_may_come_from_a_file_in_turn(ctl: Ctl, daemon: FakeDaemon, tmp_pat
         ({"x": np.zeros((2, 2))}, "expected x FP32 [-1, -1], got float64 [2, 2]"),
         ({"x": np.zeros((2, 2), "f4"), "ids": np.zeros((2, 2), "i8")}, "expected ids INT64 [-1], got int64 [2, 2]"),
         ({"x": np.zeros((2, 2), "f4"), "ids": np.zeros(3, "i8")}, "as many rows of each input, at least 1, got [2, 3]"),
-        ({"x": np.array([None])}, "x is damaged, or no array of numbers"),
+        ({"x": np.array([None])}, "x is damaged or not a numeric array"),
     ],
 )
 def test_a_file_that_is_not_for_the_model_is_refused(
@@ -281,13 +281,13 @@ def test_the_table() -> None:
         "   1  10.50    95.2  1.00     1.00            equal",
         "   8  20.50   390.2  4.00     1.95  3 of 224 differ",
         "",
-        "0.50 ms of each is the way to the worker and back; GAIN is without it",
-        "8 rows: the daemon cuts such requests ([models.X.split]): no single execution",
+        "0.50 ms of each is overhead between client and worker; GAIN excludes it",
+        "8 rows: not a single execution, because the daemon splits such requests ([models.X.split])",
         "16 rows, refused: at most 8 rows",
-        "output y, from 8 rows on: other bits, by 1.2e-06 at most, 2.5e-07 of the largest value of a row",
+        "output y, from 8 rows on: bits differ, by 1.2e-06 at most, 2.5e-07 of the largest value of a row",
         "output z, from 16 rows on: [] for 16 rows",
         "",
-        "Merge only if exactness does not matter: because",
+        "Batch only if exact outputs are not required: because",
         "",
         "  [models.m.batching]",
         "  max_rows = 8",

@@ -136,10 +136,10 @@ def test_stdin_may_be_any_of_these(
         ("[[1, 1.5]]", "x.json", "x.json: [0][1]: expected an integer from"),
         ('{"ids": 1}', "x.json", "x.json: expected a list or a number, got an object"),
         ("1,b", "x.csv", "x.csv: line 1, column 2: expected a number, got str 'b'"),
-        ("1,2", "x.txt", "x.txt: expected a .npy file, as numpy.save writes it, .npz, .json, .csv or a picture, got"),
-        (b"\xff", "x.csv", "x.csv: expected numbers as text (UTF-8)"),
-        (b"\x89PNG\r\n", "x.json", "x.json: it is a picture, and the input is [-1, -1]: expected "),
-        (None, "both.npz:none", "both.npz: it has no array 'none'; there are: ids, mask, more"),
+        ("1,2", "x.txt", "x.txt: expected a .npy file of numpy.save, or an .npz, .json, .csv or image file, got"),
+        (b"\xff", "x.csv", "x.csv: expected numbers as UTF-8 text"),
+        (b"\x89PNG\r\n", "x.json", "x.json: cannot convert an image to [-1, -1]; expected "),
+        (None, "both.npz:none", "both.npz: no array 'none'; there are: ids, mask, more"),
     ],
 )
 def test_a_file_that_is_no_input_of_the_model(
@@ -226,7 +226,7 @@ def test_many_rows_of_scores_are_counted(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = outputs(("y", np.zeros((20, 3), np.float32)))
     lines = ctl("predict", "m", "--top", "1").out.splitlines()
     assert len(lines) == 1 + 2 * 16 + 1
-    assert lines[-1] == " ... and 4 rows more; --output has all"
+    assert lines[-1] == " ... and 4 more rows; use --output to get all"
 
 
 def test_labels_of_another_model_are_told(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def test_labels_of_another_model_are_told(ctl: Ctl, daemon: FakeDaemon, tmp_path
     labels.write_text("a\n")
     ran = ctl("predict", "m", "--top", "1", "--labels", str(labels))
     assert (ran.status, ran.out) == (exit_codes.NO_INPUT, "")
-    assert ran.err == f"INVALID_ARGUMENT: {labels}: 1 name, and the outputs have vectors of 3 scores\n"
+    assert ran.err == f"INVALID_ARGUMENT: {labels}: 1 name, but outputs have vectors of 3 scores\n"
     assert "No such file" in ctl("predict", "m", "--top", "1", "--labels", str(tmp_path / "none")).err
     os.mkfifo(str(tmp_path / "pipe"))
     assert "expected a regular file" in ctl("predict", "m", "--top", "1", "--labels", str(tmp_path / "pipe")).err
@@ -262,7 +262,7 @@ def test_all_outputs_go_to_one_file(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path
         ("--scale 1,2", "expected one number, got '1,2'"),
         ("--random -1", "expected a number from 0 to 4294967295, got '-1'"),
         ("--top 0", "expected at most"),
-        ("--input =x", "expected NAME=FILE, or FILE where the model has one input, got '=x'"),
+        ("--input =x", "expected NAME=FILE, or FILE if the model has one input, got '=x'"),
         ("--input x=", "got 'x='"),
     ],
 )
@@ -285,7 +285,7 @@ class Broken(io.BytesIO):
 def test_what_cannot_be_read_is_told_as_that(ctl: Ctl, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     ran = ctl("predict", "m", "--input", "ids=-")
-    assert (ran.status, ran.err) == (exit_codes.NO_INPUT, "INVALID_ARGUMENT: stdin: it is closed\n")
+    assert (ran.status, ran.err) == (exit_codes.NO_INPUT, "INVALID_ARGUMENT: stdin: closed\n")
     monkeypatch.setattr("weightctl.arrays.open_input", Broken)
     ran = ctl("predict", "m", "--input", "ids=x.json")
     assert (ran.status, ran.err) == (exit_codes.NO_INPUT, "INVALID_ARGUMENT: x.json: no such luck\n")

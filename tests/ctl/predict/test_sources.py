@@ -75,17 +75,17 @@ def test_a_picture_is_turned_as_it_is_to_be_seen() -> None:
 
 def test_a_picture_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     cut = io.BytesIO(written(PICTURE).getvalue()[:-30])
-    with pytest.raises(WrongImage, match="damaged, or of a kind that cannot be read"):
+    with pytest.raises(WrongImage, match="cannot read the image"):
         load(cut, signature(1, 3, 2, 2), Pixels())
-    with pytest.raises(WrongImage, match="the input is INT64: expected floats, or UINT8"):
+    with pytest.raises(WrongImage, match="cannot convert an image to INT64; expected floats, or UINT8"):
         load(written(PICTURE), signature(1, 3, 2, 2, datatype="INT64"), Pixels())
     with pytest.raises(WrongImage, match="UINT8 without --scale"):
         load(written(PICTURE), signature(1, 3, 2, 2, datatype="UINT8"), Pixels(scale=2.0))
-    with pytest.raises(WrongImage, match="--mean: expected 1 number or 3, one for each channel, got 2"):
+    with pytest.raises(WrongImage, match="--mean: expected 1 or 3 numbers, one per channel, got 2"):
         load(written(PICTURE), signature(1, 3, 2, 2), Pixels(mean=(1.0, 2.0)))
-    with pytest.raises(WrongImage, match="expected 8 bits a channel, got a picture of mode I;16"):
+    with pytest.raises(WrongImage, match="expected an image with 8 bits per channel, got mode I;16"):
         load(written(np.full((2, 2), 300, np.uint16)), signature(1, 1, 2, 2), Pixels())
-    with pytest.raises(WrongImage, match="--scale, --mean, --std: expected numbers that FP16 has"):
+    with pytest.raises(WrongImage, match="--scale, --mean, --std: expected results in the range of FP16"):
         load(written(PICTURE), signature(1, 3, 2, 2, datatype="FP16"), Pixels(scale=1000.0))
     with pytest.raises(WrongImage, match="expected an input of at most 64,000,000 pixels, got 99,999 x 99,999"):
         load(written(PICTURE), signature(1, 3, 99999, 99999), Pixels())

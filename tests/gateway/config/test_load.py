@@ -81,7 +81,7 @@ def test_a_file_with_callers_of_every_kind(tmp_path: Path) -> None:
             "gateway.grpc[0]: example.org:8001: requests from other hosts would be sent without TLS",
         ),
         ({"gateway": {"tls_cert": "/dev/null"}}, "gateway.tls_key: missing"),
-        ({"gateway": {"client_ca": "/dev/null"}}, "gateway.client_ca: no effect without tls_cert"),
+        ({"gateway": {"client_ca": "/dev/null"}}, "gateway.client_ca: has no effect without tls_cert"),
         (
             {"gateway": {"tls_cert": "/dev/null", "tls_key": "/nowhere"}},
             "gateway.tls_key: expected a file that the gateway's user may read, got '/nowhere'",
@@ -89,8 +89,8 @@ def test_a_file_with_callers_of_every_kind(tmp_path: Path) -> None:
         ({"gateway": {"tokens": "~/tokens"}}, "gateway.tokens: expected a path without ~"),
         ({"gateway": {"max_body_bytes": 0}}, "gateway.max_body_bytes: expected integer"),
         ({"gateway": {"max_memory_bytes": 1024}}, "gateway.max_memory_bytes: expected at least twice max_body_bytes"),
-        ({"certificates": {"shop": "sales"}}, "certificates: no effect without client_ca"),
-        ({"users": {"root": "-"}}, "users: no effect without a unix: address"),
+        ({"certificates": {"shop": "sales"}}, "certificates: has no effect without client_ca"),
+        ({"users": {"root": "-"}}, "users: has no effect without a unix: address"),
         ({"gateway": {"http": ["unix:/x"]}, "users": {"65534": "-"}}, "users.65534: expected another user"),
         ({"gateway": {"http": ["unix:/x"]}, "users": {"no such": "-"}}, "users.no such: expected a user of this host"),
         (
