@@ -35,31 +35,31 @@ KEEPER_LIMIT_S = 5.0
 # does so a second after the last large message.
 _QUIET_S = 5.0
 
-# What is no sign of trouble in the log.
+# Log lines that show no problem.
 _ROUTINE = re.compile(r"\S+ \S+ (INFO|DEBUG) ")
 
-# What a daemon starts.
+# Programs that a daemon starts.
 _PROGRAMS = (b"weightd_worker", b"weightd_daemon.processes.snapshotter", census.SHIM_MARK)
 
 Table = Mapping[str, object]
 
 
 class ServiceError(RuntimeError):
-    """The daemon did not do what was waited for."""
+    """Error: the daemon did not reach the awaited state."""
 
 
 class Service:
     """`weightd serve` with these tables [daemon] and [models.NAME].
 
-    Where it is `managed`, as systemd does it, its processes outlive a daemon, and the next one goes on with them.
+    If it is `managed`, as by systemd, its processes outlive a daemon, and the next daemon adopts them.
 
     Attributes:
-        workspace: where everything but the sockets is: its log, its cache, and what others put there.
-        address: where clients connect, in whichever way they like.
-        unix_address: where they connect to the daemon's unix socket.
-        zmq_address: where they connect to its gate.
-        pid: the daemon's.
-        managed: whether it is.
+        workspace: directory of all files but the sockets: logs, cache and files of tests.
+        address: address from which clients choose their transport.
+        unix_address: address of the daemon's Unix socket.
+        zmq_address: address of the ZeroMQ proxy.
+        pid: pid of the daemon.
+        managed: whether a service manager keeps sockets and descriptors.
     """
 
     def __init__(self, workspace: Path, daemon: Table, models: Mapping[str, Table], *, managed: bool = False) -> None:
@@ -111,17 +111,17 @@ class Service:
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
                 )
-        # Nobody looks at the core files of workers that are killed on purpose.
+        # Workers that crash on purpose need no core files.
         resource.prlimit(self._process.pid, resource.RLIMIT_CORE, (0, 0))
         self.pid = self._process.pid
 
     @property
     def log(self) -> Path:
-        """What this daemon writes; each start has a log of its own."""
+        """The path of the log of this daemon; each start has a separate log."""
         return self.workspace / f"weightd.{self._starts}.log"
 
     def warnings(self) -> list[str]:
-        """Return what all daemons have logged as a warning or worse, and what else is no line of the log."""
+        """Return warnings and errors of all daemons, and all output that is no log line."""
         return [
             f"{number}: {line}"
             for number in range(1, self._starts + 1)
@@ -135,7 +135,7 @@ class Service:
 
     @property
     def listens(self) -> bool:
-        """Whether the daemon is past its beginning, where it knows no SIGHUP yet."""
+        """Whether the daemon has started so far that it handles SIGHUP."""
         return self.ended() is None and "listens on" in self.log.read_text("utf-8", "replace")
 
     def kill(self) -> None:
@@ -190,7 +190,7 @@ class Service:
         return status
 
     def _end_manager(self) -> None:
-        """What it has kept is closed: that ends the keeper and all that is left."""
+        """Close the stored descriptors, which ends the shim and all remaining processes."""
         if self._manager is None:
             return
         self._manager.close()
@@ -199,13 +199,13 @@ class Service:
         for name in ("weightd.sock", "weightd.sock.unix", "notify"):
             (self._runtime / name).unlink()
 
-    # --- what it tells ------------------------------------------------------------------------------------------
+    # --- status -------------------------------------------------------------------------------------------------
 
     def status(self) -> StatusResponse:
-        """What the daemon says about itself.
+        """Return the status of the daemon.
 
         Raises:
-            RequestError: it says nothing.
+            RequestError: the daemon does not reply.
         """
         if self._client is None:
             self._client = Client(self.address, timeout=STATUS_LIMIT_S)
@@ -231,7 +231,7 @@ class Service:
         until(check, "every model has all of its workers", limit)
 
     def in_quiet(self, limit: float) -> dict[str, Usage]:
-        """Wait until nobody asks and nothing moves; return what the daemon, its zygote and its gate hold then."""
+        """Wait until the service is idle; return the resource use of the daemon, its zygote and its proxy."""
         self.await_health(limit)
         moved_at, last = time.monotonic(), [(0, 0)]
 
@@ -246,7 +246,7 @@ class Service:
         return until(steady, "the daemon is quiet", limit)
 
     def unhealthy(self, status: StatusResponse) -> list[str]:
-        """Return the models that do not serve with all of their workers, and "gate" where there is none."""
+        """Return the models without all of their workers, and "gate" if the proxy is missing."""
         serving = {model.name for model in status.models if model.state == "serving"}
         models = [
             name
@@ -269,7 +269,7 @@ class Service:
         return found
 
     def front(self) -> dict[str, int]:
-        """Return the processes that clients meet: the daemon, its zygote and its gate, as far as there are any."""
+        """Return the running processes among the daemon, its zygote and its proxy."""
         found = {"daemon": self.pid}
         for name, parent, comm in (("zygote", "daemon", "weightd-zygote"), ("gate", "zygote", "zmq-proxy ")):
             for pid in _children(found[parent], comm) if parent in found else ():
@@ -287,7 +287,7 @@ class Service:
 
 
 def _children(parent: int, name: str) -> list[int]:
-    """Return the children of a process whose names begin so."""
+    """Return the children of a process whose names begin with `name`."""
     found: list[int] = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
@@ -298,7 +298,7 @@ def _children(parent: int, name: str) -> list[int]:
 
 
 class Watched:
-    """Processes, watched by pidfds: a pid that is used again cannot deceive."""
+    """Processes watched by pidfds, which are safe against reused pids."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._pidfds: dict[int, int] = {}
@@ -307,7 +307,7 @@ class Watched:
                 self._pidfds[pid] = os.pidfd_open(pid)
 
     def survivors(self, limit: float = 0.0) -> list[int]:
-        """Return those that still run, after at most so many seconds for each, and watch no longer."""
+        """Return the processes that still run after at most `limit` seconds each, and stop watching."""
         running = [pid for pid, pidfd in self._pidfds.items() if not select.select([pidfd], [], [], limit)[0]]
         while self._pidfds:
             os.close(self._pidfds.popitem()[1])
@@ -339,7 +339,7 @@ def workspace(prefix: str) -> Path:
 
 
 def _workers(table: Table) -> int:
-    """How many processes of a model take requests."""
+    """Return the number of processes of a model that serve requests."""
     devices = cast("list[str]", table.get("ranks.devices", []))
     return len(devices) or cast(int, table["workers"])
 

@@ -18,19 +18,19 @@ from .kinds import BLAMING, GATES, LETHAL, Fault
 from .ledger import WRONG, Incident
 from .material import POISONED
 
-# What a fault has caused may still be on its way when its effect is seen to be over.
+# Errors caused by a fault may still arrive this long after the end of its effect.
 AFTERMATH_S = 1.5
 
-# A request of this patience must be served in any weather but a hang or a restart: no fault stops a model for longer.
+# A request with this timeout must succeed except during a hang or a restart: other faults stop a model for less.
 PATIENT_S = 20.0
 
 # Clocks of the client and of the daemon start a moment apart.
 _EARLY_S = 0.002
 
-# What two workers died of is refused for a while, whoever asks for it.
+# The daemon rejects a request that crashed two workers for this time, from every client.
 QUARANTINE_S = 600.0
 
-# A row of deaths may have begun so long ago.
+# A series of crashes may have begun this long ago.
 SUSPICION_S = MAX_PEER_DEATHS * OFFENSE_RETENTION_S + MAX_REFUSAL_S
 
 
@@ -45,7 +45,7 @@ class Strike:
     note: str = ""
 
     def touches(self, begin: float, end: float) -> bool:
-        """Return whether it can have had to do with what happened between these two moments."""
+        """Return whether the fault can have affected the time between these two moments."""
         return self.begin <= end and begin <= self.end + AFTERMATH_S
 
 
@@ -75,17 +75,17 @@ def _own_deadline(incident: Incident, _: Sequence[Strike]) -> bool:
 
 
 def _no_worker(incident: Incident, strikes: Sequence[Strike]) -> bool:
-    """At its deadline nobody was there who could have answered."""
+    """No worker was available at the deadline of the request."""
     return _late(incident) and _during(*LETHAL, Fault.POISON)(incident, strikes)
 
 
 def _group_exchanged(incident: Incident, strikes: Sequence[Strike]) -> bool:
-    """At its deadline the group that served was gone, as where no port is free for two, and the next one not there."""
+    """At the deadline, the old rank group had exited, as no ports are free for two, and the new one was not ready."""
     return _late(incident) and incident.model == cut.NAME and _during(Fault.UPDATE, Fault.RELOAD)(incident, strikes)
 
 
 def _not_forked(incident: Incident, strikes: Sequence[Strike]) -> bool:
-    """Workers were lost, and the fork server stopped before it was up: it has 60 s for that."""
+    """Workers exited, and the fork server stopped before their replacement was up, for which it has 60 s."""
     return (
         _late(incident)
         and _during(*LETHAL, Fault.POISON)(incident, strikes)
@@ -94,35 +94,35 @@ def _not_forked(incident: Incident, strikes: Sequence[Strike]) -> bool:
 
 
 def _count(incident: Incident, strikes: Sequence[Strike], before: float, faults: Collection[Fault]) -> int:
-    """How many of these faults can have met the model from so many seconds before the request was sent to its end."""
+    """Return how many faults can have hit the model from `before` seconds before the request until its end."""
     begin, end = incident.sent_at - before, incident.ended_at
     return sum(each.fault in faults and each.model == incident.model and each.touches(begin, end) for each in strikes)
 
 
 def _two_deaths(incident: Incident, strikes: Sequence[Strike]) -> bool:
-    """Two workers can have crashed with it, or with the same content before; to be killed does not count."""
+    """Two workers can have crashed with this request or with an earlier equal one; kills do not count."""
     return _count(incident, strikes, QUARANTINE_S, BLAMING) >= 2
 
 
 def _suspected(incident: Incident, strikes: Sequence[Strike]) -> bool:
-    """Workers can have crashed of its client's requests, or of those of its user, which is that of all clients."""
+    """Requests of the same user can have crashed workers; all clients have the same user."""
     near = _count(incident, strikes, SUSPICION_S, BLAMING)
     poisons = _count(incident, strikes, SUSPICION_S, {Fault.POISON})
     return near >= MAX_PEER_DEATHS or near + poisons * MAX_PEER_DEATHS >= MAX_PRINCIPAL_DEATHS
 
 
 def _poisoned(incident: Incident, strikes: Sequence[Strike]) -> bool:
-    """It kills workers itself."""
+    """The request itself crashes workers."""
     return incident.question == POISONED and _during(Fault.POISON)(incident, strikes)
 
 
 def _killed_again_and_again(incident: Incident, strikes: Sequence[Strike]) -> bool:
-    """Whatever worker had it was killed."""
+    """Every worker that had the request was killed."""
     return _count(incident, strikes, 0.0, LETHAL) >= MAX_LOST_SLOTS
 
 
 def _gate_lost(incident: Incident, strikes: Sequence[Strike]) -> bool:
-    """The gate that its client had is gone, and with it the connection."""
+    """The proxy of the client has exited, which closed the connection."""
     return incident.by_gate and _during(*GATES, everywhere=True)(incident, strikes)
 
 
@@ -147,7 +147,7 @@ LEGAL: Mapping[str, Sequence[Rule]] = {
     "RESOURCE_EXHAUSTED": (_during(Fault.FLOOD), _during(Fault.DEAF_CROWD, everywhere=True), _poisoned, _suspected),
     "INTERNAL": (_two_deaths, _poisoned, _suspected),
     "CANCELLED": (_cancelled,),
-    # The bytes that it computes with were changed under it; what weightd promises is to notice soon.
+    # The weights were overwritten during the request; weightd only guarantees to detect that soon.
     WRONG: (_during(Fault.OVERWRITE_STORE),),
     "INVALID_ARGUMENT": (),
     "NOT_FOUND": (),
@@ -158,12 +158,12 @@ LEGAL: Mapping[str, Sequence[Rule]] = {
 
 
 def illegal(incidents: Iterable[Incident], strikes: Sequence[Strike]) -> list[str]:
-    """Return what must not have happened, in words."""
+    """Return a text for each incident that must not have happened."""
     return [_words(each) for each in incidents if not is_legal(each, strikes)]
 
 
 def is_legal(incident: Incident, strikes: Sequence[Strike]) -> bool:
-    """Return whether a request may have ended so."""
+    """Return whether this outcome of a request is legal."""
     return any(rule(incident, strikes) for rule in LEGAL.get(incident.code, ()))
 
 

@@ -33,11 +33,11 @@ Arrays = Mapping[str, NDArray[Any]]
 
 ENGINES = ("onnxruntime", "mindspore_lite")
 
-# For a file that is about the daemon, to which one engine is as good as another.
+# Mark of files that test the daemon, independent of the engine.
 ONE_ENGINE = pytest.mark.engines("onnxruntime")
 SUFFIX = {"onnxruntime": ".onnx", "mindspore_lite": ".mindir"}
 
-# For everything that is waited for and must happen; a machine that is busy with other work needs it.
+# Limit of every wait; large enough for a busy machine.
 LIMIT_S = 30.0
 
 MLP_WIDTH = 768
@@ -78,7 +78,7 @@ class Zoo:
 
 
 class BareEngine:
-    """The engine called directly, which says what the right answer is."""
+    """An engine called directly, for reference answers."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
@@ -92,7 +92,7 @@ class BareEngine:
         return self._plain[model]
 
     def answer(self, model: Path, inputs: Arrays) -> Arrays:
-        """Return what the engine itself answers."""
+        """Return the answer of the engine without weightd."""
         return self.process(model).infer(inputs)
 
     def questions(self, model: Path, inputs: Iterable[Arrays]) -> list[SampleRequest]:
@@ -154,9 +154,8 @@ _PAUSE_S = 0.02
 class Load:
     """Threads with a client each that keep requests in flight and check every answer, until the block ends.
 
-    They ask as fast as they can for a moment after each `wait_for`, in which a test does what it is about, and then
-    slower, to leave the machine to what is waited for. At the end of the block every request must have had its right
-    answer, or the block fails.
+    The threads send requests at full speed for a moment after each `wait_for`, during which the test acts, and then
+    slower, to leave the machine to the awaited processes. The block fails unless every request got its right answer.
     """
 
     def __init__(
@@ -205,7 +204,7 @@ class Load:
                         self._check(*pending.popleft())
                     if time.monotonic() > self._fast_until:
                         self._stop.wait(_PAUSE_S)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the block fails with it
+        except Exception as error:  # noqa: BLE001 - any error fails the block
             self.wrong.append(f"{type(error).__name__}: {error}")
 
     def _check(self, pending: Pending, question: SampleRequest) -> None:
@@ -215,7 +214,7 @@ class Load:
 
 
 class DaemonPaths:
-    """Directories and an address for a daemon that a test starts in its own way."""
+    """Directories and an address for a daemon that the test itself starts."""
 
     def __init__(self, runtime: Path, cache: Path) -> None:
         self.runtime = runtime
@@ -252,7 +251,7 @@ class DaemonPaths:
 
     @property
     def left(self) -> list[str]:
-        """What a daemon has left behind."""
+        """Return the files that a daemon has left behind."""
         return left_behind(self.runtime, self.cache)
 
 
@@ -293,7 +292,7 @@ class Weightd:
 
     @property
     def log(self) -> str:
-        """What it wrote so far."""
+        """The text that the command has written."""
         return self._log.read_text("utf-8", "replace")
 
     def wait(self, limit: float = LIMIT_S) -> int:
@@ -323,7 +322,7 @@ def weightd(*arguments: object, limit: float = LIMIT_S) -> subprocess.CompletedP
 
 
 def model_status(service: Service, name: str) -> ModelStatus:
-    """Return what the daemon says about one of its models."""
+    """Return the status of a model."""
     return next(model for model in service.status().models if model.name == name)
 
 
@@ -338,7 +337,7 @@ def ready_workers(service: Service, name: str) -> list[ProcessStatus]:
 
 
 def kill_a_worker(service: Service, load: Load) -> None:
-    """Kill one of the workers of the model "mlp"; another takes its place, serves, and shares the weights."""
+    """Kill a worker of the model "mlp", and check that its replacement serves and shares the weights."""
     before = {each.name: each for each in ready_workers(service, "mlp")}
     victim = next(iter(before.values()))
     os.kill(victim.pid, signal.SIGKILL)
@@ -373,7 +372,7 @@ def left_behind(runtime: Path, cache: Path) -> list[str]:
 
 
 def children_of(cache: Path) -> set[int]:
-    """Return what a daemon with this cache directory has started: the log or the command line names the directory."""
+    """Return the processes of a daemon with this cache directory, which their log path or command line contains."""
     pids = {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
     return {pid for pid in pids if census.log(pid).startswith(f"{cache}/") or str(cache) in _command_line(pid)}
 
@@ -387,7 +386,7 @@ def _command_line(pid: int) -> str:
 
 @contextlib.contextmanager
 def core_dumps() -> Generator[None, None, None]:
-    """Have the processes that are started in the block leave core dumps with all memory, as far as they may."""
+    """Let processes started in the block write core dumps with all memory, as far as their limits allow."""
     limits, filter_file = resource.getrlimit(resource.RLIMIT_CORE), Path("/proc/self/coredump_filter")
     before = filter_file.read_text("ascii")
     resource.setrlimit(resource.RLIMIT_CORE, (limits[1], limits[1]))
@@ -400,13 +399,13 @@ def core_dumps() -> Generator[None, None, None]:
 
 
 def core_dump_of(pid: int) -> tuple[int, int]:
-    """Return the size to which the core file of a process is limited, and the filter of what is dumped."""
+    """Return the size limit of a process's core file, and its coredump_filter."""
     limit, _ = resource.prlimit(pid, resource.RLIMIT_CORE)
     return limit, int(Path(f"/proc/{pid}/coredump_filter").read_text("ascii"), 16)
 
 
 class Watched:
-    """Processes, watched by pidfds: a pid that is used again cannot deceive."""
+    """Processes watched by pidfds, which are safe against reused pids."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._pidfds = {pid: os.pidfd_open(pid) for pid in pids}
@@ -419,7 +418,7 @@ class Watched:
             os.close(pidfd)
 
     def survivors(self) -> list[int]:
-        """Return those that still run."""
+        """Return the processes that still run."""
         return [pid for pid, pidfd in self._pidfds.items() if not select.select([pidfd], [], [], 0)[0]]
 
 

@@ -48,7 +48,7 @@ def rank_of(name: str) -> int:
 
 
 def hello_of(name: str, **fields: Any) -> Hello:
-    """What a good process says."""
+    """Return the Hello of a valid process."""
     if name == BROKER:
         return replace(Hello("pid", "broker", {"weightd": VERSION}, TRAITS), **fields)
     rank = rank_of(name)
@@ -65,7 +65,7 @@ def sends(order: Any, *names: str) -> list[Action]:
 
 
 class RankGroupHarness:
-    """A unit. Each event returns what it wants done then; what it takes to come to a place returns the group."""
+    """A rank group under test. Event methods return the requested actions; setup methods return the harness."""
 
     def __init__(self, size: int = 2, *, rows: RowTestSpec | None = None, **ranks: Any) -> None:
         self.now = 1000.0
@@ -133,7 +133,7 @@ class RankGroupHarness:
         return self.wanted()
 
     def strays(self, name: str) -> list[Action]:
-        """It says what no rank says."""
+        """Send a message that no rank sends."""
         self.unit.on_message(name, AttachAllowed(""), self.now)
         return self.wanted()
 
@@ -160,7 +160,7 @@ class RankGroupHarness:
         self.unit.tick(self.now)
         return self.wanted()
 
-    # --- to where a test begins ---
+    # --- setup ---
 
     def spawned(self) -> RankGroupHarness:
         self.pinned()
@@ -179,7 +179,7 @@ class RankGroupHarness:
         return self
 
     def resumed(self) -> RankGroupHarness:
-        """The next daemon has read what this one wrote."""
+        """Return the harness of the next daemon, which has read the state of this one."""
         written = record_generation(self.unit, None)
         assert written is not None
         written = decode(GenerationRecord, json.loads(json.dumps(plain(written))))

@@ -68,12 +68,12 @@ def attach(name: str, handle: str = BUILT.handle) -> Action:
 
 
 def allow(name: str) -> Action:
-    """The holder is asked to let this one in."""
+    """Return the action that lets the holder admit this process."""
     return Send(HOLDER, AllowAttach((pid(name),)))
 
 
 class GenerationHarness:
-    """A generation. Each event returns what it wants done then; what it takes to come to a place returns the life."""
+    """A generation under test. Event methods return the requested actions; setup methods return the harness."""
 
     def __init__(self, workers: int = 2, traits: SharingTraits = CPU, **terms: Any) -> None:
         self.traits = traits
@@ -159,7 +159,7 @@ class GenerationHarness:
             self.generation.on_message(name, Reconnected(), self.now)
         return self.wanted()
 
-    # --- to where a test begins ---
+    # --- setup ---
 
     def spawned(self) -> GenerationHarness:
         self.pinned()
@@ -178,14 +178,14 @@ class GenerationHarness:
         return self
 
     def replaced(self, name: str, by: str) -> list[Action]:
-        """A worker is lost, another one comes; return what is wanted once that is up."""
+        """Replace a worker that has exited; return the actions after its replacement is up."""
         self.exits(name)
         if by not in self.generation.children:
             self.when_due()
         return self.hello(by)
 
     def resumed(self) -> GenerationHarness:
-        """The next daemon has read what this one wrote."""
+        """Return the harness of the next daemon, which has read the state of this one."""
         written = record_generation(self.generation, SEAL)
         assert written is not None
         written = decode(GenerationRecord, json.loads(json.dumps(plain(written))))

@@ -40,7 +40,7 @@ from weightd_protocol.version import VERSION
 SHA = "5" * 64
 SEAL = SealRecord(8192, 10**18)
 CPU = SharingTraits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
-# Pids are fixed at the build: what is lost with the holder only the next generation can replace.
+# Pids are fixed at the build, so only the next generation can replace a lost holder.
 CARD = SharingTraits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
 X = TensorSignature("x", "FP32", (-1, 2))
 Y = TensorSignature("y", "FP32", (-1, 3))
@@ -57,7 +57,7 @@ _numbers = itertools.count(1)
 def request(
     spec: TensorSpec = GOOD, content: bytes = b"", *, deadline: float = 1e9, origin: ClientOrigin = UNKNOWN_ORIGIN
 ) -> Request:
-    """Return a request of this content, or of one that no other has."""
+    """Return a request with this content, by default with a unique one."""
     number = next(_numbers)
     content = content or f"content {number}".encode()
     client = origin.peer.encode() or b"client"
@@ -75,7 +75,7 @@ def request(
 
 
 class FakeHost:
-    """The children and the clients of models, over daemons that come and go."""
+    """Child processes and clients of models, which outlive the daemons of a test."""
 
     def __init__(self) -> None:
         self.pinned: list[ModelSource] = []
@@ -101,7 +101,7 @@ class FakeHost:
         self.metadata: list[tuple[bytes, ModelMetadataResponse]] = []
         self.updated: list[UpdateResponse] = []
         self.errors: list[tuple[str, str, str]] = []
-        # The parts of a ProcessManager.
+        # This object stands for all parts of a ProcessManager.
         self.snapshots = self.storage = self.messenger = self
 
     def take_snapshot(
@@ -175,7 +175,7 @@ class FakeHost:
         self.refusals.append((request.number, error.code, str(error)))
 
     def reserve_partial_result(self, request: Request, nbytes: int) -> None:
-        """There is room for anything."""
+        """Accept any partial result."""
 
     def notify_released(self, request: Request) -> None:
         self.releases.append(request.number)
@@ -192,32 +192,32 @@ class FakeHost:
     def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
         self.errors.append((request_id, error.code, str(error)))
 
-    # --- what a test asks for ---
+    # --- queries of tests ---
 
     def told(self, kind: type[ChildOrder]) -> list[tuple[str, ChildOrder]]:
-        """Who was given an order of this kind, and which."""
+        """Return the orders of this kind, each with its process."""
         return [each for each in self.orders if isinstance(each[1], kind)]
 
     def predicts(self) -> list[tuple[str, int]]:
-        """Who was given which request since the last time."""
+        """Return process and request of each predict since the last call."""
         given = [(name, order.request) for name, order in self.orders if isinstance(order, Predict)]
         self.orders = [each for each in self.orders if not isinstance(each[1], Predict)]
         return given
 
     def refused(self) -> list[tuple[int, str]]:
-        """Who was refused since the last time, with which code."""
+        """Return request and error code of each rejected request since the last call."""
         refusals, self.refusals = self.refusals, []
         return [(number, code) for number, code, _ in refusals]
 
 
 class ModelHarness:
-    """A model, and the children's side of the talk.
+    """A model, and the messages of its child processes.
 
     Args:
-        traits: of the engine.
-        workers: how many there are.
-        shared: what dispatchers have in common.
-        config: whatever else is not to have the default.
+        traits: traits of the engine.
+        workers: number of workers.
+        shared: state that dispatchers share.
+        config: further configuration keys.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class ModelHarness:
         self.model.start(self.now)
 
     def pinned(self) -> ModelHarness:
-        """The last snapshot that was asked for exists."""
+        """Report that the last requested snapshot exists."""
         source = self.host.pinned[-1]
         self.model.on_snapshot_taken(source, Snapshot(f"/snapshots/{source.number}", "", SHA, 100), self.now)
         return self
@@ -243,17 +243,17 @@ class ModelHarness:
         return self
 
     def of(self, generation: int) -> list[str]:
-        """The processes of a generation, its holder first."""
+        """Return the processes of a generation, its holder first."""
         return [name for name in self.host.spawned if name.startswith(f"digits.{generation}.")]
 
     def builds(self, generation: int = 1, built: Built = BUILT) -> ModelHarness:
-        """Everybody of a generation says hello, and its holder builds."""
+        """Connect all processes of a generation, and let its holder build the model."""
         for name in self.of(generation):
             self.says(name, Hello("1", SHA, {"weightd": VERSION}, self.traits))
         return self.says(f"digits.{generation}.holder", built)
 
     def loads(self, generation: int = 1, built: Built = BUILT) -> ModelHarness:
-        """And its workers attach."""
+        """Do the same as `builds`, and let the workers attach."""
         self.builds(generation, built)
         for name in self.of(generation)[1:]:
             self.says(name, ATTACHED)
@@ -269,13 +269,13 @@ class ModelHarness:
         return self
 
     def goes(self, generation: int) -> ModelHarness:
-        """Every process of a generation exits, workers first."""
+        """Let every process of a generation exit, workers first."""
         for name in [*self.of(generation)[1:], f"digits.{generation}.holder"]:
             self.model.deployments.process_events.on_exit(name, ExitCause(0), self.now)
         return self
 
     def update(self, path: str = "/models/new.onnx", *, weights: str = "", rollback: bool = False) -> ModelHarness:
-        """An operator asks."""
+        """Request an update, as an operator does."""
         self.model.update(b"operator", "u", self.now, path=path, weights=weights, rollback=rollback, grant=OPERATOR)
         return self
 
@@ -283,7 +283,7 @@ class ModelHarness:
         return self.update("", rollback=True)
 
     def updated(self, generation: int, path: str = "/models/new.onnx") -> ModelHarness:
-        """An update that succeeds."""
+        """Request an update, and let it succeed."""
         self.update(path).pinned().loads(generation)
         for leaving in list(next(iter(self.model.deployments)).draining):
             self.goes(leaving.number)

@@ -24,7 +24,7 @@ WIDTH = 64
 
 S = TypeVar("S", bound=Service)
 
-# Tests that share a service find it complete, and leave it so; faults and switches are as they were.
+# Tests that share a service must leave it complete, with the original faults and switches.
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Cards:
 
     @contextlib.contextmanager
     def managed(self) -> Generator[ManagedService]:
-        """As `ready`, under a service manager."""
+        """Do the same as `ready`, under a service manager."""
         with ManagedService({MODEL: on_card(self.model)}, env=environment(self.host)) as service:
             wait_for_all(service)
             yield service
@@ -72,17 +72,17 @@ def on_card(path: Path, /, **more: object) -> dict[str, object]:
 
 
 def questions(path: Path) -> list[SampleRequest]:
-    """Return requests and their right answers, computed apart from any process of the service."""
+    """Return requests with their right answers, computed independently of the service."""
     return [SampleRequest(inputs, models.answers(path, dict(inputs))) for inputs in mlp_inputs((1, 3, 2, 7), WIDTH)]
 
 
 def status(service: Service, name: str = MODEL) -> ModelStatus:
-    """Return what the daemon says about a model."""
+    """Return the status of a model."""
     return next(model for model in service.status().models if model.name == name)
 
 
 def device(service: Service) -> DeviceStatus:
-    """Return what the daemon says about card 0."""
+    """Return the status of card 0."""
     return next(each for each in service.status().devices if each.name == "ascend:0")
 
 
@@ -98,7 +98,7 @@ def number(service: Service) -> int:
 
 
 def serves(service: Service, number: int) -> bool:
-    """Whether that generation serves with all its processes, and no other is left."""
+    """Return whether that generation serves with all its processes, and no other generation is left."""
     generations = status(service).generations
     return [(each.number, each.progress) for each in generations] == [(number, "serving")]
 
