@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 HELP = "check an Ascend host: interpreter, driver, cards, and sharing between real processes"
 
 _DESCRIPTION = """\
-Checks what weightd needs on an Ascend host and prints a line for each check: pass, fail, or not testable, what was
-found, and what to do. With --model it shares the weights of that model among real worker processes, kills the one that
-built them, and starts one that must be refused: not on a device that is in use. It takes one copy of the weights
-there, for a small model a second one to compare, and up to four processes at a time.
+Checks the requirements of weightd on an Ascend host. Prints one line for each check: pass, fail or not testable, the
+finding, and what to do. With --model it shares the weights of this model among real worker processes, kills the
+process that built them, and starts a process that must be rejected; do not use a device that serves requests. It needs
+memory for one copy of the weights, for a small model for a second one to compare, and up to four processes at a time.
 
-With --ranks it says what a model that is spread over several cards would lack here; no rank is started.
+With --ranks it checks the requirements of a model with ranks on several cards; it starts no rank.
 
-Where systemd has a unit for weightd, its environment counts and not that of this shell; the line `service` says so.
-Each check runs in child processes with a time limit; none is left behind.
+If systemd has a unit for weightd, the doctor checks the environment of this unit instead of the shell's; the line
+`service` shows which. Each check runs in child processes with a time limit; none of them remains.
 
-Exit status: 0 no check has failed (some may not be testable), 1 a check has failed, 64 the command line is
-wrong, 69 there is nothing to test: no Ascend driver or library is here."""
+Exit status: 0 no check failed (some may not be testable), 1 a check failed, 64 invalid command line, 69 no Ascend
+driver or library found."""
 
 _STEP_TIMEOUT_S = 300.0
 
@@ -39,10 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--python",
         default=sys.executable,
         metavar="FILE",
-        help="the interpreter that has MindSpore Lite and weightd (default: this one)",
+        help="Python interpreter with MindSpore Lite and weightd (default: this one)",
     )
     parser.add_argument(
-        "--device", type=_parse_device, default=0, metavar="ascend:N", help="the device to look at (default: ascend:0)"
+        "--device", type=_parse_device, default=0, metavar="ascend:N", help="device to check (default: ascend:0)"
     )
     parser.add_argument("--model", type=Path, metavar="FILE.mindir", help="share the weights of this model")
     parser.add_argument(
@@ -50,14 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_selftest,
         default="auto",
         metavar="VALUE",
-        help="as the key selftest of the model: FILE.npz, or shapes such as {x = [1, 3, 48, 320]} (default: auto)",
+        help="like the key selftest of a model: FILE.npz, or shapes such as {x = [1, 3, 48, 320]} (default: auto)",
     )
     parser.add_argument(
         "--selftest-tolerance",
         type=_parse_tolerance,
         default=0.0,
         metavar="SHARE",
-        help="as the key selftest_tolerance of the model (default: 0)",
+        help="like the key selftest_tolerance of a model (default: 0)",
     )
     parser.add_argument(
         "--ranks",
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=(),
         metavar="ascend:N,...",
-        help="look at what a model with ranks on these devices needs, in their order (default: on all there are)",
+        help="check the requirements of a model with ranks on these devices, in this order (default: all devices)",
     )
     parser.add_argument("--rank-table", type=Path, metavar="FILE", help="with --ranks: the rank table of these devices")
     parser.add_argument(
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_parse_seconds,
         default=_STEP_TIMEOUT_S,
         metavar="SECONDS",
-        help="time for one step of the self-test, such as a build (default: %(default)g)",
+        help="time limit of one step of the self-test, such as a build (default: %(default)g)",
     )
     parser.add_argument(
         "--unit",

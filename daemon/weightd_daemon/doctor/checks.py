@@ -319,7 +319,7 @@ def _parse_version(version: str) -> tuple[int, ...]:
 
 
 INDEPENDENT_CHECKS: Mapping[str, Check] = {INTERPRETER: _check_interpreter, PROCESS_EXITS: _check_process_exits}
-"""The checks that can be made without anything of Ascend, in their order."""
+"""The checks that need no Ascend hardware or software, in their order."""
 
 CHECKS: Mapping[str, Check] = {
     "service": _check_service,

@@ -51,7 +51,7 @@ class Verdict(NamedTuple):
 
 
 Findings = Mapping[str, Verdict]
-"""The verdicts, by the names of the checks, which do not change between releases."""
+"""The verdicts by check; the names of the checks do not change between releases."""
 
 
 def passed(detail: str) -> Verdict:

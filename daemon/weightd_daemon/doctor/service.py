@@ -33,7 +33,7 @@ _DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin"
 _IGNORE_ERRORS_PATTERN = re.compile(r" \(ignore_errors=(yes|no)\)$")
 
 RunCommand = Callable[[list[str]], str]
-"""Runs a command and returns what it prints; raises OSError with the reason if that cannot be had."""
+"""Runs a command and returns its output; raises OSError with the reason if the command fails."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ _ROUTINE_LOGGER = "weightd.usage"
 
 
 _Source = tuple[bool, str]
-"""Of an event: whether a client has caused it, and which, or the model that it is about."""
+"""The source of an event: whether a client caused it, and the name of the client or of the model."""
 
 
 class EventLog(logging.Handler):

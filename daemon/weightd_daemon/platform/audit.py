@@ -22,7 +22,7 @@ FAILED = "failed"
 REFUSED = "refused"
 
 OPERATOR = "operator"
-"""The user of what the configuration file orders, not a client."""
+"""The user of changes that the configuration file causes, not a client."""
 
 # Clients can repeat refused operations at will: each user of a tenant gets one entry in this interval. The daemon keeps
 # 2,000 events.

@@ -14,7 +14,7 @@ from weightd_daemon.platform import event_loop
 from weightd_daemon.platform.log_setup import client_extra
 
 WINDOW_S = 10.0
-"""The limits hold for periods of so many seconds."""
+"""The length in seconds of the periods to which the limits apply."""
 
 # Lines about one user, host or tenant in a period. Each kind of event has one line, which also gives the number of
 # suppressed lines.

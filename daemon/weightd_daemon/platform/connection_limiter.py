@@ -16,13 +16,13 @@ _MIN_RESERVED_DESCRIPTORS = 256
 _MAX_RESERVED_DESCRIPTORS = 4096
 
 REOPEN_FRACTION = 0.9
-"""After some were hung up, so many of the connections have to end before it is said that there is room again."""
+"""After connections were closed: the fraction of the limit below which the log reports free connections again."""
 
 NO_TENANT = "users without a tenant"
-"""The account and the user of all clients that are in no tenant's table, where there are tables."""
+"""The account and the user of all clients without a tenant, if tenants are configured."""
 
 EVERYONE = "everyone"
-"""The account of all clients where tenants are not told apart."""
+"""The account of all clients, if no tenants are configured."""
 
 # Divisors of the number of all connections: the share that all users without a tenant may have together, and the share
 # of its account that a user keeps whatever the account's other users do.

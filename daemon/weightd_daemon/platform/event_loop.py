@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Generator
 
 TICK_S = 0.5
-"""The longest wait between two readings of a clock: whoever waits longer does so in several steps."""
+"""The longest wait between two readings of a clock; longer waits are divided into several steps."""
 
 _SLACK_S = 0.5
 """A reading that is this much later than expected shows that the process did not run. A busy machine stays below it."""

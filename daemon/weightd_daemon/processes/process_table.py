@@ -79,7 +79,7 @@ def _count_oom_kills() -> int:
 _MAX_RESULT_BYTES = 65536
 
 OneshotResult = Mapping[str, Any]
-"""What a helper has answered; nothing where it has not."""
+"""The output of a helper process; empty without output."""
 
 
 def run_oneshot(

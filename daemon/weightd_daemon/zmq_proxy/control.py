@@ -24,7 +24,7 @@ from weightd_protocol.limits import MAX_FRAME_BYTES
 DEBUG, WARNING, ERROR = 10, 30, 40
 
 LogFunction = Callable[[int, str], object]
-"""Writes a line, with its level."""
+"""Writes a log line with its level."""
 
 
 class ProxyConfig(NamedTuple):
