@@ -21,6 +21,7 @@ from tools.manual.commands import Argument, ProgramCommand, read_parser
 from tools.manual.page import ManPage, bold, escape, prose
 
 from weightctl import exit_codes as weightctl_exit_codes
+from weightctl.cli import COMMANDS
 from weightd_common import toml_schema
 from weightd_daemon import exit_codes as weightd_exit_codes
 from weightd_daemon.config import load as config
@@ -80,6 +81,15 @@ def test_each_command_and_argument_is_there_with_its_help(name: str) -> None:
             if command is program or argument.flags not in common:
                 assert all(f"{word}\\fR" in part for word in argument.flags or (argument.metavar,))
                 assert prose(argument.help).replace("\\-", "-") in part
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if COMMANDS[command].manual])
+def test_text_that_is_not_in_the_help_is_in_the_manual(command: str) -> None:
+    part = section("weightctl.1", "COMMANDS").partition(f'.SS "{command}"\n')[2].partition("\n.SS")[0]
+    words = " ".join(re.sub(r"(?m)^\..*$", "", part).replace("\\(ha", "^").split())
+    for paragraph in COMMANDS[command].manual.split("\n\n"):
+        assert " ".join(paragraph.split()) in words
+    assert "See weightctl(1)" not in words
 
 
 @pytest.mark.parametrize(("name", "module"), [("weightd.8", weightd_exit_codes), ("weightctl.1", weightctl_exit_codes)])

@@ -263,7 +263,7 @@ def _read_pixels(file: BinaryIO, image_layout: ImageLayout) -> Any:
     try:
         from PIL import Image, ImageOps  # noqa: PLC0415 - only needed for pictures
     except ImportError:
-        raise WrongImage("images require Pillow: pip install './weightd[images]'") from None
+        raise WrongImage("cannot read images: Pillow is not installed: pip install './weightd[images]'") from None
     try:
         # Pillow warns about transparency, which is irrelevant here, and about large sizes, which are checked below.
         with warnings.catch_warnings():

@@ -90,7 +90,7 @@ def test_a_picture_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WrongImage, match="expected an input of at most 64,000,000 pixels, got 99,999 x 99,999"):
         load(written(PICTURE), signature(1, 3, 99999, 99999), Pixels())
     monkeypatch.setattr("weightctl.predict.sources._MAX_PIXELS", 3)
-    with pytest.raises(WrongImage, match="expected a picture of at most 3 pixels, got 2 x 2"):
+    with pytest.raises(WrongImage, match="expected an image of at most 3 pixels, got 2 x 2"):
         load(written(PICTURE), signature(1, 3, 2, 2), Pixels())
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(WrongImage, match=r"Pillow is not installed: pip install '\./weightd\[images\]'"):
