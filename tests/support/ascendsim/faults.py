@@ -1,4 +1,4 @@
-"""Where the faults that a test has ordered happen."""
+"""Execution of the faults that a test has set."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ FOREVER_S = 10 * 365 * 24 * 3600.0
 
 
 class Failed(Exception):
-    """The operation fails, for no reason that anybody learns."""
+    """Error: the operation fails without a reason."""
 
 
 class Garbage(Exception):
-    """The operation gives a wrong answer."""
+    """Signal: the operation returns a wrong answer."""
 
 
 class Skipped(Exception):
-    """The operation is told as done, and was not."""
+    """Signal: the operation reports success without running."""
 
 
 class OtherTable(Exception):
-    """The rank table is that of another group."""
+    """Signal: the process reads the rank table of another group."""
 
 
 class _TimeSpec(ctypes.Structure):
@@ -39,13 +39,13 @@ class _TimeSpec(ctypes.Structure):
 
 
 def begin(driver: Driver, operation: str, who: str, rank: int = -1) -> None:
-    """An operation begins: count it, and suffer what was ordered."""
+    """Count the start of an operation, and execute its faults."""
     driver.count(operation)
     suffer(driver, operation, who, "start", rank)
 
 
 def suffer(driver: Driver, operation: str, who: str, at: str, rank: int = -1) -> None:
-    """Do what was ordered for this place, if it is this operation's turn."""
+    """Execute the fault at this point of the operation, if one is due."""
     for fault in driver.switches.faults:
         meant = fault.who in ("all", who) and fault.rank in (-1, rank)
         if (fault.operation, fault.at) == (operation, at) and meant:
@@ -68,7 +68,7 @@ def _do(action: str, seconds: float) -> None:
 
 
 def stall(seconds: float) -> None:
-    """Wait as native code does: for a mutex that nobody lets go of. Unlike a sleep, no signal interrupts that."""
+    """Block like native code on a mutex that is never released. Unlike a sleep, signals do not interrupt this."""
     libc = ctypes.PyDLL(None) if _gil_holders else ctypes.CDLL(None)
     mutex = ctypes.create_string_buffer(_MUTEX_BYTES)
     libc.pthread_mutex_lock(mutex)
@@ -81,7 +81,7 @@ _gil_holders: List[int] = []
 
 @contextlib.contextmanager
 def holding_the_gil() -> Generator[None, None, None]:
-    """What stalls in here lets no other thread run: a call that does not release the GIL."""
+    """Stop all other threads of the process during the block, like a call that does not release the GIL."""
     _gil_holders.append(1)
     try:
         yield
@@ -90,7 +90,7 @@ def holding_the_gil() -> Generator[None, None, None]:
 
 
 def uninterrupted(work: Callable[[], Result]) -> Result:
-    """Let another thread work, and wait for it as native code does: without a limit, and deaf to signals."""
+    """Run `work` in another thread, and wait for it like native code: without a limit, ignoring signals."""
     libc = ctypes.CDLL(None)
     mutex = ctypes.create_string_buffer(_MUTEX_BYTES)
     libc.pthread_mutex_lock(mutex)

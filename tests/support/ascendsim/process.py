@@ -1,7 +1,7 @@
-"""Who a simulated process is, and whether it still lives.
+"""Identity of a simulated process, and the check whether the process still runs.
 
-Each process holds a record lock (fcntl) on a file of its own. The kernel lets go of it when the process ends, however
-it ends, before its parent can see that; a forked child does not inherit it.
+Each process holds a record lock (fcntl) on a private file. The kernel releases the lock at every kind of exit, before
+the parent can detect the exit; a forked child does not inherit the lock.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _PID = "ASCENDSIM_PID"
 
 
 class Identity:
-    """This process, as the driver knows it.
+    """Identity of this process for the driver.
 
     Attributes:
-        pid: the driver's number for it (aclrtDeviceGetBareTgid).
-        os_pid: its own number for itself.
-        start: when it started, in seconds since the machine did.
-        token: names it for ever, also when its pid is given to another process.
+        pid: the driver's pid of the process (aclrtDeviceGetBareTgid).
+        os_pid: pid of the process in its namespace.
+        start: start time in seconds since boot.
+        token: unique name, which stays unique when the pid is reused.
     """
 
     def __init__(self, directory: Path, pid_offset: int) -> None:
@@ -29,18 +29,18 @@ class Identity:
         self.pid = int(os.environ.get(_PID) or self.os_pid + pid_offset)
         self.start = _start_time()
         self.token = f"{self.pid}-{self.os_pid}-{time.monotonic_ns()}"
-        # Never closed: closing any descriptor of the file would let go of the lock.
+        # Never closed, because closing any descriptor of the file releases the lock.
         self._lock = os.open(_path(directory, self.token), os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.lockf(self._lock, fcntl.LOCK_EX)
 
 
 def pid_of(token: str) -> int:
-    """The driver's number for the process of `token`."""
+    """Return the driver's pid of the process of `token`."""
     return int(token.partition("-")[0])
 
 
 def is_alive(directory: Path, token: str) -> bool:
-    """Whether the process of `token`, which is not this one, has not ended."""
+    """Return whether the process of `token`, another one than this, is running."""
     try:
         lock = os.open(_path(directory, token), os.O_RDWR)
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def is_alive(directory: Path, token: str) -> bool:
 
 
 def bury(directory: Path, token: str) -> None:
-    """Forget a process that has ended."""
+    """Remove the file of a process that has exited."""
     path = _path(directory, token)
     if path.exists():
         path.unlink()

@@ -1,6 +1,6 @@
-"""Programs that use the simulated library, each a process of its own, for a test to drive.
+"""Programs that use the simulated library in separate processes, controlled by a test.
 
-They are forked from one that has imported everything and used nothing, so that each starts within milliseconds::
+They are forked from a process that has imported all modules, so that each starts within milliseconds::
 
     with Nursery() as nursery:
         holder, worker = nursery.start(host), nursery.start(host)
@@ -33,7 +33,7 @@ _ERROR = re.compile(r"\[ERROR\] ME\(\d+,[0-9a-f]+,\w+\):\S+ \[[^\]]+:\d+\] \w+\]
 
 
 class ProgramError(Exception):
-    """What the code of a program raised: its type's name in `kind`, its text in `text`."""
+    """Error raised by the code of a program: the name of its class in `kind`, its text in `text`."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(f"{kind}: {text}")
@@ -42,11 +42,11 @@ class ProgramError(Exception):
 
 
 class Died(Exception):
-    """The program ended without an answer; the text has its status, negative for a signal."""
+    """Error: the program exited without an answer. The text has its status, negative for a signal."""
 
 
 class ProgramForkServer:
-    """Starts programs, and ends them all after the block.
+    """A fork server of programs, which end with the block.
 
     Args:
         imported: further modules that each program finds imported.
@@ -103,7 +103,7 @@ class ProgramForkServer:
         return Forked(self, self.ask((command[2:], str(log), dict(variables), json.dumps([*arguments]))))
 
     def ask(self, request: object) -> int:
-        """What the process behind it answers: a pid for the arguments of a program, its exit status for a pid."""
+        """Send a request to the fork server; return a pid for a program's arguments, or the exit status for a pid."""
         assert self._process.stdin
         assert self._process.stdout
         pickle.dump(request, self._process.stdin, protocol=4)
@@ -113,7 +113,7 @@ class ProgramForkServer:
 
 
 class Forked:
-    """A process of a nursery, with what tests use of a Popen. `pid` is its number for itself, not the driver's."""
+    """A forked process with a part of Popen's methods. `pid` is its pid for the kernel, not the driver's."""
 
     def __init__(self, fork_server: ProgramForkServer, pid: int) -> None:
         self.pid = pid
@@ -157,7 +157,7 @@ class Program(Forked):
         return bool(select.select([self._connection], [], [], timeout)[0])
 
     def result(self) -> Any:
-        """What the code that was begun gives: its value, a `ProgramError`, or `Died`."""
+        """Return the value of the running code, or raise `ProgramError` or `Died`."""
         try:
             error, value = pickle.load(self._stream)
         except (EOFError, ConnectionResetError):
@@ -175,7 +175,7 @@ class Program(Forked):
         raise AssertionError(f"no error, but {value!r}")
 
     def log(self) -> str:
-        """What it wrote to stderr so far."""
+        """The text that the program has written to stderr."""
         return self._log.read_text(encoding="utf-8") if self._log.exists() else ""
 
     def errors(self) -> List[str]:

@@ -1,4 +1,4 @@
-"""The other side of `program`: forks a program for each request, which then runs the code that it is sent."""
+"""Child process of `program`: forks a program for each request, which then runs the code that it receives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def with_section(config: Optional[Sections], section: Dict[str, str]) -> Optiona
 
 
 class Library:
-    """What the code of a test uses; `model` is the one that was built last."""
+    """Functions for the code of a test; `model` is the last model built."""
 
     def __init__(self) -> None:
         self.model: Any = None
@@ -114,7 +114,7 @@ def run(code: str, names: Dict[str, Any]) -> Any:
 
 
 def serve(stream: Any) -> None:
-    """Run what comes, until nothing comes."""
+    """Run the received code until the end of the stream."""
     library = Library()
     names: Dict[str, Any] = {"ms": ms_any, "np": np, "ctypes": ctypes, "os": os, "lib": library}
     for name in ("build", "predict", "pid", "set_pids", "context", "rank"):
@@ -128,14 +128,14 @@ def serve(stream: Any) -> None:
         answer: Tuple[Optional[Tuple[str, str]], Any]
         try:
             answer = None, run(code, names)
-        except Exception as error:  # noqa: BLE001 - whatever the library raises is the answer
+        except Exception as error:  # noqa: BLE001 - any error of the library is the answer
             answer = (type(error).__name__, str(error)), None
         pickle.dump(answer, stream, protocol=4)
         stream.flush()
 
 
 def become(command: List[str], log: str, variables: Dict[str, str], arguments: str = "") -> None:
-    """Be a program of its own: a module with its arguments, or one that serves at an address."""
+    """Turn this process into a program: a module with its arguments, or a server at an address."""
     os.environ.update(variables)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
     os.dup2(2, 1)
@@ -153,7 +153,7 @@ def become(command: List[str], log: str, variables: Dict[str, str], arguments: s
 
 
 def fork(request: Tuple[Any, ...]) -> int:
-    """Start a program, which does not outlive this one, not even if it hangs."""
+    """Start a program, which the kernel kills when this process exits."""
     pid = os.fork()
     if pid == 0:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -173,7 +173,7 @@ def status(pid: int) -> int:
 
 
 def main() -> None:
-    """Fork for each request, and tell how programs ended."""
+    """Fork a program for each request, and report exit statuses."""
     for module in sys.argv[1:]:
         importlib.import_module(module)
     answers = os.fdopen(os.dup(1), "wb")

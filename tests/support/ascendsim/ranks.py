@@ -1,4 +1,4 @@
-"""Writers of networks cut over ranks, of rank tables, and the answers that the ranks ought to give.
+"""Writers of networks split over ranks and of rank tables, and the right answers of the ranks.
 
 ::
 
@@ -31,11 +31,11 @@ _MIB = 1024 * 1024
 
 
 class Slices(NamedTuple):
-    """A model cut over ranks.
+    """A model split over ranks.
 
     Attributes:
-        paths: of the slices, in rank order.
-        group_infos: `group_info_file` of each rank; [] where there is no group but the world.
+        paths: paths of the slices, in rank order.
+        group_infos: `group_info_file` of each rank; [] if the world is the only group.
         groups: the groups beside the world.
     """
 
@@ -44,7 +44,7 @@ class Slices(NamedTuple):
     groups: Dict[str, List[int]]
 
     def answers(self, x: NDArray[Any]) -> List[Floats]:
-        """What each rank answers to x, bit for bit, if all are in step."""
+        """Return the answer of each rank to x, bit for bit, if all are in lockstep."""
         rows: Floats = np.asarray(x, np.float32)
         models = [modelfile.read(path) for path in self.paths]
         return _in_step(models, rows, {WORLD: list(range(len(models))), **self.groups})
@@ -80,7 +80,7 @@ def mlp(
         output: "whole" (full_batch: every rank of the last stage has all of it) or "sliced" (each has its part of
             dimension 0, so the batch has to be divisible by their number).
         broadcast: pipeline_result_broadcast: every rank has the last stage's answer.
-        size_mib: the weights of each slice pretend to take so much on a card; 0: what they take.
+        size_mib: pretended size of each slice's weights on a card; 0: their real size.
     """
     directory.mkdir(parents=True, exist_ok=True)
     count = ranks // stages
@@ -120,7 +120,7 @@ def mlp(
 
 
 def whole(x: NDArray[Any], *, layers: int = 2, width: int = 16, seed: int = 0) -> Floats:
-    """What the network answers that was cut; `layers` of all stages together."""
+    """Return the answer of the network before the split; `layers` is the total of all stages."""
     value: Floats = np.asarray(x, np.float32)
     for a, b in _matrices(layers, width, seed):
         value = network.product(np.maximum(network.product(value, a), np.float32(0)), b)

@@ -31,7 +31,7 @@ _MAX_PROCESSES = 8  # of one card, each with a port of its own (hccl constraints
 
 
 class Options(NamedTuple):
-    """What a model is built with; of the second model of a process only the file counts."""
+    """Options of a build. For the second model of a process only the file matters."""
 
     device: int
     rank: int
@@ -127,7 +127,7 @@ class _Context:
 
 
 class Session:
-    """ge::Session: what the models of a ModelGroup share, by the name of a parameter; of one model, nothing.
+    """ge::Session: weights that the models of a ModelGroup share by the name of a parameter.
 
     A parameter of the same name has the values of the model that was loaded first, whatever the other file says.
     """
@@ -347,7 +347,7 @@ class Graph:
             raise HcclError("EI0002", "a fault that a test has ordered") from None
 
     def _skip(self, inputs: List[Floats]) -> List[Floats]:
-        """What the last request left, or nothing of use."""
+        """Return the outputs of the previous request, or a meaningless array."""
         rows = len(inputs[0])
         shapes = [(rows, *spec.shape[1:]) for spec in self.model.outputs]
         if [each.shape for each in self._outputs] == shapes:

@@ -1,4 +1,4 @@
-"""How a model gets onto a card (model_process.cc): as the holder of shared weights, as an importer, or privately.
+"""Load of a model onto a card (model_process.cc): as the holder of shared weights, as an importer, or privately.
 
 The holder and the importer return `_MASKED`, which is true, where the vendor's code returns RET_ERROR (-1) from a
 function of type bool: when allocating, exporting, listing pids, mapping or importing fails. The failure then shows
@@ -43,12 +43,12 @@ class Loaded(NamedTuple):
     memory: int
 
 
-_loaded: Dict[int, Loaded] = {}  # what the driver holds for this process, by its id
+_loaded: Dict[int, Loaded] = {}  # the driver's models of this process, by id
 _ids_given: List[int] = []
 
 
 class ModelProcess:
-    """One model on one card. What a failed `load` took is only given back when the process ends."""
+    """One model on one card. Memory of a failed `load` is only released when the process exits."""
 
     def __init__(self, driver: Driver, options: Options) -> None:
         self._driver = driver
@@ -168,7 +168,7 @@ class ModelProcess:
             _error(860, "Load", f"{who} process failed!")
             return False
         weights = modelfile.as_floats(mapped, model)
-        # DavinciModel::InitWeightMem: each load writes the weights of its own file, whoever runs on what was there.
+        # DavinciModel::InitWeightMem: each load writes the weights of its file, even while other processes use them.
         weights[:] = modelfile.as_floats(model.weights, model)
         self._loaded(model, weights, memory)
         return True
@@ -219,7 +219,7 @@ def open_driver() -> Optional[Driver]:
 
 
 def to_uint64(text: str) -> int:
-    """As std::stoull: leading blanks, a sign that wraps around, digits; what follows them is ignored."""
+    """Parse like std::stoull: leading blanks, a sign that wraps around, and digits; ignore the rest."""
     match = re.match(r"[ \t\n\v\f\r]*([+-]?)([0-9]+)", text)
     if match is None:
         raise ValueError("stoull")
@@ -230,7 +230,7 @@ def to_uint64(text: str) -> int:
 
 
 def _pids(text: str) -> Optional[List[int]]:
-    """As ConvertStringToIntVector: None for what does not match."""
+    """Parse like ConvertStringToIntVector; return None for invalid text."""
     if not _PIDS.fullmatch(text):
         return None
     pids = [int(each) for each in text.split(",") if each]

@@ -18,7 +18,7 @@ _MAX_QUEUE = 1000  # model_pool.cc:39
 
 
 class ModelParallelRunner:
-    """Safe from any number of threads; no later predict writes to its outputs."""
+    """A thread-safe pool of models; later predicts do not overwrite its outputs."""
 
     def __init__(self) -> None:
         self._pool = _Pool()
@@ -57,7 +57,7 @@ class ModelParallelRunner:
 
 
 class _Pool:
-    """The workers. `places` is for how many a predict runs at once, instead of being queued."""
+    """The workers. `places` is the number of predicts that run at once without being queued."""
 
     def __init__(self) -> None:
         self._workers: List[NativeModel] = []
@@ -100,11 +100,11 @@ class _Pool:
         if results:
             with self._lock:
                 self._idle.append(worker)
-        # A failed one's place is never given back (:1125).
+        # The place of a failed predict is never released (:1125).
         return results
 
     def _queue(self, inputs: List[Tensor], given: List[Tensor]) -> List[Tensor]:
-        """Wait for a worker; a failure is told as a success, with the outputs as they were."""
+        """Wait for a worker; report a failure as a success with unchanged outputs."""
         if self._queued >= _MAX_QUEUE:
             glog.error(f"{_POOL}:1137", "Predict", "The number of waiting tasks in the queue reaches the limit.")
             return []

@@ -1,4 +1,4 @@
-"""What sizes a model takes on a card, and what it says of them (model_process.cc, dyn_shape_process.cc)."""
+"""Input sizes that a model accepts on a card, and its reports of them (model_process.cc, dyn_shape_process.cc)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def refusal(model: ModelFile, shapes: Shapes) -> str:
 
 
 def as_the_card_reads(model: ModelFile, arrays: List[Floats]) -> List[Floats]:
-    """The inputs of a model with gears as they are computed with: of the first one's batch, whatever was given."""
+    """Return the inputs that a model with gears computes with: all have the batch of the first one."""
     if not model.gears or len({len(each) for each in arrays}) < 2:
         return arrays
     batch = len(arrays[0])
@@ -40,7 +40,7 @@ def as_the_card_reads(model: ModelFile, arrays: List[Floats]) -> List[Floats]:
 
 
 def reported_shape(model: ModelFile, output: TensorSpec) -> List[int]:
-    """What a card says of an output before the first predict: with gears, the shape of the largest one."""
+    """Return the output shape that a card reports before the first predict: with gears, the shape of the largest."""
     return [model.largest if model.gears and dim == -1 else dim for dim in output.shape]
 
 
