@@ -107,7 +107,7 @@ def test_a_healthy_host_passes_everything_and_nothing_is_left(
     assert set(CHECK_NAMES) <= done.those("pass")
     assert "container" in done.text("current_pid")
     assert re.search("pass: 0 of (63|32) on ascend:0", done.text("processes"))  # fewer in a virtual machine
-    assert "one with a copy of its own takes 218 MiB" in done.text(MEMORY)
+    assert "a worker with a private copy takes 218 MiB" in done.text(MEMORY)
     assert "reference-counted" in done.text(HOLDER_EXIT)
     # holder, worker, a private copy, a later worker, an unlisted worker, a late worker
     assert host.count("build") == 6

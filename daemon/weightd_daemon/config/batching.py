@@ -28,7 +28,7 @@ class BatchingConfig:
 
     exact: bool = field(default=True, metadata=boolean())
     """Whether requests are combined only if a test at load has shown that every bit of their outputs stays the same.
-    With false, requests are combined without this proof, but never those of different clients."""
+    With false, requests are combined without this proof, but never requests of different clients."""
 
     sizes: tuple[int, ...] = field(default=(), metadata=list_of(integer(1, MAX_ROWS), limits.MAX_TENSORS))
     """On a card: the only batch sizes, in rows, for which the model's graph was compiled, in ascending order. A smaller

@@ -32,7 +32,7 @@ class DeviceConfig:
 
     ip: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
     """Address of the card's own network port, for the rank tables that weightd writes. Default: the address in
-    /etc/hccn.conf. Without an address, ranks can use only the cards of one host."""
+    /etc/hccn.conf. Without an address, the rank table has none, which is sufficient for the cards of one host."""
 
     @property
     def cores(self) -> frozenset[int]:

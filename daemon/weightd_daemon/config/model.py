@@ -116,7 +116,7 @@ class ModelConfig:
     replaced. "frozen": the workers continue with the weights."""
 
     timeout: float = field(default=30.0, metadata=number(limits.MAX_TIMEOUT_US / 1e6, positive=True))
-    """Seconds after which a request without a timeout of its own fails with DEADLINE_EXCEEDED."""
+    """Seconds after which a request fails with DEADLINE_EXCEEDED, unless the request sets its own timeout."""
 
     required: bool = field(default=False, metadata=boolean())
     """Whether the daemon reports readiness to the service manager only after this model is ready. The start fails if

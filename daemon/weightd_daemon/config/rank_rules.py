@@ -218,7 +218,7 @@ def _check_buffers(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldErr
         if not ranks.is_on_cards and getattr(ranks, key) != getattr(RanksConfig, key):
             yield FieldError("has no effect on the CPU, only on a card").at(f".ranks.{key}")
     if ranks.is_on_cards and config.engine == MINDSPORE_LITE and ranks.communicators > 1 and not ranks.group_info_file:
-        yield FieldError("has no effect without group_info_file: the only group is that of all ranks").at(
+        yield FieldError("has no effect without group_info_file: the only group contains all ranks").at(
             ".ranks.communicators"
         )
 

@@ -97,12 +97,12 @@ class RanksConfig:
     group_info_file: str = field(default="", metadata=_PATH_METADATA)
     """On cards with MindSpore Lite: the file about communication groups within the model, as written by its export,
     absolute or relative to the configuration file. {rank} in it stands for the rank. Default: none; the only
-    communication group is that of all ranks."""
+    communication group contains all ranks."""
 
     reply: ReplySetting = field(default=LAST, metadata=_reply_metadata())
-    """Whose outputs are the result. "last": those of the last rank, correct for a model that is split by operators or
-    layers. A number: those of this rank. "concat": those of all ranks, concatenated in their order along the first
-    dimension."""
+    """Whose outputs are the result. "last": the outputs of the last rank, correct for a model that is split by
+    operators or layers. A number: the outputs of this rank. "concat": the outputs of all ranks, concatenated in their
+    order along the first dimension."""
 
     connect_timeout: int = field(default=120, metadata=integer(1, 7200))
     """Maximum seconds for all ranks to connect to each other and to compile and run their first predict. Sets
@@ -116,8 +116,8 @@ class RanksConfig:
     """On cards: HCCL_BUFFSIZE in MiB. Each communication group takes twice this memory on each card."""
 
     communicators: int = field(default=1, metadata=integer(1, 1024))
-    """On cards: number of communication groups within the model that each rank belongs to. With 1, the only group is
-    that of all ranks."""
+    """On cards: number of communication groups within the model that each rank belongs to. With 1, the only group
+    contains all ranks."""
 
     groups: tuple[tuple[str, ...], ...] = field(default=(), metadata=derived(_GROUPS_METADATA))
     """The device of each rank, for each group; all groups have the same number of ranks."""

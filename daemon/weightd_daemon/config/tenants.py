@@ -323,7 +323,7 @@ def _find_account_id(kind: str, account: str, look_up_id: Callable[[str], int]) 
     if number > _MAX_ID:
         raise FieldError(f"expected the number of a {kind}, 0 to {_MAX_ID}, got {describe_value(account)}")
     if number == OVERFLOW_ID:
-        text = f"the kernel uses {OVERFLOW_ID} for every {kind} that it cannot map, such as those of another namespace"
+        text = f"the kernel uses {OVERFLOW_ID} for every {kind} that it cannot map into this namespace"
         raise FieldError(f"expected another {kind}, got {describe_value(account)}: {text}")
     return number
 

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--unit",
         default="weightd.service",
         metavar="NAME",
-        help='the service whose environment, user and devices count, if systemd has it; "" for those of this shell '
+        help='service whose environment, user and devices to check, if systemd has it; "" for this shell '
         "(default: %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -94,7 +94,7 @@ def _check_cards(host: Host) -> Verdict:
         missing += [name for name in cards if name not in missing and int(name.partition(":")[2]) >= count]
     if missing:
         seen = "" if count is None else f"; {count} seen"
-        advice = "ASCEND_RT_VISIBLE_DEVICES hides and renumbers devices; npu-smi info lists those of the host"
+        advice = "ASCEND_RT_VISIBLE_DEVICES hides and renumbers devices; npu-smi info lists the cards of the host"
         return failed(f"{found}; not there: {', '.join(missing)}{seen}", advice)
     if count is None:
         return untestable(f"{found}; how many a process sees is unknown", "see the line devices")
@@ -106,7 +106,7 @@ def _check_addresses(host: Host) -> Verdict:
     advice = (
         f"hccn_tool -i N -ip -g tells the address of card N, -s address A netmask M sets it and writes {_HCCN_CONF};"
         f' into a container: -v {_HCCN_CONF}:{_HCCN_CONF}:ro; or set ip in [devices."ascend:N"]. Cards of one host'
-        " can do without, but those of a 300I Duo"
+        " need none, except cards of a 300I Duo"
     )
     error, addresses = _addresses(host), _known_addresses(host)
     if isinstance(error, OSError):
@@ -118,7 +118,9 @@ def _check_addresses(host: Host) -> Verdict:
         return untestable(detail, advice)
     duplicates = sorted({each for each in addresses.values() if [*addresses.values()].count(each) > 1})
     if duplicates:
-        return failed(f"{_HCCN_CONF} has {', '.join(duplicates)} for several cards", "give each card one of its own")
+        return failed(
+            f"{_HCCN_CONF} has {', '.join(duplicates)} for several cards", "give each card a different address"
+        )
     return passed(", ".join(f"{name}: {address}" for name, address in addresses.items()))
 
 

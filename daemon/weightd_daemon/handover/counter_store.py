@@ -171,7 +171,7 @@ def read(path: Path, record_types: Mapping[str, type[Any]]) -> dict[str, list[An
         lines = file.read(_MAX_BYTES).splitlines()
     *values, last = [*map(_parse_json, lines)] or [None]
     if last != {"lines": len(values)}:
-        raise CounterStoreError(f"expected a last line that tells of {len(values)} lines")
+        raise CounterStoreError(f"expected a last line with the number of lines, {len(values)}")
     records: dict[str, dict[str, Any]] = {word: {} for word in record_types}
     for value in values:
         word, record = _parse_record(value, record_types)

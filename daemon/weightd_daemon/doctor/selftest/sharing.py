@@ -200,15 +200,15 @@ def _check_memory(
     )
     if worker_bytes < built.shared_bytes:
         return passed(found)
-    advice = "try a model whose weights are larger than what a process takes beside them, on a device that is idle"
+    advice = "try a model whose weights are larger than the other memory of a process, on an idle device"
     try:
         private_copy = _attach_new_worker(children, PRIVATE_WORKER, built, handle="").device
     except ChildError:
         private_copy = None
     if private_copy is None:
-        return untestable(f"{found}; a copy of its own could not be built to compare", advice)
+        return untestable(f"{found}; a private copy could not be built to compare", advice)
     private_copy_bytes = attached.device.free_bytes - private_copy.free_bytes
-    found += f"; one with a copy of its own takes {format_mib(private_copy_bytes)}"
+    found += f"; a worker with a private copy takes {format_mib(private_copy_bytes)}"
     if private_copy_bytes - worker_bytes >= built.shared_bytes // 2:
         return passed(found)
     return failed(found, f"the weights are taken again, or the device is in use by others: {advice}")
@@ -340,7 +340,7 @@ def _attach_new_worker(children: SelfTestProcesses, name: str, built: Built, han
     _start_children(children, name)
     try:
         children.send_order(name, Attach(handle, built.selftest_cases))
-        return children.wait_for(name, Attached, "build with the handle" if handle else "build a copy of its own")[0]
+        return children.wait_for(name, Attached, "build with the handle" if handle else "build a private copy")[0]
     finally:
         # Free the worker's memory and its place on the device before the next step.
         children.kill(name)
