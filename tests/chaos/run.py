@@ -45,24 +45,24 @@ RECOVERY_LIMIT_S = 5.0
 SETTLE_LIMIT_S = 40.0
 PROGRESS_EVERY_S = 10.0
 
-# Health is looked at so often, and seldom while nothing is wrong: a status costs the daemon milliseconds.
+# Intervals of the health check: short after a fault, else long, because a status costs the daemon milliseconds.
 _LOOK_SOON_S = 0.1
 _LOOK_S = 1.0
 
 _PROCESS_DIED = 2
 
-# What is not noticed at once.
+# Time until weightd notices a fault, for faults that it does not notice at once.
 _PATIENCE = {
     Fault.HANG_WORKER: PREDICT_TIMEOUT_S + WATCHDOG_S,
     Fault.OVERWRITE_STORE: 2 * CANARY_INTERVAL_S,
-    # When the next process is to be forked of it.
+    # weightd notices at the next fork.
     Fault.STOP_FORK_SERVER: FORK_TIMEOUT_S,
-    # Its client has ended, and each worker that it has killed is back.
+    # The fault is over when its client has exited and each crashed worker is replaced.
     Fault.POISON: 15.0,
 }
 
-# From the daemon after its warm-up to the last daemon in quiet. Memory: what an allocator that has been asked to give
-# everything back keeps between what is in use, after hours as after minutes.
+# Allowed growth from the daemon after its warm-up to the last idle daemon. Memory: the fragments that an allocator
+# keeps between used blocks after a trim, which do not grow with time.
 _FRAGMENTS = 64 * MIB
 TOLERANCE = Usage(fds=4, threads=0, maps=64, rss=_FRAGMENTS, pss=_FRAGMENTS)
 
@@ -72,12 +72,12 @@ class Run:
     """A run of `seconds` under faults.
 
     Args:
-        seed: all that is random is a function of it, but for what the machine makes of it.
-        seconds: from the first fault to the last.
-        faults: which may strike.
+        seed: seed of all random choices; only timing depends on the machine.
+        seconds: time from the first fault to the last.
+        faults: the faults that may strike.
         managed: whether a daemon that is killed or restarted leaves its processes to the next one, as under systemd.
-        recovery_s: how soon after the last fault every model has all of its workers.
-        real_ranks: whether the ranks of a model are those of MindSpore; else they are on simulated cards.
+        recovery_s: time limit after the last fault until every model has all of its workers.
+        real_ranks: whether ranks run the real MindSpore; otherwise they run on simulated cards.
     """
 
     seed: int
@@ -89,7 +89,7 @@ class Run:
     _problems: list[str] = field(default_factory=list[str])
 
     def run(self) -> Report:
-        """Run; the daemon and all that it has started are gone afterwards."""
+        """Run, and return the report. Afterwards the daemon and its descendants have exited."""
         place = workspace("chaos-")
         self._models = {model.name: model for model in material.make(place, self.seed, real_ranks=self.real_ranks)}
         self._service = Service(place, {"max_memory_bytes": MAX_MEMORY_BYTES}, self._tables(), managed=self.managed)
@@ -138,7 +138,7 @@ class Run:
     # --- the parts ----------------------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
-        """What any daemon has held once is no growth."""
+        """Put load on the daemon first, so that one-time allocations do not count as growth."""
         crew = [self._member(number, "warm-up") for number in range(CLIENTS)]
         deadline = time.monotonic() + WARM_UP_S
         while time.monotonic() < deadline and all(member.running for member in crew):
@@ -166,7 +166,7 @@ class Run:
     def _weather(self, injector: Injector, events: list[Event]) -> None:
         begin = look = told = time.monotonic()
         due = list(events)
-        # On a busy machine a fault may take longer than the time to the next one: each of them strikes nevertheless.
+        # On a busy machine a fault may take longer than the time to the next one; all faults strike nevertheless.
         while (now := time.monotonic()) < begin + self.seconds or due:
             self._check_alive(injector)
             while due and begin + due[0].at <= now:
@@ -182,7 +182,7 @@ class Run:
             time.sleep(max(0.0, soon - time.monotonic()))
 
     def _recover(self, injector: Injector) -> None:
-        """After the last fault everything is well again, soon; what clients and faults do goes on a little longer."""
+        """Check that the service recovers soon after the last fault, while clients and running faults continue."""
         last = max((strike.begin for strike in injector.strikes), default=0.0)
         limit = last + self.recovery_s + patience(injector.lasting)
 
@@ -203,9 +203,9 @@ class Run:
     def _stop(self) -> None:
         children = Watched(self._service.children())
         status = self._service.stop()
-        # A daemon has waited for its own children. A keeper has nobody who waits for it, and may just be at its end.
+        # A daemon waits for its children before it exits. A shim has no parent that waits, and may still be exiting.
         survivors = children.survivors(KEEPER_LIMIT_S if self.managed else 0.0) + sorted(self._service.children())
-        # A daemon tells by its status that processes died which it had not asked to, as was done to some of them.
+        # The exit status of a daemon reports unexpected exits of its processes, which the faults have caused.
         if status not in (0, _PROCESS_DIED):
             self._problems.append(f"stop: the daemon ended with status {status}")
         if survivors:
@@ -236,7 +236,7 @@ class Run:
     def _member(self, number: int, name: str = "") -> ClientProcess:
         generation = len(self._fleet.members)
         orders = ClientPlan(
-            # In each crew there are both.
+            # Each group of clients uses both transports.
             (self._service.unix_address, self._service.zmq_address)[(self.seed + number) % 2],
             {name: str(model.path) for name, model in self._models.items()},
             f"{self.seed} {number} {generation}",
@@ -248,7 +248,7 @@ class Run:
     def _check_alive(self, injector: Injector) -> None:
         status = self._service.ended()
         if status is not None:
-            # What follows from that needs no verdict of its own.
+            # The consequences need no separate verdict.
             injector.strikes.append(Strike(Fault.KILL_DAEMON, "", time.monotonic() - _LOOK_S, note="by itself"))
             raise ServiceError(f"the daemon died by itself with status {status}: {self._service.log}")
         for member in injector.members:
@@ -272,5 +272,5 @@ class Run:
 
 
 def patience(strikes: Iterable[Strike]) -> float:
-    """How long weightd may take to notice all of these: what is to follow the end of one may be held up by another."""
+    """Return the time in which weightd must notice all strikes; one may delay the reaction to another."""
     return sum(_PATIENCE.get(each.fault, 0.0) for each in strikes)

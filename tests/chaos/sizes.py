@@ -33,11 +33,11 @@ STEPS = 5
 # After ten seconds without a request a worker gives back what it keeps for the next one.
 _IDLE_S = 15.0
 
-# How soon there is an answer is no question here, and the machine may be busy with others.
+# The latency does not matter here, and the machine may be busy.
 _LIMIT_S = 600.0
 _WIDTH, _IMAGE = 512, (3, 96, 96)
 
-# By model: who writes it, the shape of a row, the most rows, and how many questions.
+# Model: its writer, the shape of a row, the maximum of rows, and the number of requests.
 _MODELS: Mapping[str, tuple[Callable[[Path], Path], tuple[int, ...], int, int]] = {
     "dense": (lambda path: models.mlp(path, layers=4, width=_WIDTH), (_WIDTH,), 512, 24),
     "conv": (lambda path: models.convolutions(path, size=_IMAGE[1]), _IMAGE, 32, 12),
@@ -51,7 +51,7 @@ class _ModelSamples:
 
 
 def main() -> int:
-    """Ask for so many minutes; return 1 if a worker holds more at the end than at the start, idle both times."""
+    """Run the load; return 1 if an idle worker uses more memory at the end than at the start."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.sizes", description=__doc__)
     parser.add_argument("--minutes", type=float, default=MINUTES)
     parser.add_argument("--engine", choices=["onnxruntime", "mindspore_lite"], default="onnxruntime")
@@ -81,7 +81,7 @@ def _make(place: Path, engine: str, name: str) -> _ModelSamples:
             raise SystemExit(mindir.HOW_TO_GET_IT)
         path = mindir.convert(path, path.with_suffix(".mindir"), python)
     rng = np.random.default_rng(0)
-    # The least, the most, and between them each order of magnitude as often.
+    # Minimum, maximum, and a log-uniform distribution between them.
     rows = [1, most, *(int(math.exp(rng.uniform(0, math.log(most)))) for _ in range(count - 2))]
     questions: list[SampleRequest] = []
     with PlainProcess(path, engine) as plain:
@@ -92,7 +92,7 @@ def _make(place: Path, engine: str, name: str) -> _ModelSamples:
 
 
 def _ask(service: Service, asked: list[_ModelSamples], seconds: float) -> None:
-    """Ask each model everything, in memory that is shared and in frames, in turn, until so much time has passed."""
+    """Send all requests to each model, in shared memory and in frames in turn, for at least `seconds`."""
     end = time.monotonic() + seconds
     rng = np.random.default_rng(0)
     with (
@@ -112,7 +112,7 @@ def _idle(when: str, service: Service) -> dict[str, int]:
 
 
 def _show(when: str, service: Service) -> dict[str, int]:
-    """Print what each process has, and what of that no other has, by kinds of mapping; return the former."""
+    """Print the memory of each process, and its private part by kind of mapping; return the former."""
     held: dict[str, int] = {}
     print(f"{time.strftime('%H:%M:%S')} {when}")
     for each in service.processes():
