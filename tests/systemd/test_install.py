@@ -38,7 +38,7 @@ def remove(manager: Manager) -> None:
 
 def commands_of(said: str) -> list[str]:
     """What install-units tells to run next."""
-    return [line.strip() for line in said.partition("Next")[2].splitlines() if line.startswith("  ")]
+    return [line.strip() for line in said.partition("Run next")[2].splitlines() if line.startswith("  ")]
 
 
 def test_what_it_says_to_do_next_works_as_it_is_written(fresh: Weightd) -> None:
