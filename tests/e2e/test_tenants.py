@@ -238,7 +238,7 @@ def test_one_connection_too_many_is_told_so_and_ends(service: Service, ann: User
     before = other_refusals(ben, "ann").get("max_connections", 0)
     bounded(service, max_connections=1)
     assert ann.ask("infer", "slow", SOME)["y"].tolist() == [3, 5]
-    with pytest.raises(RemoteProtocolError, match="ends this connection: max_connections of this tenant is 1"):
+    with pytest.raises(RemoteProtocolError, match="closed this connection: max_connections of this tenant is 1"):
         ann.do(loads.with_another, "slow", SOME)
     assert ben.do(loads.with_another, "slow", SOME) == [3, 5]
     # Refused over the unix socket, its client may have tried ZeroMQ.

@@ -310,7 +310,7 @@ def test_one_shape_for_the_self_test_is_compared_with_a_smaller_one(options: str
     built, _ = daemon.hear("h", Built)
     assert built.rebuilds_per_shape
     assert "weights are not shared" in built.note
-    assert "built again at each change of shape" in built.note
+    assert "rebuilt at each change of shape" in built.note
 
 
 @pytest.mark.parametrize("workers", [1, 2])
