@@ -294,7 +294,7 @@ def test_a_worker_answers_as_a_fresh_process_does(
 ) -> None:
     built, _ = serve(daemon, model(name), rows=8)
     assert built.rebuilds_per_shape == by_shape
-    assert ("depend on the shapes" in built.note) == by_shape
+    assert ("depend on earlier shapes" in built.note) == by_shape
     order = np.random.RandomState(7).randint(0, len(CASES[name]), 20)
     for request, number in enumerate(order):
         daemon.ask("w", request, **values(CASES[name][number]))
