@@ -148,7 +148,8 @@ def test_only_who_may_operates_or_asks(service: Service, ann: User, ben: User) -
         ann.ask("reload")
     assert ben.ask("reload").changed == ()
     service.reload(tenants={**TENANTS, "ann": {**ANN, "may": ["status"]}})
-    with pytest.raises(PermissionDenied, match="tenant ann may not ask models"):
+    told = 'tenant ann may not send inference requests: "infer" is not in its `may`'
+    with pytest.raises(PermissionDenied, match=told):
         ann.ask("infer", "slow", SOME)
     assert len(ann.ask("status").tenants) > 1
 

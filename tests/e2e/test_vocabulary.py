@@ -91,7 +91,7 @@ class Use(NamedTuple):
 WEIGHTD = {
     "serve": Use("{none}", 78, "No such file"),
     "run": Use("model.bin", 64, "expected a file that ends in"),
-    "check": Use("{config}", 0, "good; clients connect to"),
+    "check": Use("{config}", 0, "valid; clients connect to"),
     "doctor": Use("--device ascend:99", 69, "not testable"),
     "gateway": Use("--check {none}", 78, "No such file"),
 }

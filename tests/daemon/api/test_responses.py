@@ -308,7 +308,7 @@ def test_who_sends_what_cannot_be_closed_is_hung_up(world: World, monkeypatch: p
     monkeypatch.setattr("weightd_daemon.platform.fd_closer.DescriptorCloser.is_backlogged", lambda self, user: True)
     client = world.client()
     client.send(encode(Register("1")), [0])
-    assert "64 descriptors that this user has sent are not closed yet" in world.refusal(client)
+    assert "64 descriptors of this user are not closed yet" in world.refusal(client)
     with pytest.raises(ConnectionError):
         world.until(client.receive)
     # A connection that brings no more of them goes on.
