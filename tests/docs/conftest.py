@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -26,3 +28,10 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def env(service: Service) -> dict[str, str]:
     """Where a client finds it without being told."""
     return {"WEIGHTD_SOCKET": service.address}
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    """Return a directory with a short path: the path of a socket has at most 107 bytes."""
+    with tempfile.TemporaryDirectory(prefix="weightd-", dir="/tmp") as path:
+        yield Path(path)

@@ -60,6 +60,18 @@ def run(programs: Mapping[str, str], directory: Path, env: Mapping[str, str]) ->
     return printed
 
 
+def daemon_environment(directory: Path, socket: Path) -> dict[str, str]:
+    """Return the environment of commands that start a daemon with all its files in `directory`, and of its clients."""
+    for name in ("run", "cache"):
+        (directory / name).mkdir(mode=0o700)
+    return {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "WEIGHTD_SOCKET": str(socket),
+        "RUNTIME_DIRECTORY": str(directory / "run"),
+        "CACHE_DIRECTORY": str(directory / "cache"),
+    }
+
+
 def output(command: list[str], directory: Path, env: Mapping[str, str], status: int = 0) -> list[str]:
     """Run a command; return the lines that it prints, errors after the rest."""
     done = subprocess.run(

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +10,7 @@ import pytest
 from testkit import models
 from testkit.mindir import REPOSITORY
 
-from .page import blocks, broken_links, long_lines, output, run, said, sections, served
+from .page import blocks, broken_links, daemon_environment, long_lines, output, run, said, sections, served
 
 PAGE = "../README.md"
 SECTIONS = sections(PAGE)
@@ -25,23 +21,9 @@ INSTALL = ("sudo apt install ", "git clone ", "python3 -m venv ", "pip install "
 
 
 @pytest.fixture
-def directory() -> Iterator[Path]:
-    """Return a directory with a short path: the path of a socket has at most 107 bytes."""
-    with tempfile.TemporaryDirectory(prefix="weightd-", dir="/tmp") as path:
-        yield Path(path)
-
-
-@pytest.fixture
 def env(directory: Path) -> dict[str, str]:
-    for name in ("run", "cache"):
-        (directory / name).mkdir(mode=0o700)
-    return {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(REPOSITORY),
-        "WEIGHTD_SOCKET": str(directory / "run" / "weightd.sock"),
-        "RUNTIME_DIRECTORY": str(directory / "run"),
-        "CACHE_DIRECTORY": str(directory / "cache"),
-    }
+    socket = directory / "run" / "weightd.sock"
+    return {**daemon_environment(directory, socket), "PYTHONPATH": str(REPOSITORY)}
 
 
 def commands(text: str) -> list[str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ from onnx import numpy_helper
 from testkit import mindir, models
 from weightd import Client
 
-from .page import blocks, broken_links, long_lines, output, run, said, sections, served
+from .page import blocks, broken_links, daemon_environment, long_lines, output, run, said, sections, served
 
 pytestmark = pytest.mark.e2e
 
@@ -35,23 +33,9 @@ def code(section: str, *languages: str) -> list[str]:
 
 
 @pytest.fixture
-def directory() -> Iterator[Path]:
-    """Where everything of the page is. Not tmp_path: the path of a socket has at most 107 bytes."""
-    with tempfile.TemporaryDirectory(prefix="weightd-", dir="/tmp") as path:
-        yield Path(path)
-
-
-@pytest.fixture
 def env(directory: Path) -> dict[str, str]:
-    """That of both terminals: a daemon of its own, and the programs of this environment."""
-    for name in ("run", "cache"):
-        (directory / name).mkdir(mode=0o700)
-    return {
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "WEIGHTD_SOCKET": str(directory / "weightd.sock"),
-        "RUNTIME_DIRECTORY": str(directory / "run"),
-        "CACHE_DIRECTORY": str(directory / "cache"),
-    }
+    """Return the environment of both terminals."""
+    return daemon_environment(directory, directory / "weightd.sock")
 
 
 def shell(command: str, directory: Path, env: dict[str, str]) -> str:
