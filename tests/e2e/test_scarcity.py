@@ -239,6 +239,9 @@ def test_a_limit_of_processes_that_lets_no_daemon_start_is_named(mlp: Path, plac
 def test_a_limit_of_processes_that_lets_no_worker_start_is_named_and_waited_for(
     mlp: Path, questions: list[SampleRequest], place: DaemonPaths, tmp_path: Path
 ) -> None:
+    # In /tmp, because the checkout may lie in a directory that no other user may enter.
+    place = DaemonPaths(place.runtime, place.runtime / "cache")
+    place.cache.mkdir(mode=0o700)
     config = place.config({"mlp": {"path": mlp, "workers": 2}})
     for path in (place.runtime, place.cache, config):
         os.chown(path, UID, UID)
