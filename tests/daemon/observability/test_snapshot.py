@@ -1,4 +1,4 @@
-"""What a status and metrics tell of a daemon: everything, or what concerns one tenant."""
+"""Status and metrics responses: complete for operators, restricted to one tenant for its users."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ WEIGHTS = 100 * MIB
 
 
 @pytest.fixture(autouse=True)
-def _at_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fixed_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_loop, "now", lambda: 1000.0)
 
 
-class Parts:
-    """What a snapshot is taken of; `devices`, `processes` and `proxies` are those of the daemon."""
+class SnapshotHarness:
+    """A SnapshotBuilder over fake sources. `devices`, `processes` and `proxies` stand for those of the daemon."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Parts:
         self.books = Books(UsageTable(), counters or CounterRegistry(), DaemonCounters(lambda: 3))
         self.tenants = TenantResolver({})
         self.shutdown = Shutdown()
-        self.measured = MemoryReport()
+        self.memory_report = MemoryReport()
         by_name = {each.name: each for each in models}
         parts: Any = SimpleNamespace(
             registry=SimpleNamespace(models=by_name, all_models=lambda: models),
@@ -94,22 +94,22 @@ class Parts:
             parts.registry, parts.supervisor, {each.name: each for each in devices}, parts.load_monitor, self.books,
             self.tenants, parts.memory_budget, parts.proxies, self.shutdown, lambda: "a note",
         )  # fmt: skip
-        sampler: Any = SimpleNamespace(poll=lambda *_: self.measured)
+        sampler: Any = SimpleNamespace(poll=lambda *_: self.memory_report)
         self.builder = SnapshotBuilder(sources, sampler)
 
     def metrics(self, viewer: Viewer = EVERYTHING) -> Any:
         return self.builder.metrics("7", viewer)
 
 
-class World:
-    """A model that serves and has answered one request, runs one and has three waiting; and one that still loads."""
+class TwoModels:
+    """Two models: `stage` serves, has answered one request, runs one and queues three; `other` is still loading."""
 
     def __init__(self) -> None:
         counters = CounterRegistry()
         shared = SharedScheduling(counters_of=counters.counters_of)
         self.stage, self.other = ModelHarness(workers=1, spares=1, shared=shared), ModelHarness()
         self.other.model.name = "secret"
-        self.parts = Parts(self.stage.model, self.other.model, counters=counters)
+        self.parts = SnapshotHarness(self.stage.model, self.other.model, counters=counters)
         self.accounts = self.parts.books.usage_table
         self.stage.serving()
         [first] = self.stage.some(1)
@@ -118,7 +118,7 @@ class World:
         self.stage.some(4)
 
 
-def busy(accounts: UsageTable, tenant: str, model: str, requests: int = 1) -> Usage:
+def add_usage(accounts: UsageTable, tenant: str, model: str, requests: int = 1) -> Usage:
     account = accounts.usage_of(tenant, model)
     for _ in range(requests):
         account.count_accepted(100)
@@ -127,25 +127,25 @@ def busy(accounts: UsageTable, tenant: str, model: str, requests: int = 1) -> Us
     return account
 
 
-def test_what_was_counted_and_how_things_stand() -> None:
-    world = World()
-    busy(world.accounts, "default", "digits")
-    books = world.parts.books
+def test_reports_counters_and_model_states() -> None:
+    harness = TwoModels()
+    add_usage(harness.accounts, "default", "digits")
+    books = harness.parts.books
     books.daemon_counters.reloads, books.daemon_counters.refused_reloads = 1, 2
     books.counters.counters_of("digits").unexpected_exits = 8
-    world.parts.measured = MemoryReport(9, {"digits": MemoryFootprint(100, 50, 40, 10)})
-    told = world.parts.metrics()
-    assert (told.id, told.state, told.pss_bytes) == ("7", "running", 9)
-    assert (told.seconds_bounds, told.rows_bounds) == (SECONDS_BOUNDS, ROWS_BOUNDS)
-    assert (told.buffered_bytes, told.max_memory_bytes, told.dropped_responses, told.reloads) == (
+    harness.parts.memory_report = MemoryReport(9, {"digits": MemoryFootprint(100, 50, 40, 10)})
+    reply = harness.parts.metrics()
+    assert (reply.id, reply.state, reply.pss_bytes) == ("7", "running", 9)
+    assert (reply.seconds_bounds, reply.rows_bounds) == (SECONDS_BOUNDS, ROWS_BOUNDS)
+    assert (reply.buffered_bytes, reply.max_memory_bytes, reply.dropped_responses, reply.reloads) == (
         4,
         5,
         3,
         ReloadCounts(1, 2),
     )
-    [everyone] = told.tenants
+    [everyone] = reply.tenants
     assert (everyone.name, everyone.accounts[0].served) == ("default", 1)
-    digits, secret = told.models
+    digits, secret = reply.models
     assert (digits.name, digits.engine, digits.state, digits.ready) == ("digits", "onnxruntime", "serving", True)
     assert (digits.generation, digits.sha256) == (1, SHA)
     assert (digits.running, digits.queued) == (1, 3)
@@ -167,37 +167,37 @@ def test_what_was_counted_and_how_things_stand() -> None:
     )
 
 
-def test_a_daemon_that_stops_is_not_ready() -> None:
-    world = World()
-    world.parts.shutdown.handle(ShutdownEvent.STOP)
-    told = world.parts.metrics()
-    assert (told.state, told.models[0].ready) == ("stopping", False)
+def test_reports_not_ready_while_stopping() -> None:
+    harness = TwoModels()
+    harness.parts.shutdown.handle(ShutdownEvent.STOP)
+    reply = harness.parts.metrics()
+    assert (reply.state, reply.models[0].ready) == ("stopping", False)
 
 
-def test_the_metrics_of_a_tenant_are_of_its_models_and_of_itself() -> None:
-    world = World()
-    busy(world.accounts, "ann", "digits")
-    busy(world.accounts, "bob", "digits")
-    world.parts.measured = MemoryReport(9, {"digits": MemoryFootprint(100, 50, 40, 10)})
-    told = world.parts.metrics(Viewer(ANN, can_see_all=False))
+def test_restricts_metrics_to_the_tenant() -> None:
+    harness = TwoModels()
+    add_usage(harness.accounts, "ann", "digits")
+    add_usage(harness.accounts, "bob", "digits")
+    harness.parts.memory_report = MemoryReport(9, {"digits": MemoryFootprint(100, 50, 40, 10)})
+    reply = harness.parts.metrics(Viewer(ANN, can_see_all=False))
     numbers = (0, 0, (), 0, 0, 0, 0, 0, 0)
-    assert told.models == (
+    assert reply.models == (
         ModelMetrics("digits", "onnxruntime", "serving", True, 0, "", *numbers, NONE, NONE, NONE, NONE),
     )
-    assert [each.name for each in told.tenants] == ["ann"]
-    assert (told.buffered_bytes, told.max_memory_bytes, told.dropped_responses, told.reloads) == (
+    assert [each.name for each in reply.tenants] == ["ann"]
+    assert (reply.buffered_bytes, reply.max_memory_bytes, reply.dropped_responses, reply.reloads) == (
         0,
         0,
         0,
         ReloadCounts(0, 0),
     )
-    assert (told.pss_bytes, told.seconds_bounds, told.rows_bounds) == (None, (), ())
+    assert (reply.pss_bytes, reply.seconds_bounds, reply.rows_bounds) == (None, (), ())
     for secret in ("bob", "secret", SHA):
-        assert secret not in str(told)
+        assert secret not in str(reply)
 
 
-def test_the_largest_metrics_fit() -> None:
-    model = World().stage.model
+def test_largest_metrics_response_fits() -> None:
+    model = TwoModels().stage.model
     tenants = {f"{number:064d}": TenantConfig() for number in range(limits.MAX_TENANTS)}
     names = [f"{number:064d}" for number in range(limits.MAX_MODELS)]
     models: list[Any] = [SimpleNamespace(**{**vars(model), "name": name}) for name in names]
@@ -208,7 +208,7 @@ def test_the_largest_metrics_fit() -> None:
             model.generations,
             model.readiness.unready_reason,
         )
-    parts = Parts(*models)
+    parts = SnapshotHarness(*models)
     parts.tenants.configure(tenants)
     refused: dict[str, int] = dict.fromkeys(ERRORS, 2**55)
     for name in names:
@@ -216,14 +216,14 @@ def test_the_largest_metrics_fit() -> None:
         for buckets in (meter.requests, meter.queue, meter.compute, meter.rows):
             buckets.counts = [2**55] * len(buckets.counts)
         for tenant in tenants:
-            busy(parts.books.usage_table, tenant, name).refused = {**refused}
-    parts.measured = MemoryReport(2**55, dict.fromkeys(names, MemoryFootprint(2**55, 2**55, 2**55, 2**55)))
-    told = parts.metrics()
-    assert len(told.models) == limits.MAX_MODELS
-    assert len(b"".join(encode(told, max_bytes=limits.MAX_STATUS_BYTES))) < limits.MAX_STATUS_BYTES / 2
+            add_usage(parts.books.usage_table, tenant, name).refused = {**refused}
+    parts.memory_report = MemoryReport(2**55, dict.fromkeys(names, MemoryFootprint(2**55, 2**55, 2**55, 2**55)))
+    reply = parts.metrics()
+    assert len(reply.models) == limits.MAX_MODELS
+    assert len(b"".join(encode(reply, max_bytes=limits.MAX_STATUS_BYTES))) < limits.MAX_STATUS_BYTES / 2
 
 
-def test_what_a_model_on_a_card_is_and_takes() -> None:
+def test_reports_memory_of_a_model_on_a_card() -> None:
     holder, worker, spare = "m.1.holder", "m.1.w1", "m.1.w2"
     config = ModelConfig("/m.mindir", "mindspore_lite", "python3", spares=1, devices=("ascend:0",))
     card = DeviceBudget("ascend:0", 2**36)
@@ -238,29 +238,29 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
     for name in (worker, spare):
         model.deployments.process_events.on_message(name, Attached("canary", WEIGHTS), (), 0.0)
     processes: dict[str, Any] = {name: SimpleNamespace(pid=pid) for pid, name in enumerate((holder, worker, spare), 10)}
-    survey = MemoryScan("s", (), TtlCache())
-    survey.memory_by_pid = {
+    scan = MemoryScan("s", (), TtlCache())
+    scan.memory_by_pid = {
         2: None,
         10: ProcessMemory(1000, 900, 950),
         11: ProcessMemory(100, 90, 95),
     }
-    parts = Parts(
+    parts = SnapshotHarness(
         model,
         devices=[card, DeviceBudget("cpu"), DeviceBudget("cpu:0")],
         processes=processes,
         proxies=[ProxyInfo("lan", "tcp://*:1", 2, 3, 4)],
     )
-    survey.memory_by_pid[os.getpid()] = ProcessMemory(7, 6, 5)
-    told = parts.builder.status(survey)
-    assert (told.pss_bytes, told.dropped_responses, told.buffered_bytes, told.max_memory_bytes, told.note) == (
+    scan.memory_by_pid[os.getpid()] = ProcessMemory(7, 6, 5)
+    reply = parts.builder.status(scan)
+    assert (reply.pss_bytes, reply.dropped_responses, reply.buffered_bytes, reply.max_memory_bytes, reply.note) == (
         7,
         3,
         4,
         5,
         "a note",
     )
-    assert told.zmq_proxies == (ProxyStatus("lan", "tcp://*:1", 2, 3, 4, None),)
-    [generation] = told.models[0].generations
+    assert reply.zmq_proxies == (ProxyStatus("lan", "tcp://*:1", 2, 3, 4, None),)
+    [generation] = reply.models[0].generations
     assert [
         (each.name, each.role, each.pss_bytes, each.private_bytes, each.anonymous_bytes)
         for each in generation.processes
@@ -271,7 +271,7 @@ def test_what_a_model_on_a_card_is_and_takes() -> None:
     ]
     assert {each.device for each in generation.processes} == {"ascend:0"}
     assert (generation.copy_bytes, generation.saved_bytes) == (WEIGHTS, WEIGHTS)
-    [device] = told.devices
+    [device] = reply.devices
     assert (device.name, device.processes, device.weights_bytes) == ("ascend:0", 3, card_bytes(WEIGHTS))
     assert (device.saved_bytes, device.capacity_bytes, device.free_bytes) == (card_bytes(WEIGHTS), 2**36, None)
 
@@ -285,10 +285,10 @@ def model(name: str, *queued: Tenant) -> Any:
     )
 
 
-def test_each_has_an_account_for_each_model_that_it_has_asked() -> None:
+def test_reports_usage_per_tenant_and_model() -> None:
     accounts = UsageTable()
     accounts.sample()
-    busy(accounts, "ann", "m", 3).count_accepted(7)
+    add_usage(accounts, "ann", "m", 3).count_accepted(7)
     accounts.usage_of("ann", "m").add_queue_time(0.25)
     accounts.usage_of("ann", "m").count_refused(QuotaExceeded("max_rate", "too many"))
     accounts.usage_of("ann", OTHER_MODELS).count_refused(NotFound("no"), requests=1)
@@ -303,17 +303,17 @@ def test_each_has_an_account_for_each_model_that_it_has_asked() -> None:
     assert (bob.weight, bob.accounts, bob.share) == (1.0, (), None)
 
 
-def test_nobody_has_a_share_where_nothing_has_run() -> None:
+def test_reports_no_share_before_anything_has_run() -> None:
     [ann] = tenant_statuses([ANN], UsageTable(), {})
     assert ann.share is None
 
 
-def test_what_has_no_room_is_in_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_merges_accounts_over_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_ACCOUNTS", 4)
     accounts = UsageTable()
     for requests, name in enumerate(("a", "b", "c", "d"), 1):
-        busy(accounts, "ann", name, requests).count_accepted(1)
-    busy(accounts, "bob", "a", 9)
+        add_usage(accounts, "ann", name, requests).count_accepted(1)
+    add_usage(accounts, "bob", "a", 9)
     accounts.usage_of("bob", OTHER_MODELS).count_refused(NotFound("no"), requests=1)
     ann, bob = tenant_statuses([ANN, BOB], accounts, {("ann", "a"): 1, ("ann", "c"): 1, ("ann", "d"): 1})
     assert [(each.model, each.requests, each.in_flight, each.queued) for each in ann.accounts] == [
@@ -324,7 +324,7 @@ def test_what_has_no_room_is_in_a_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(each.model, each.requests) for each in bob.accounts] == [("a", 9), ("", 1)]
 
 
-def test_the_largest_accounts_fit() -> None:
+def test_largest_accounts_fit() -> None:
     accounts = UsageTable()
     tenants = [Tenant(f"{number:064d}", TenantConfig()) for number in range(limits.MAX_TENANTS + 1)]
     for tenant in tenants:
@@ -339,11 +339,11 @@ def test_the_largest_accounts_fit() -> None:
     assert len(b"".join(encode(response, max_bytes=limits.MAX_STATUS_BYTES))) < limits.MAX_STATUS_BYTES / 2
 
 
-def test_the_status_of_a_tenant_is_of_its_models_and_of_itself() -> None:
-    parts = Parts(model("m", BOB, ANN, BOB), model("secret", BOB), model("big"))
+def test_restricts_status_to_the_tenant() -> None:
+    parts = SnapshotHarness(model("m", BOB, ANN, BOB), model("secret", BOB), model("big"))
     accounts = parts.books.usage_table
-    busy(accounts, "ann", "m", 2).count_refused(NotFound("no"))
-    busy(accounts, "bob", "m", 100)
+    add_usage(accounts, "ann", "m", 2).count_refused(NotFound("no"))
+    add_usage(accounts, "bob", "m", 100)
     response = parts.builder.tenant_status("7", ANN)
     assert response.models == (
         ModelStatus("m", "onnxruntime", "", "serving", 1, 2, 1, ()),
@@ -353,8 +353,8 @@ def test_the_status_of_a_tenant_is_of_its_models_and_of_itself() -> None:
     assert (response.id, response.state) == ("7", "running")
     assert (response.pid, response.pss_bytes, response.buffered_bytes, response.max_memory_bytes) == (0, 0, 0, 0)
     assert (response.zmq_proxies, response.fork_servers, response.devices, response.memory) == ((), (), (), None)
-    # What it has asked before its table was another one is in the sum, without a name.
-    busy(accounts, "ann", "secret", 3)
+    # Usage of a model that the tenant may no longer see is reported without the model's name.
+    add_usage(accounts, "ann", "secret", 3)
     response = parts.builder.tenant_status("7", ANN)
     [ann] = response.tenants
     assert [(each.model, each.served) for each in ann.accounts] == [("m", 2), ("", 3)]

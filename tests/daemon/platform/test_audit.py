@@ -1,4 +1,4 @@
-"""The form of the audit log is documented: programs read it."""
+"""Format of the audit log, which other programs parse."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def parsed(line: str) -> dict[str, str]:
-    """Read a line as the documentation says."""
+    """Parse an entry by the rules of the documentation."""
     assert line.startswith("audit ")
     decoder, fields, position = json.JSONDecoder(), dict[str, str](), len("audit ")
     while position < len(line):
@@ -33,14 +33,14 @@ def parsed(line: str) -> dict[str, str]:
     return fields
 
 
-def test_an_entry_has_the_fields_that_have_a_value(caplog: pytest.LogCaptureFixture) -> None:
+def test_writes_only_fields_with_a_value(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     audit.write(ENTRY, audit.OK, sha256="5" * 64)
     [record] = caplog.records
-    said = (
+    expected = (
         f'audit action="update" result="ok" user="uid 1001" tenant="ann" model="m" path="/m.onnx" sha256="{"5" * 64}"'
     )
-    assert (record.getMessage(), record.levelno) == (said, logging.INFO)
+    assert (record.getMessage(), record.levelno) == (expected, logging.INFO)
     fields = {"AUDIT_ACTION": "update", "AUDIT_RESULT": "ok", "AUDIT_USER": "uid 1001", "AUDIT_TENANT": "ann"}
     fields |= {"AUDIT_MODEL": "m", "AUDIT_PATH": "/m.onnx", "AUDIT_SHA256": "5" * 64, "MODEL": "m"}
     assert record.__dict__["journal_fields"] == fields
@@ -52,7 +52,7 @@ def test_an_entry_has_the_fields_that_have_a_value(caplog: pytest.LogCaptureFixt
 
 
 @given(st.text(), st.text(), st.text())
-def test_no_name_of_a_client_makes_another_line_or_field(model: str, path: str, detail: str) -> None:
+def test_client_text_cannot_forge_lines_or_fields(model: str, path: str, detail: str) -> None:
     log = logging.getLogger("weightd.audit")
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
@@ -75,7 +75,7 @@ def test_no_name_of_a_client_makes_another_line_or_field(model: str, path: str, 
     }
 
 
-def test_what_a_user_repeats_is_counted_and_hides_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_counts_repeated_refusals_per_user(caplog: pytest.LogCaptureFixture) -> None:
     refusals = RefusalLog()
     other = ENTRY._replace(tenant="ben", user="uid 1002")
     for each in range(1000):
@@ -90,7 +90,7 @@ def test_what_a_user_repeats_is_counted_and_hides_nobody_else(caplog: pytest.Log
     ]
 
 
-def test_who_is_in_no_tenant_and_hosts_have_one_entry_together(caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_one_entry_for_clients_without_a_tenant(caplog: pytest.LogCaptureFixture) -> None:
     refusals = RefusalLog()
     for each in range(300):
         refusals.write(AuditEntry("infer", f"uid {each}"), audit.REFUSED, "no", 0.0)

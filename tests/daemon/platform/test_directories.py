@@ -8,7 +8,7 @@ import pytest
 from weightd_daemon.platform.directories import PathInUse, make_directory
 
 
-def test_another_users_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "theirs"
     directory.mkdir()
     if os.getuid() == 0:
@@ -20,7 +20,7 @@ def test_another_users_directory_is_refused(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
-def test_a_directory_that_is_read_only_is_refused(tmp_path: Path) -> None:
+def test_rejects_read_only_directory(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(PathInUse, match="this user cannot write there; set runtime_dir and cache_dir"):
@@ -29,7 +29,7 @@ def test_a_directory_that_is_read_only_is_refused(tmp_path: Path) -> None:
         tmp_path.chmod(0o700)
 
 
-def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+def test_reports_directory_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "run", tmp_path / "file"):
         with pytest.raises(PathInUse, match=f"^cannot make the directory {path}: "):

@@ -13,7 +13,7 @@ NEEDED = {"PATH": "/bin", "LC_ALL": "C", "PYTHONPATH": "/p", "ASCEND_HOME_PATH":
 
 
 @pytest.mark.parametrize(
-    ("more", "kept"),
+    ("listed", "kept"),
     [
         ((), {}),
         (("PASSWORD", "AWS"), {"PASSWORD": "secret"}),
@@ -21,24 +21,24 @@ NEEDED = {"PATH": "/bin", "LC_ALL": "C", "PYTHONPATH": "/p", "ASCEND_HOME_PATH":
         (("*",), SECRETS),
     ],
 )
-def test_children_get_what_engines_read_and_what_is_named(more: tuple[str, ...], kept: dict[str, str]) -> None:
-    there = {**SECRETS, **NEEDED}
-    environment.remove_unlisted(there, more)
-    assert there == {**NEEDED, **kept}
+def test_keeps_engine_variables_and_listed_ones(listed: tuple[str, ...], kept: dict[str, str]) -> None:
+    variables = {**SECRETS, **NEEDED}
+    environment.remove_unlisted(variables, listed)
+    assert variables == {**NEEDED, **kept}
 
 
-def test_what_the_drop_in_for_cards_and_the_workers_set_is_passed() -> None:
-    """A variable that the project itself names for an engine is one that children get."""
+def test_keeps_every_variable_the_project_sets() -> None:
+    """Engine variables that workers and the systemd drop-ins name are passed to child processes."""
     sources = [*ROOT.glob("worker/weightd_worker/engines/**/*.py"), *ROOT.glob("systemd/**/*.conf")]
     text = "\n".join(each.read_text("utf-8") for each in sources)
     names = set(re.findall(r'os\.environ(?:\[|\.get\(|\.setdefault\()"(\w+)"', text))
     names |= set(re.findall(r'^#?\s*Environment="?(\w+)=', text, re.MULTILINE))
     assert len(names) > 3
-    there = dict.fromkeys(names, "1")
-    environment.remove_unlisted(there)
-    assert there.keys() == names
+    variables = dict.fromkeys(names, "1")
+    environment.remove_unlisted(variables)
+    assert variables.keys() == names
 
 
-def test_the_list_is_documented() -> None:
+def test_default_variables_are_documented() -> None:
     page = (ROOT / "docs" / "operations.md").read_text("utf-8")
     assert [each for each in environment.DEFAULT_VARIABLES if f"`{each}`" not in page] == []

@@ -45,7 +45,6 @@ def pipes() -> Iterator[list[Pipe]]:
 
 @pytest.fixture
 def loop(pipes: list[Pipe]) -> Iterator[EventLoop]:
-    """A loop that waits for the pipes."""
     made = EventLoop()
     for pipe in pipes:
         made.add(pipe.reader, pipe.on_readable)
@@ -53,10 +52,10 @@ def loop(pipes: list[Pipe]) -> Iterator[EventLoop]:
     made.close()
 
 
-# --- waiting --------------------------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------------------------
 
 
-def test_who_is_readable_is_called_until_it_is_not_and_nobody_else(loop: EventLoop, pipes: list[Pipe]) -> None:
+def test_calls_handler_while_readable(loop: EventLoop, pipes: list[Pipe]) -> None:
     os.write(pipes[0].writer, b"x" * 100)
     os.write(pipes[2].writer, b"c")
     loop.remove(pipes[2].reader)
@@ -66,7 +65,7 @@ def test_who_is_readable_is_called_until_it_is_not_and_nobody_else(loop: EventLo
     assert [len(pipe.read) for pipe in pipes] == [100, 0, 0]
 
 
-def test_a_handler_may_remove_who_is_next(pipes: list[Pipe]) -> None:
+def test_handler_can_remove_other_handlers(pipes: list[Pipe]) -> None:
     loop = EventLoop()
     called: list[int] = []
 
@@ -85,8 +84,8 @@ def test_a_handler_may_remove_who_is_next(pipes: list[Pipe]) -> None:
 
 
 @pytest.mark.parametrize("each", [1, 3, 1000])
-def test_no_message_is_lost_whatever_else_is_done_with_the_socket(loop: EventLoop, each: int) -> None:
-    """A ZeroMQ socket tells once that something came, and whoever sends over it hears it instead of the loop."""
+def test_loses_no_zmq_message_when_handlers_send(loop: EventLoop, each: int) -> None:
+    """A ZeroMQ socket signals a message once, and a `send` can consume the signal before the loop sees it."""
     with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
         ours.bind("inproc://loop")
         theirs.connect("inproc://loop")
@@ -113,7 +112,7 @@ def test_no_message_is_lost_whatever_else_is_done_with_the_socket(loop: EventLoo
         assert received[::2] == [b"%d" % number for number in range(10)]
 
 
-# --- writing, hangups and numbers that come back --------------------------------------------------------------------
+# --- writing, hangups and reused descriptors ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -126,7 +125,7 @@ def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield made
 
 
-def test_who_can_write_is_called_as_long_as_that_is_wanted(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_calls_write_handler_while_watched(ends: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = ends
     calls: list[str] = []
     loop = EventLoop()
@@ -151,7 +150,7 @@ def test_who_can_write_is_called_as_long_as_that_is_wanted(ends: tuple[socket.so
 
 
 @pytest.mark.parametrize("writes", [False, True])
-def test_a_hangup_is_told_to_who_reads_even_if_paused(ends: tuple[socket.socket, socket.socket], writes: bool) -> None:
+def test_hangup_reaches_reader_after_pause(ends: tuple[socket.socket, socket.socket], writes: bool) -> None:
     ours, theirs = ends
     calls: list[bytes] = []
     loop = EventLoop()
@@ -175,7 +174,7 @@ def test_a_hangup_is_told_to_who_reads_even_if_paused(ends: tuple[socket.socket,
     loop.close()
 
 
-def test_the_end_of_a_paused_descriptor_is_reported_once_and_costs_later_turns_nothing() -> None:
+def test_hangup_of_paused_descriptors_does_not_spin() -> None:
     loop = EventLoop()
     calls: list[int] = []
     with contextlib.ExitStack() as stack:
@@ -190,38 +189,38 @@ def test_the_end_of_a_paused_descriptor_is_reported_once_and_costs_later_turns_n
         loop.close()
 
 
-def test_an_event_is_not_told_to_who_has_the_number_next() -> None:
+def test_read_event_not_delivered_to_reused_descriptor() -> None:
     loop = EventLoop()
     calls: list[str] = []
-    there = [os.pipe() for _ in range(2)]
+    ends_of_pipes = [os.pipe() for _ in range(2)]
 
     def replace(index: int) -> None:
-        """Close the other one, and have its number for something that has nothing to read and never will."""
+        """Replace the other descriptor by one that never becomes readable."""
         calls.append("old")
-        other = there[1 - index][0]
+        other = ends_of_pipes[1 - index][0]
         loop.remove(other)
         os.dup2(empty[0], other)
         loop.add(other, lambda: calls.append("new"))
 
     empty = os.pipe()
-    for index, (reader, writer) in enumerate(there):
+    for index, (reader, writer) in enumerate(ends_of_pipes):
         loop.add(reader, functools.partial(replace, index))
         os.write(writer, b"x")
     loop.run_once(60.0)
     assert calls == ["old"]
     loop.close()
-    for descriptor in (*there[0], *there[1], *empty):
+    for descriptor in (*ends_of_pipes[0], *ends_of_pipes[1], *empty):
         os.close(descriptor)
 
 
-def test_room_to_write_is_not_told_to_who_has_the_number_next(
+def test_write_event_not_delivered_to_reused_descriptor(
     pipes: list[Pipe], ends: tuple[socket.socket, socket.socket]
 ) -> None:
     ours, theirs = ends
     loop, calls = EventLoop(), list[str]()
 
     def replace() -> None:
-        """Have the number for something that cannot be written to."""
+        """Reuse the descriptor for a pipe end that is not writable."""
         calls.append("read")
         loop.remove(ours.fileno())
         os.dup2(pipes[0].reader, ours.fileno())
@@ -237,24 +236,22 @@ def test_room_to_write_is_not_told_to_who_has_the_number_next(
 
 
 @pytest.mark.parametrize("seconds", [-float("inf"), -1.0, 0.0, 0.0009, 0.0019])
-def test_a_wait_is_as_long_as_it_may_be_and_never_ends_early(loop: EventLoop, seconds: float) -> None:
+def test_wait_never_ends_early(loop: EventLoop, seconds: float) -> None:
     begin = time.monotonic()
     loop.run_once(seconds)
     assert seconds <= time.monotonic() - begin < 5.0
 
 
-# --- turns ----------------------------------------------------------------------------------------------------------
+# --- turns of the loop ----------------------------------------------------------------------------------------------
 
 
-def test_the_time_of_a_turn_is_that_at_which_its_wait_has_ended(loop: EventLoop) -> None:
+def test_now_is_the_end_of_the_wait(loop: EventLoop) -> None:
     began = loop.now
     loop.run_once(0.01)
     assert began + 0.01 <= loop.now <= event_loop.now()
 
 
-def test_who_is_to_be_called_soon_is_once_behind_whoever_is_ready_and_keeps_nobody_waiting(
-    loop: EventLoop, pipes: list[Pipe]
-) -> None:
+def test_call_soon_runs_once_after_ready_handlers(loop: EventLoop, pipes: list[Pipe]) -> None:
     calls: list[bytes] = []
 
     def again() -> None:
@@ -273,7 +270,7 @@ def test_who_is_to_be_called_soon_is_once_behind_whoever_is_ready_and_keeps_nobo
     assert (len(calls), pipes[0].read) == (3, b"xxx")
 
 
-def test_a_run_ends_with_the_turn_in_which_it_is_stopped(loop: EventLoop, pipes: list[Pipe]) -> None:
+def test_stop_ends_the_run_after_the_turn(loop: EventLoop, pipes: list[Pipe]) -> None:
     turns: list[int] = []
 
     def turn() -> None:
@@ -290,15 +287,15 @@ def test_a_run_ends_with_the_turn_in_which_it_is_stopped(loop: EventLoop, pipes:
     assert (turns, pipes[0].read) == ([1, 2], b"xxx")
 
 
-# --- a process that is stopped --------------------------------------------------------------------------------------
+# --- a suspended process --------------------------------------------------------------------------------------------
 
 
 class StoppedEpoll:
-    """Reports what is ready only if it is asked not to wait: as `select.epoll` does after a stop beyond the time-out.
+    """Reports events only to a poll that does not wait, as `select.epoll` does after a long suspension.
 
     Args:
-        loop: whose it is from now on.
-        real: the clock; each wait takes all of its time, and the first one `stop` seconds more.
+        loop: the loop whose epoll object is replaced.
+        real: the clock; each wait takes its whole time-out, and the first wait `stop` seconds more.
     """
 
     def __init__(self, loop: EventLoop, real: list[float], stop: float) -> None:
@@ -321,7 +318,7 @@ class StoppedEpoll:
 
 
 def stopped_loop(pipe: Pipe, due: float, stop: float) -> tuple[EventLoop, list[str], StoppedEpoll]:
-    """Return a loop, what will have been called, and its poll: a message waits, and a timer will be due."""
+    """Return a loop with a readable pipe and a timer, the list of its calls, and its fake epoll object."""
     real = [1000.0]
     loop, calls = EventLoop(Clock(lambda: real[0])), list[str]()
     loop.add(pipe.reader, lambda: calls.append(f"read {os.read(pipe.reader, 9)!r}"))
@@ -333,8 +330,8 @@ def stopped_loop(pipe: Pipe, due: float, stop: float) -> tuple[EventLoop, list[s
     return loop, calls, StoppedEpoll(loop, real, stop)
 
 
-def test_what_has_come_is_handled_before_an_overdue_timer(pipes: list[Pipe]) -> None:
-    """The loop is late, but not by so much that it shows."""
+def test_handles_ready_events_before_overdue_timers(pipes: list[Pipe]) -> None:
+    """The loop is late, but by less than a suspension."""
     loop, calls, epoll = stopped_loop(pipes[0], due=0.25, stop=0.25)
     loop.run_once(60.0)
     assert calls == ["read b'x'", "timer at 1000.5"]
@@ -343,7 +340,7 @@ def test_what_has_come_is_handled_before_an_overdue_timer(pipes: list[Pipe]) -> 
 
 
 @pytest.mark.parametrize("due", [0.25, 0.75, 100.0])
-def test_time_in_which_the_process_is_stopped_does_not_count(pipes: list[Pipe], due: float) -> None:
+def test_suspension_does_not_count(pipes: list[Pipe], due: float) -> None:
     loop, calls, epoll = stopped_loop(pipes[0], due, stop=3600.0)
     loop.run_once(60.0)
     waited = min(due, TICK_S)
@@ -355,7 +352,7 @@ def test_time_in_which_the_process_is_stopped_does_not_count(pipes: list[Pipe], 
     loop.close()
 
 
-def test_a_stop_in_a_handler_is_told_before_timers(pipes: list[Pipe]) -> None:
+def test_reports_suspension_before_running_timers(pipes: list[Pipe]) -> None:
     real = [1000.0]
     loop, calls = EventLoop(Clock(lambda: real[0])), list[float]()
 
@@ -378,7 +375,7 @@ def test_a_stop_in_a_handler_is_told_before_timers(pipes: list[Pipe]) -> None:
 USED = [signal.SIGUSR1, signal.SIGUSR2]
 
 
-def test_more_signals_than_the_pipe_holds_are_no_error() -> None:
+def test_survives_more_signals_than_the_pipe_holds() -> None:
     with watch_signals(USED) as wakeups:
         os.set_blocking(wakeups, True)
         fcntl.fcntl(wakeups, fcntl.F_SETPIPE_SZ, 4096)
@@ -400,7 +397,7 @@ def _fail_after_a_signal() -> None:
     raise ZeroDivisionError
 
 
-def test_what_was_before_is_there_again() -> None:
+def test_watch_signals_restores_previous_handlers() -> None:
     calls: list[int] = []
     mine = signal.signal(signal.SIGUSR1, lambda number, frame: calls.append(number))
     try:
@@ -418,7 +415,7 @@ def test_what_was_before_is_there_again() -> None:
         signal.signal(signal.SIGUSR1, mine)
 
 
-def test_an_outer_block_goes_on_after_an_inner_one() -> None:
+def test_nested_watch_signals_restores_the_outer_pipe() -> None:
     with watch_signals(USED) as outer:
         with watch_signals(USED) as inner:
             for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1):
@@ -432,7 +429,7 @@ NEVER = float("inf")
 
 
 class TimerHarness:
-    """Timers, and what was called: whose, and when."""
+    """Timers, and each call as the timer's index and the time."""
 
     def __init__(self, count: int) -> None:
         self.called: list[tuple[int, float]] = []
@@ -447,20 +444,20 @@ class TimerHarness:
             self.timers.add(each)
 
 
-def test_who_puts_another_off_while_both_are_due_is_heard() -> None:
-    world = TimerHarness(1)
-    first = Timer(lambda _: world.each[0].set(9.0))
+def test_timer_postponed_by_a_due_timer_is_not_called() -> None:
+    harness = TimerHarness(1)
+    first = Timer(lambda _: harness.each[0].set(9.0))
     first.set(1.0)
-    world.timers.add(first)
-    world.each[0].set(2.0)
-    world.add()
-    world.timers.run_due(3.0)
-    assert world.called == []
-    world.timers.run_due(9.0)
-    assert world.called == [(0, 9.0)]
+    harness.timers.add(first)
+    harness.each[0].set(2.0)
+    harness.add()
+    harness.timers.run_due(3.0)
+    assert harness.called == []
+    harness.timers.run_due(9.0)
+    assert harness.called == [(0, 9.0)]
 
 
-def test_who_is_due_again_at_once_waits_for_the_next_run() -> None:
+def test_timer_due_again_runs_in_the_next_run() -> None:
     calls: list[float] = []
 
     def again(now: float) -> None:
@@ -487,44 +484,44 @@ ACTIONS = st.lists(
 
 
 @given(ACTIONS)
-def test_nobody_is_called_early_late_or_twice(actions: list[tuple[str, int, float]]) -> None:
-    world = TimerHarness(3)
-    world.each[0].set(5.0)  # counts from when it is added
-    world.add()
+def test_timers_run_once_and_on_time(actions: list[tuple[str, int, float]]) -> None:
+    harness = TimerHarness(3)
+    harness.each[0].set(5.0)  # counts from the moment at which the timer is added
+    harness.add()
     due, now = [5.0, NEVER, NEVER], 0.0
-    assert world.timers.heap[0][0] == 5.0
+    assert harness.timers.heap[0][0] == 5.0
     for what, index, value in actions:
         if what == "set":
             due[index] = now + value
-            world.each[index].set(due[index])
+            harness.each[index].set(due[index])
         elif what == "due_by":
             due[index] = min(due[index], now + value)
-            world.each[index].set_no_later_than(now + value)
+            harness.each[index].set_no_later_than(now + value)
         else:
             now += value
-            world.called.clear()
-            world.timers.run_due(now)
+            harness.called.clear()
+            harness.timers.run_due(now)
             expected = [(each, now) for each in range(3) if due[each] <= now]
-            assert sorted(world.called) == expected
+            assert sorted(harness.called) == expected
             due = [NEVER if each <= now else each for each in due]
-        assert [each.due_at for each in world.each] == due
-        assert not world.timers.heap or world.timers.heap[0][0] <= min(due)
+        assert [each.due_at for each in harness.each] == due
+        assert not harness.timers.heap or harness.timers.heap[0][0] <= min(due)
 
 
-def test_what_is_put_off_again_and_again_takes_no_more_room() -> None:
-    world = TimerHarness(1)
-    world.add()
-    timer = world.each[0]
+def test_rescheduling_does_not_grow_the_heap() -> None:
+    harness = TimerHarness(1)
+    harness.add()
+    timer = harness.each[0]
     for now in range(1000):
         timer.set(now + 30.0)
         timer.set(0.0)
-        world.timers.run_due(float(now))
+        harness.timers.run_due(float(now))
         timer.set(now + 30.0)
-    assert len(world.timers.heap) <= 2
+    assert len(harness.timers.heap) <= 2
 
 
 class ClockHarness:
-    """A clock, and the real one."""
+    """A Clock over a simulated real clock."""
 
     def __init__(self) -> None:
         self.real = 1000.0
@@ -536,35 +533,35 @@ class ClockHarness:
 
 
 @given(st.lists(st.floats(0.0, 0.5)))
-def test_it_is_the_real_clock_while_the_process_runs(steps: list[float]) -> None:
-    world = ClockHarness()
+def test_clock_equals_real_clock_while_running(steps: list[float]) -> None:
+    harness = ClockHarness()
     for step in steps:
-        assert world.after(step) == world.real
+        assert harness.after(step) == harness.real
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(-1.0, 1e4))))
-def test_it_never_goes_back_and_stands_still_for_what_is_longer_than_expected(steps: list[tuple[float, float]]) -> None:
-    world = ClockHarness()
-    times = [world.clock.now()]
+def test_clock_is_monotonic_and_ignores_suspensions(steps: list[tuple[float, float]]) -> None:
+    harness = ClockHarness()
+    times = [harness.clock.now()]
     for step, wait in steps:
-        granted = world.clock.clamp_wait(wait)
+        granted = harness.clock.clamp_wait(wait)
         assert 0.0 <= granted <= max(0.0, min(wait, TICK_S))
-        times.append(world.after(step))
+        times.append(harness.after(step))
         assert times[-1] - times[-2] <= granted + 0.5 + 1e-6
     assert all(before <= after for before, after in pairwise(times))
-    assert abs(world.clock.stopped_s + times[-1] - world.real) < 1e-6
+    assert abs(harness.clock.stopped_s + times[-1] - harness.real) < 1e-6
 
 
-def test_only_the_next_reading_may_be_late_by_a_wait() -> None:
-    world = ClockHarness()
-    assert world.clock.clamp_wait(60.0) == TICK_S
-    assert world.after(0.9) == 1000.9
-    assert world.after(0.9) == 1000.9
-    assert world.clock.stopped_s == pytest.approx(0.9)
+def test_wait_allowance_covers_one_reading_only() -> None:
+    harness = ClockHarness()
+    assert harness.clock.clamp_wait(60.0) == TICK_S
+    assert harness.after(0.9) == 1000.9
+    assert harness.after(0.9) == 1000.9
+    assert harness.clock.stopped_s == pytest.approx(0.9)
 
 
-def test_a_poll_has_its_time_without_that_in_which_it_is_stopped() -> None:
-    """A poll of Python's returns nothing after this."""
+def test_poll_timeout_excludes_suspension() -> None:
+    """`select.poll` would return nothing here."""
     reader, writer = os.pipe()
     readable = select.poll()
     readable.register(reader, select.POLLIN)

@@ -36,23 +36,21 @@ PERHAPS = "possibly by the kernel, out of memory: see dmesg"
         (ExitCause(None, "no such interpreter"), "no such interpreter", False, False),
     ],
 )
-def test_an_end_says_what_it_was_and_whether_what_ran_may_be_why(
-    end: ExitCause, text: str, blames: bool, killed: bool
-) -> None:
+def test_describes_exits_and_possible_faults(end: ExitCause, text: str, blames: bool, killed: bool) -> None:
     assert (str(end), end.may_be_own_fault, end.is_killed) == (text, blames, killed)
 
 
-def test_who_has_ended_a_child_is_found_out() -> None:
+def test_classifies_the_initiator() -> None:
     kills = 7
-    coroner = ExitClassifier(lambda: kills)
-    assert coroner.classify("a", -signal.SIGKILL, "") == ExitCause(-signal.SIGKILL)
+    classifier = ExitClassifier(lambda: kills)
+    assert classifier.classify("a", -signal.SIGKILL, "") == ExitCause(-signal.SIGKILL)
     kills += 2
-    assert coroner.classify("crash", -signal.SIGSEGV, "words") == ExitCause(-signal.SIGSEGV, "words")
-    ends = [coroner.classify(name, -signal.SIGKILL, "").initiator for name in "bcd"]
+    assert classifier.classify("crash", -signal.SIGSEGV, "words") == ExitCause(-signal.SIGSEGV, "words")
+    ends = [classifier.classify(name, -signal.SIGKILL, "").initiator for name in "bcd"]
     assert ends == [ExitInitiator.KERNEL, ExitInitiator.KERNEL, ExitInitiator.UNKNOWN]
-    coroner.record_signal("e")
-    assert coroner.classify("e", -signal.SIGABRT, "") == ExitCause(-signal.SIGABRT, initiator=ExitInitiator.DAEMON)
-    assert coroner.classify("e", -signal.SIGABRT, "") == ExitCause(-signal.SIGABRT)
-    coroner.record_signal("f")
-    assert coroner.classify("f", 0, "") == ExitCause(0)
-    assert coroner.classify("g", None, "words") == ExitCause(None, "words", ExitInitiator.SHIM)
+    classifier.record_signal("e")
+    assert classifier.classify("e", -signal.SIGABRT, "") == ExitCause(-signal.SIGABRT, initiator=ExitInitiator.DAEMON)
+    assert classifier.classify("e", -signal.SIGABRT, "") == ExitCause(-signal.SIGABRT)
+    classifier.record_signal("f")
+    assert classifier.classify("f", 0, "") == ExitCause(0)
+    assert classifier.classify("g", None, "words") == ExitCause(None, "words", ExitInitiator.SHIM)

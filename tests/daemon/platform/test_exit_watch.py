@@ -1,4 +1,4 @@
-"""Exits of real processes, on systems with pidfds and without."""
+"""Exits of real processes, with and without pidfds."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def test_an_exit_is_seen_and_the_status_is_left_to_the_caller(system: str, child: subprocess.Popen[bytes]) -> None:
+def test_reports_exit_and_leaves_the_status(system: str, child: subprocess.Popen[bytes]) -> None:
     descriptor = exit_watch.watch_exit(child.pid)
     assert not os.get_inheritable(descriptor)
     assert not exit_watch.has_exited(descriptor)
     exit_watch.send_signal(descriptor, child.pid, signal.SIGTERM)
     until(lambda: exit_watch.has_exited(descriptor), f"it is seen: {system}")
-    exit_watch.send_signal(descriptor, child.pid, signal.SIGKILL)  # which is harmless
+    exit_watch.send_signal(descriptor, child.pid, signal.SIGKILL)  # has no effect on a zombie
     assert os.waitpid(child.pid, 0) == (child.pid, signal.SIGTERM)
     assert exit_watch.has_exited(descriptor)
     exit_watch.send_signal(descriptor, child.pid, signal.SIGKILL)
@@ -63,12 +63,12 @@ def _ends(thread: threading.Thread) -> bool:
     return not thread.is_alive()
 
 
-def test_no_other_process_is_hit_that_has_the_pid_now(
+def test_does_not_signal_a_reused_pid(
     system: str, child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     descriptor = exit_watch.watch_exit(child.pid)
     child.kill()
-    # Whoever reaps it, and be it before its exit is seen here.
+    # The process is reaped here, possibly before the watch sees the exit.
     child.wait()
     until(lambda: exit_watch.has_exited(descriptor), f"it is seen: {system}")
     monkeypatch.setattr(os, "kill", mock.Mock(side_effect=AssertionError))
@@ -76,7 +76,7 @@ def test_no_other_process_is_hit_that_has_the_pid_now(
     os.close(descriptor)
 
 
-def test_a_child_that_has_exited_before_is_seen(system: str) -> None:
+def test_reports_exit_before_the_watch(system: str) -> None:
     with subprocess.Popen(["true"]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         descriptor = exit_watch.watch_exit(child.pid)
@@ -85,7 +85,7 @@ def test_a_child_that_has_exited_before_is_seen(system: str) -> None:
     os.close(descriptor)
 
 
-def test_why_there_are_no_pidfds_is_known(system: str) -> None:
+def test_explains_missing_pidfds(system: str) -> None:
     expected = {
         "ENOSYS": "pidfd_open: Function not implemented",
         "EPERM": "pidfd_open: Operation not permitted",
@@ -94,7 +94,7 @@ def test_why_there_are_no_pidfds_is_known(system: str) -> None:
     assert exit_watch.unavailable_reason() == expected.get(system, "")
 
 
-def test_a_lack_of_descriptors_is_no_lack_of_pidfds(
+def test_descriptor_exhaustion_is_not_a_missing_pidfd(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "pidfd_open", refuse(errno.EMFILE))
@@ -102,7 +102,7 @@ def test_a_lack_of_descriptors_is_no_lack_of_pidfds(
         exit_watch.watch_exit(child.pid)
 
 
-def test_where_no_thread_can_be_started_no_descriptor_is_left(
+def test_closes_descriptors_if_no_thread_can_start(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_: threading.Thread) -> NoReturn:

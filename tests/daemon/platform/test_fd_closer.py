@@ -1,4 +1,4 @@
-"""A close that waits, or fails, holds up nobody but the user who has sent the descriptor."""
+"""Descriptors that are slow to close, or fail to, block only the user who sent them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weightd_daemon.platform.log_setup import log_resource_error
 
 
 @pytest.fixture(autouse=True)
-def _threads_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+def _threads_end_quickly(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
     monkeypatch.setattr(closing_module, "_IDLE_TIMEOUT_S", 0.01)
 
 
@@ -34,7 +34,7 @@ def is_open(descriptor: int) -> bool:
     return True
 
 
-def test_a_close_that_waits_holds_up_its_user_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_close_blocks_only_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, really = threading.Event(), os.close
 
     def close(descriptor: int) -> None:
@@ -60,7 +60,7 @@ def test_a_close_that_waits_holds_up_its_user_and_nobody_else(monkeypatch: pytes
     until(lambda: not closing.is_backlogged("a"), "no more descriptors wait")
 
 
-def test_a_close_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_close_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[int] = []
 
     def close(descriptor: int) -> None:
@@ -76,20 +76,20 @@ def test_a_close_that_fails_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("via", ["descriptor", "connection"])
-def test_a_socket_that_lingers_does_not_hold_up_the_caller(via: str) -> None:
+def test_lingering_socket_does_not_block_the_caller(via: str) -> None:
     closing = DescriptorCloser(print)
     ours, theirs = lingering()
     begin = time.monotonic()
     if via == "descriptor":
         closing.close("a", ours.detach())
     else:
-        # It is among the data that the daemon has not read when it closes the connection.
+        # The lingering socket is in the data that the daemon has not read when it closes the connection.
         end, client = socket.socketpair()
         socket.send_fds(client, [b"x"], [ours.fileno()])
         ours.close()
         closing.close_socket("a", end)
         client.close()
-    # The close takes 30 s, unless its peer goes.
+    # The close takes 30 s, unless the peer closes first.
     assert time.monotonic() - begin < 3
     theirs.close()
     until(lambda: not closing.is_backlogged("a") and not _has_thread(), "the socket is closed")
@@ -99,7 +99,7 @@ def _has_thread() -> bool:
     return any(each.name == "closing" for each in threading.enumerate())
 
 
-def test_without_a_thread_descriptors_wait_until_there_is_one(
+def test_keeps_descriptors_until_a_thread_can_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     refused = mock.Mock(side_effect=RuntimeError("can't start new thread"))
@@ -111,7 +111,7 @@ def test_without_a_thread_descriptors_wait_until_there_is_one(
             closing.close("a", descriptor)
         assert closing.is_backlogged("a")
     assert caplog.text.count("the limit of processes and threads is reached") == 1
-    # Nobody closes another one: who looks whether it is behind has the thread started.
+    # Nothing else is closed; `is_backlogged` itself starts the thread.
     assert closing.is_backlogged("a")
     until(lambda: not closing.is_backlogged("a"), "they are closed")
     for descriptor in descriptors[:1]:
@@ -129,7 +129,7 @@ def interruptible() -> Iterator[None]:
 
 
 def unread(*descriptors: int) -> socket.socket:
-    """Return a socket whose peer has sent these descriptors, which nobody has read, and has gone."""
+    """Return a socket with unread data that carry these descriptors, and with a closed peer."""
     end, client = socket.socketpair()
     client.send(b"before")
     for descriptor in descriptors:
@@ -139,7 +139,7 @@ def unread(*descriptors: int) -> socket.socket:
 
 
 @pytest.mark.parametrize("via", ["descriptor", "connection"])
-def test_a_user_whose_sockets_linger_has_each_close_interrupted_by_a_later_one(via: str) -> None:
+def test_interrupts_lingering_closes_of_the_same_user(via: str) -> None:
     closing = DescriptorCloser(print)
     begin = time.monotonic()
     with contextlib.ExitStack() as stack, interruptible():
@@ -155,15 +155,15 @@ def test_a_user_whose_sockets_linger_has_each_close_interrupted_by_a_later_one(v
             if number < MAX_PENDING - 1:
                 assert not closing.is_backlogged("a")
             until(lambda: not closing.is_backlogged("a"), "an earlier close is interrupted")
-        # Each close takes 30 s, unless its peer goes.
+        # Each close takes 30 s, unless the peer closes first.
         assert time.monotonic() - begin < 15
     until(lambda: not _has_thread(), "all are closed")
 
 
-@pytest.mark.parametrize("says", [[], [b"x"], [bytes(100_000), bytes(50_000)]], ids=len)
-def test_a_connection_whose_unread_data_have_no_descriptors_is_closed_at_once(says: Sequence[bytes]) -> None:
+@pytest.mark.parametrize("sent", [[], [b"x"], [bytes(100_000), bytes(50_000)]], ids=len)
+def test_closes_connection_without_descriptors_at_once(sent: Sequence[bytes]) -> None:
     end, client = socket.socketpair()
-    for each in says:
+    for each in sent:
         client.send(each)
     number = end.fileno()
     DescriptorCloser(print).close_socket("a", end)
@@ -174,7 +174,7 @@ def test_a_connection_whose_unread_data_have_no_descriptors_is_closed_at_once(sa
     client.close()
 
 
-def test_threads_have_a_bound_in_all_and_users_without_one_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_threads_and_serves_waiting_users(monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on, really, stuck = threading.Event(), os.close, {os.dup(0), os.dup(0)}
 
     def close(descriptor: int) -> None:
@@ -197,7 +197,7 @@ def test_threads_have_a_bound_in_all_and_users_without_one_have_their_turn(monke
     until(lambda: not _has_thread(), "the threads end")
 
 
-def test_an_idle_thread_goes_on_with_the_next_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_thread_serves_the_next_user(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(closing_module, "_IDLE_TIMEOUT_S", 60.0)
     closing = DescriptorCloser(print)
     for number in range(5):

@@ -1,4 +1,4 @@
-"""Sockets that listen: those that were passed, and those that are made here, with permissions and without remains."""
+"""Listening sockets: inherited from the service manager, or created with permissions and removed at the end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def refused(address: str) -> str:
 
 
 def connects(to: socket.socket, family: int, name: Any) -> bool:
-    """Whether who connects by this name is accepted by the socket."""
+    """Connect by this name and accept the connection at the socket."""
     with socket.socket(family, socket.SOCK_STREAM) as client:
         client.settimeout(LIMIT_S)
         client.connect(name)
@@ -50,7 +50,7 @@ def connects(to: socket.socket, family: int, name: Any) -> bool:
     return True
 
 
-# --- passed ---------------------------------------------------------------------------------------------------------
+# --- inherited ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def passed() -> Iterator[list[socket.socket]]:
         each.close()
 
 
-def test_where_a_socket_listens_is_told_by_its_name(tmp_path: Path, passed: list[socket.socket]) -> None:
+def test_derives_address_from_the_socket_name(tmp_path: Path, passed: list[socket.socket]) -> None:
     passed += [socket.socket(socket.AF_UNIX) for _ in range(2)]
     for each, name in zip(passed, ("s", "s.unix"), strict=True):
         each.bind(f"{tmp_path}/{name}")
@@ -74,11 +74,11 @@ def test_where_a_socket_listens_is_told_by_its_name(tmp_path: Path, passed: list
         (socket.AF_UNIX, "{}/d", socket.SOCK_DGRAM),
         (socket.AF_UNIX, "{}/p", socket.SOCK_SEQPACKET),
         (socket.AF_UNIX, "\0weightd-test-{}", socket.SOCK_STREAM),
-        (socket.AF_UNIX, "", socket.SOCK_STREAM),  # the kernel gives it an abstract name
+        (socket.AF_UNIX, "", socket.SOCK_STREAM),  # the kernel assigns an abstract name
         (socket.AF_INET, ("127.0.0.1", 0), socket.SOCK_DGRAM),
     ],
 )
-def test_what_there_is_no_address_for_is_refused(
+def test_rejects_sockets_without_a_usable_address(
     tmp_path: Path, passed: list[socket.socket], family: int, name: Any, kind: int
 ) -> None:
     bad = socket.socket(family, kind)
@@ -90,7 +90,7 @@ def test_what_there_is_no_address_for_is_refused(
     os.fstat(bad.fileno())
 
 
-def test_what_is_no_socket_is_refused() -> None:
+def test_rejects_descriptors_that_are_not_sockets() -> None:
     read, write = os.pipe()
     message = f"^descriptor {read}, which was passed, is no socket: "
     with pytest.raises(PathInUse, match=f"{message}Socket operation on non-socket$"):
@@ -101,11 +101,11 @@ def test_what_is_no_socket_is_refused() -> None:
         listen_addresses([read])
 
 
-# --- made here ------------------------------------------------------------------------------------------------------
+# --- created --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scheme", ["unix", "ipc"])
-def test_owner_and_group_may_connect_and_nothing_is_left(tmp_path: Path, scheme: str) -> None:
+def test_creates_unix_socket_with_permissions_and_removes_it(tmp_path: Path, scheme: str) -> None:
     path = tmp_path / "run/s"
     before = os.umask(0)
     try:
@@ -114,7 +114,7 @@ def test_owner_and_group_may_connect_and_nothing_is_left(tmp_path: Path, scheme:
             assert stat.S_IMODE(path.parent.stat().st_mode) == 0o755
             assert not made.getblocking()
             assert connects(made, socket.AF_UNIX, str(path))
-            # What a killed process leaves; here it is one that lives.
+            # A killed process leaves such a socket behind; this one still listens.
             assert refused(f"{scheme}://{path}") == f"{path}: another program listens there"
             path.rename(path.with_suffix(".left"))
     finally:
@@ -125,13 +125,13 @@ def test_owner_and_group_may_connect_and_nothing_is_left(tmp_path: Path, scheme:
     assert list(path.parent.iterdir()) == []
 
 
-def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+def test_leaves_other_files_alone(tmp_path: Path) -> None:
     (tmp_path / "s").write_text("precious")
     assert refused(f"unix://{tmp_path}/s").startswith(f"{tmp_path}/s: expected a socket or nothing there, ")
     assert (tmp_path / "s").read_text() == "precious"
 
 
-def test_a_path_that_no_socket_can_have_is_an_error_of_one_line(tmp_path: Path) -> None:
+def test_reports_path_too_long_for_a_socket(tmp_path: Path) -> None:
     assert refused(f"unix://{tmp_path}/{'s' * 108}").endswith(": AF_UNIX path too long")
 
 
@@ -151,14 +151,14 @@ def test_a_path_that_no_socket_can_have_is_an_error_of_one_line(tmp_path: Path) 
         ),
     ],
 )
-def test_tcp(port: int, host: str, family: int, name: str) -> None:
-    # The first leaves a connection that the kernel remembers: the second has the port all the same.
+def test_listens_on_tcp(port: int, host: str, family: int, name: str) -> None:
+    # The first round leaves a connection in TIME_WAIT, which does not block the port for the second one.
     for _ in range(2):
         with listen_on(f"tcp://{host}:{port}") as made:
             assert connects(made, family, (name, port))
             assert refused(f"tcp://{host}:{port}") == f"cannot listen on tcp://{host}:{port}: Address already in use"
 
 
-def test_a_host_that_is_not_here_is_refused(port: int) -> None:
+def test_rejects_addresses_of_other_hosts(port: int) -> None:
     assert refused(f"tcp://192.0.2.1:{port}").endswith("Cannot assign requested address")
     assert refused(f"tcp://[fe80::x]:{port}").startswith(f"cannot listen on tcp://[fe80::x]:{port}: ")

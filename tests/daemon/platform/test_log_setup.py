@@ -1,4 +1,4 @@
-"""What an operator, and the journal, read on stderr."""
+"""The log on stderr and in the journal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def record(level: int, text: str, *arguments: object, error: BaseException | Non
     return logging.LogRecord("weightd", level, __file__, 1, text, arguments, trace)
 
 
-# --- a line -----------------------------------------------------------------------------------------------------
+# --- one line ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ def record(level: int, text: str, *arguments: object, error: BaseException | Non
         ("\n", ""),
     ],
 )
-def test_foreign_text_is_one_line_without_tricks(text: str, line: str) -> None:
+def test_escapes_text_to_one_line(text: str, line: str) -> None:
     assert to_one_line(text) == line
 
 
 @pytest.mark.parametrize(("journal", "prefix"), [(True, "<3>"), (False, "")])
-def test_a_complaint_is_one_line_without_tricks(
+def test_error_is_one_escaped_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, journal: bool, prefix: str
 ) -> None:
     monkeypatch.setattr(log_setup, "is_connected_to_journal", mock.Mock(return_value=journal))
@@ -58,7 +58,7 @@ def test_a_complaint_is_one_line_without_tricks(
     assert capsys.readouterr().err == f"{prefix}weightd: model.onnx: x\\x1b[31m | weightd: good\n"
 
 
-def test_who_asks_cannot_forge_an_event() -> None:
+def test_client_text_cannot_forge_log_lines() -> None:
     forged = record(logging.WARNING, "request %s is in quarantine", "7\n2026-01-01 00:00:00,000 ERROR   all is lost")
     assert re.fullmatch(
         r"[-0-9]{10} [:,0-9]{12} WARNING request 7 \| 2026-01-01 00:00:00,000 ERROR   all is lost is in quarantine",
@@ -70,17 +70,17 @@ def test_who_asks_cannot_forge_an_event() -> None:
 
 
 @pytest.fixture
-def listening(tmp_path: Path) -> Iterator[socket.socket]:
-    """A journal's socket."""
+def journal_socket(tmp_path: Path) -> Iterator[socket.socket]:
+    """Return the journal's socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made:
         made.bind(str(tmp_path / "journal"))
         made.settimeout(20.0)
         yield made
 
 
-def heard(listening: socket.socket) -> dict[str, str]:
-    """The next entry, read as the journal reads it: from the datagram, or from a file in memory that came with it."""
-    raw, descriptors, _, _ = socket.recv_fds(listening, 1 << 20, 1)
+def read_entry(journal_socket: socket.socket) -> dict[str, str]:
+    """Return the next entry, read as the journal reads it: from the datagram or from the memory file passed with it."""
+    raw, descriptors, _, _ = socket.recv_fds(journal_socket, 1 << 20, 1)
     for descriptor in descriptors:
         assert fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_WRITE
         with os.fdopen(descriptor, "rb") as file:
@@ -98,8 +98,8 @@ def heard(listening: socket.socket) -> dict[str, str]:
 
 
 @pytest.fixture
-def journal(listening: socket.socket) -> Iterator[JournalHandler]:
-    handler = JournalHandler(Journal(listening.getsockname()))
+def journal(journal_socket: socket.socket) -> Iterator[JournalHandler]:
+    handler = JournalHandler(Journal(journal_socket.getsockname()))
     yield handler
     handler.close()
 
@@ -114,9 +114,9 @@ def journal(listening: socket.socket) -> Iterator[JournalHandler]:
         (logging.DEBUG, 7, {}, {}),
     ],
 )
-def test_an_entry_says_how_severe_it_is_and_what_it_is_about(
+def test_entry_has_priority_and_subject_fields(
     journal: JournalHandler,
-    listening: socket.socket,
+    journal_socket: socket.socket,
     level: int,
     priority: int,
     of: dict[str, object],
@@ -125,23 +125,23 @@ def test_an_entry_says_how_severe_it_is_and_what_it_is_about(
     event = record(level, "%s\n%s", "a", "b")
     event.__dict__.update(of)
     journal.handle(event)
-    # The time is the journal's.
+    # The journal adds the time.
     entry = {"MESSAGE": "a | b", "PRIORITY": str(priority), "SYSLOG_IDENTIFIER": "weightd"}
-    assert heard(listening) == {**entry, **fields}
+    assert read_entry(journal_socket) == {**entry, **fields}
 
 
 @pytest.mark.parametrize("size", [1, 10_000_000])
-def test_an_event_is_one_entry_however_long(journal: JournalHandler, listening: socket.socket, size: int) -> None:
+def test_long_event_is_one_entry(journal: JournalHandler, journal_socket: socket.socket, size: int) -> None:
     try:
         raise OSError("first\nsecond=" + "x" * size)
     except OSError as error:
         journal.handle(record(logging.ERROR, "it fails", error=error))
-    lines = heard(listening)["MESSAGE"].split("\n")
+    lines = read_entry(journal_socket)["MESSAGE"].split("\n")
     assert lines[:2] == ["it fails", "Traceback (most recent call last):"]
     assert lines[-2:] == ["OSError: first", "second=" + "x" * size]
 
 
-def test_a_journal_that_is_gone_is_told_by_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_falls_back_to_stderr_without_a_journal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     handler = JournalHandler(Journal(str(tmp_path / "gone")))
     handler.handle(record(logging.ERROR, "it fails"))
     handler.close()
@@ -149,7 +149,7 @@ def test_a_journal_that_is_gone_is_told_by_stderr(tmp_path: Path, capsys: pytest
     assert add_priority("a\n\nb", 6) == "<6>a\n<6>\n<6>b"
 
 
-def test_only_the_descriptor_that_the_variable_means_is_the_journal(tmp_path: Path) -> None:
+def test_journal_stream_must_match_the_descriptor(tmp_path: Path) -> None:
     with (tmp_path / "a").open("w") as file:
         status = os.fstat(file.fileno())
         meant = f"{status.st_dev}:{status.st_ino}"
@@ -161,11 +161,11 @@ def test_only_the_descriptor_that_the_variable_means_is_the_journal(tmp_path: Pa
     assert not is_connected_to_journal({"JOURNAL_STREAM": meant}, closed)
 
 
-# --- the command --------------------------------------------------------------------------------------------------
+# --- programs -----------------------------------------------------------------------------------------------------
 
 
 def stderr_of(program: list[str], log: Path, *, journal: bool) -> str:
-    """What a program writes to a stderr that is, or is not, said to be the journal."""
+    """Return the output of a program to stderr, with or without a JOURNAL_STREAM that names it."""
     with log.open("w") as file:
         status = os.fstat(file.fileno())
         stream = f"{status.st_dev}:{status.st_ino}" if journal else "1:1"
@@ -173,11 +173,11 @@ def stderr_of(program: list[str], log: Path, *, journal: bool) -> str:
     return log.read_text()
 
 
-def test_a_command_says_why_it_ends(tmp_path: Path) -> None:
+def test_command_error_has_journal_priority(tmp_path: Path) -> None:
     path = tmp_path / "missing"
     program = [sys.executable, "-m", "weightctl", "--socket", f"ipc://{path}", "reload"]
-    said = stderr_of(program, tmp_path / "log", journal=True)
-    assert re.fullmatch(rf"<3>UNAVAILABLE: no daemon at {re.escape(str(path))}: .*\n", said)
+    output = stderr_of(program, tmp_path / "log", journal=True)
+    assert re.fullmatch(rf"<3>UNAVAILABLE: no daemon at {re.escape(str(path))}: .*\n", output)
 
 
 PROGRAM = """
@@ -191,16 +191,16 @@ raise RuntimeError("nobody\\ncatches this")
 """
 
 
-def test_the_journal_gets_events_and_a_crash(tmp_path: Path, listening: socket.socket) -> None:
-    program = [sys.executable, "-c", PROGRAM, listening.getsockname()]
+def test_journal_receives_events_and_tracebacks(tmp_path: Path, journal_socket: socket.socket) -> None:
+    program = [sys.executable, "-c", PROGRAM, journal_socket.getsockname()]
     assert stderr_of(program, tmp_path / "log", journal=True) == ""
-    first, crash = heard(listening), heard(listening)
+    first, crash = read_entry(journal_socket), read_entry(journal_socket)
     assert (first["MESSAGE"], first["PRIORITY"], crash["PRIORITY"]) == ("serving", "6", "3")
     assert crash["MESSAGE"].startswith("weightd fails\nTraceback (most recent call last):\n")
     assert crash["MESSAGE"].endswith("RuntimeError: nobody\ncatches this")
 
 
-def test_elsewhere_all_is_as_ever(tmp_path: Path) -> None:
+def test_without_journal_writes_plain_lines(tmp_path: Path) -> None:
     lines = stderr_of([sys.executable, "-c", PROGRAM], tmp_path / "log", journal=False).splitlines()
     assert re.fullmatch(r"[-0-9]{10} [:,0-9]{12} INFO    serving", lines[0])
     assert lines[1] == "Traceback (most recent call last):"

@@ -17,11 +17,11 @@ from weightd_protocol.messages.status import MemoryLimit
 PAGE = mmap.PAGESIZE
 
 
-def test_only_what_is_in_memory_counts(tmp_path: Path) -> None:
+def test_counts_resident_pages_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with path.open("wb") as file:
         file.truncate(256 * PAGE)
-        # Nobody has ever read or written the hole.
+        # The hole was never read or written.
         assert resident_bytes(path) == 0
         file.write(b"x" * 3 * PAGE)
         file.flush()
@@ -30,9 +30,7 @@ def test_only_what_is_in_memory_counts(tmp_path: Path) -> None:
     assert resident_bytes(path) == 2 * PAGE
 
 
-def test_what_the_kernel_does_not_tell_is_not_taken_for_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_residency_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "store"
     path.write_bytes(b"x")
     libc = memory._libc  # pyright: ignore[reportPrivateUsage]
@@ -42,7 +40,7 @@ def test_what_the_kernel_does_not_tell_is_not_taken_for_nothing(
             assert resident_bytes(path) is None
 
 
-def test_what_is_not_there_takes_nothing(tmp_path: Path) -> None:
+def test_missing_and_empty_files_have_no_resident_pages(tmp_path: Path) -> None:
     assert resident_bytes(tmp_path / "missing") == 0
     assert resident_bytes(tmp_path) == 0
     (tmp_path / "empty").touch()
@@ -50,7 +48,7 @@ def test_what_is_not_there_takes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("limits", "most"), [((2**20, None), 2**20), ((None, 2**19), 2**19), ((2**62, None), None)])
-def test_what_may_be_hoped_for_is_the_least_of_host_and_limits(
+def test_host_memory_is_the_least_of_host_and_limits(
     monkeypatch: pytest.MonkeyPatch, limits: tuple[int | None, int | None], most: int | None
 ) -> None:
     group = MemoryLimit(usage_bytes=1, limit_bytes=limits[0], high_bytes=limits[1])
@@ -59,7 +57,7 @@ def test_what_may_be_hoped_for_is_the_least_of_host_and_limits(
 
 
 @pytest.mark.parametrize(
-    ("said", "group", "free"),
+    ("meminfo", "group", "free"),
     [
         ("MemTotal: 9 kB\nMemAvailable:    5 kB\n", None, 5 * 1024),
         ("MemTotal: 9 kB\nMemAvailable:    5 kB\n", 100, 100),
@@ -69,15 +67,15 @@ def test_what_may_be_hoped_for_is_the_least_of_host_and_limits(
         ("garbage\n", None, 0),
     ],
 )
-def test_what_is_free_is_the_least_of_host_and_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, group: int | None, free: int
+def test_free_memory_is_the_least_of_host_and_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, meminfo: str, group: int | None, free: int
 ) -> None:
-    (tmp_path / "meminfo").write_text(said)
+    (tmp_path / "meminfo").write_text(meminfo)
     monkeypatch.setattr(cgroup, "free_bytes", lambda: group)
     assert memory.free_bytes(tmp_path / "meminfo") == free
 
 
-# A process that has something, and a fork of it, until its input ends.
+# A process with 64 MiB and its fork, until stdin is closed.
 FORKS = """
 import os, signal, sys
 inherited = bytearray(b"x" * 64 * 2**20)
@@ -90,7 +88,7 @@ os.kill(child, signal.SIGKILL)
 """
 
 
-def test_what_a_fork_has_inherited_is_no_file_s_and_not_its_own() -> None:
+def test_inherited_pages_are_anonymous_not_private() -> None:
     command = [sys.executable, "-c", FORKS]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

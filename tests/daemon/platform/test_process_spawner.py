@@ -1,4 +1,4 @@
-"""A process that is started has what it is given, and the thread that starts it has no descriptor of this process."""
+"""Spawned processes get exactly the descriptors passed; the spawning thread shares none with the daemon."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LISTED = "import os; print(*sorted(os.listdir('/proc/self/fd'), key=int), os.get
 
 @pytest.fixture(autouse=True)
 def known(monkeypatch: pytest.MonkeyPatch) -> set[threading.Thread]:
-    """Return the threads of other tests: each begins without one, as the daemon does when it starts."""
+    """Let each test start without a spawning thread, as the daemon does; return the threads of earlier tests."""
     monkeypatch.setattr(process_spawner, "_spawners", [])
     return {each for each in threading.enumerate() if each.name == "spawning"}
 
 
 def printed(*descriptors: int, program: str = LISTED, **options: Any) -> str:
-    """Return what a program prints that has these descriptors after its first three."""
+    """Return the output of a program that gets these descriptors after 0, 1 and 2."""
     reader, writer = os.pipe()
     pid = process_spawner.spawn([sys.executable, "-c", program], os.environ, [0, writer, 2, *descriptors], **options)
     os.close(writer)
@@ -38,15 +38,15 @@ def printed(*descriptors: int, program: str = LISTED, **options: Any) -> str:
 
 
 def open_descriptors(thread: object = "self") -> list[int]:
-    """Return the descriptors of a thread of this process; of the main thread there is one more, to look."""
+    """Return the descriptors of a thread of this process; the main thread has one more, for the directory."""
     return sorted(int(each.name) for each in Path(f"/proc/{thread}/fd").iterdir())
 
 
 @pytest.mark.parametrize("refused", [(), ("unshare",)])
-def test_the_thread_has_no_descriptor_of_the_process(
+def test_spawning_thread_shares_no_descriptors(
     refused: tuple[str, ...], known: set[threading.Thread], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What closes a descriptor, as a program that begins does, may wait for the file system of a client."""
+    """Closing a shared descriptor, as a starting program does, could wait for a client's file system."""
     libc = ctypes.CDLL(None, use_errno=True)
     for name in refused:
         monkeypatch.setattr(libc, name, mock.Mock(return_value=-1))
@@ -55,7 +55,7 @@ def test_the_thread_has_no_descriptor_of_the_process(
     process_spawner.start_thread()
     late, count = os.open(os.devnull, os.O_RDONLY), len(open_descriptors())
     os.set_inheritable(late, True)
-    # The last one is that with which it looks.
+    # The last descriptor is the one for the listing itself.
     assert printed(early) == "0 1 2 3 4 True"
     assert printed(start_new_session=False) == "0 1 2 3 False"
     [thread] = {each for each in threading.enumerate() if each.name == "spawning"} - known
@@ -67,7 +67,7 @@ def test_the_thread_has_no_descriptor_of_the_process(
     os.close(late)
 
 
-def test_descriptors_have_their_order_and_a_child_only_sigint_blocked() -> None:
+def test_keeps_descriptor_order_and_blocks_only_sigint() -> None:
     with socket.socket() as a, socket.socket(socket.AF_UNIX) as b:
         a.bind(("127.0.0.1", 0))
         b.bind(b"\0weightd-spawning-%d" % os.getpid())
@@ -80,20 +80,18 @@ def test_descriptors_have_their_order_and_a_child_only_sigint_blocked() -> None:
     assert blocked == str(int(signal.SIGINT))
 
 
-def test_a_system_that_refuses_it_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warns_where_unshare_is_refused(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(
         process_spawner, "_unshare", mock.Mock(side_effect=PermissionError(1, "Operation not permitted"))
     )
-    # What else this process lets its children inherit is that of the program that started it.
+    # Other inheritable descriptors of this process come from the program that started the tests.
     assert printed().startswith("0 1 2 3")
     assert (
         "new processes may wait for descriptors of clients: unshare: [Errno 1] Operation not permitted" in caplog.text
     )
 
 
-def test_a_process_that_was_forked_has_a_thread_of_its_own() -> None:
+def test_forked_process_starts_its_own_thread() -> None:
     process_spawner.start_thread()
     pid = os.fork()
     if not pid:
@@ -102,7 +100,7 @@ def test_a_process_that_was_forked_has_a_thread_of_its_own() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
-def test_where_no_thread_can_be_started_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_thread_start_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     count, blocked = len(open_descriptors()), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", mock.Mock(side_effect=RuntimeError("can't start new thread")))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from weightd_daemon.platform.resource_limits import ResourceShortage, check_threads, find_shortage, with_limit_hint
 
-# As they were written under a limit.
+# Messages that engines and Python print under a limit.
 ONNXRUNTIME = (
     "onnxruntime: env.cc:327 PosixThread(const char*, int, unsigned int (*)(int), const onnxruntime::ThreadOptions&) "
     "pthread_create failed, error code: 11 error msg: Resource temporarily unavailable | "
@@ -43,7 +43,7 @@ TERMINATED = (
         ("data = file.read() | MemoryError", ResourceShortage.MEMORY),
         ("cannot copy /m.onnx to /cache: Too many open files", ResourceShortage.FILES),
         ("cannot start /usr/bin/python3: Too many open files in system", ResourceShortage.HOST_FILES),
-        # Something else.
+        # Unrelated messages.
         ("", None),
         ("BlockingIOError: [Errno 11] Resource temporarily unavailable", None),
         ("connection.recv(1) | BlockingIOError: [Errno 11] Resource temporarily unavailable", None),
@@ -51,17 +51,17 @@ TERMINATED = (
         ("No module named 'numpy'", None),
     ],
 )
-def test_what_is_missing(text: str, what: ResourceShortage | None) -> None:
+def test_finds_the_exhausted_resource(text: str, what: ResourceShortage | None) -> None:
     assert find_shortage(text) is what
 
 
 @given(st.text())
-def test_any_other_text_stays_as_it_is(text: str) -> None:
+def test_other_text_is_unchanged(text: str) -> None:
     assert find_shortage(text) is not None or with_limit_hint(text) == text
 
 
 def host(directory: Path, group: str) -> Path:
-    """A host where this process is in a control group that may have 64 processes and threads."""
+    """A host whose control group "a" allows 64 processes and threads."""
     directory.joinpath("cgroup").write_text(f"0::/{group}\n")
     mount = directory / "hierarchy"
     directory.joinpath("mountinfo").write_text(f"30 23 0:26 / {mount} rw shared:9 - cgroup2 cgroup2 rw\n")
@@ -73,7 +73,7 @@ def host(directory: Path, group: str) -> Path:
 
 @pytest.fixture(params=[True, False], ids=["limited", "unlimited"])
 def limited(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether this process has a limit of its own, which is its number and 1000."""
+    """Return whether this process has resource limits; each limit is its number plus 1000."""
 
     def limit(number: int) -> tuple[int, int]:
         return (1000 + number if request.param else resource.RLIM_INFINITY), resource.RLIM_INFINITY
@@ -84,7 +84,7 @@ def limited(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("group", ["a", "b"])
-def test_the_limit_is_named_and_what_raises_it(tmp_path: Path, limited: bool, group: str) -> None:
+def test_names_the_limit_and_the_setting_to_raise(tmp_path: Path, limited: bool, group: str) -> None:
     proc = host(tmp_path, group)
     found = {what: with_limit_hint(text, proc) for what, text in [
         ("tasks", SNAPSHOT), ("files", "Too many open files"), ("memory", "MemoryError"),
@@ -102,14 +102,15 @@ def test_the_limit_is_named_and_what_raises_it(tmp_path: Path, limited: bool, gr
     assert ("RLIMIT_AS 1009" in found["memory"]) is limited
 
 
-# As another user than root, whom this limit does not concern; after the import, for what is installed may be root's.
+# Runs as another user, since RLIMIT_NPROC does not apply to root; changes the user after the imports, since
+# installed
 _UNDER_A_LIMIT = """
 import os, resource, sys, time
 sys.path[:] = {path!r}
 from weightd_daemon.platform.resource_limits import check_threads
 from weightd_daemon.platform.directories import PathInUse
 def check(count):
-    # What has ended counts until the kernel has taken it away.
+    # Exited threads count until the kernel has removed them.
     while len(os.listdir("/proc/self/task")) > 1:
         time.sleep(0.001)
     check_threads(count)
@@ -129,12 +130,12 @@ check(1)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
-def test_a_process_that_may_start_no_thread() -> None:
+def test_check_threads_fails_under_a_limit() -> None:
     program = _UNDER_A_LIMIT.format(path=sys.path)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "RLIMIT_NPROC 2" in done.stdout
 
 
-def test_a_process_that_may_start_threads() -> None:
+def test_check_threads_passes_without_a_limit() -> None:
     check_threads(2)

@@ -1,4 +1,4 @@
-"""What a hostile peer of the library may say of itself."""
+"""Protection from hostile ZeroMQ peers: forged addresses and guessed routing ids."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ LIMIT_MS = 20_000
         ("localhost:5:6:7", 7),
     ],
 )
-def test_only_an_address_of_a_unix_peer_is_some_process(address: str, pid: int | None) -> None:
+def test_peer_pid_needs_a_unix_address(address: str, pid: int | None) -> None:
     frame: Any = SimpleNamespace(get={"Peer-Address": address}.__getitem__)
     assert peer_pid(frame) == pid
 
 
-# The ids that the library gives to peers without one begin with a zero byte, and count up. It aborts where the next
-# one is taken: this takes those that it gives in a process that has called rand() `n` times, and lets others come.
+# libzmq gives peers without a routing id one that begins with a zero byte and counts up, and it aborts if the next
+# id is taken. This script takes the ids that follow `n` calls of rand(), then lets peers without an id connect.
 _SQUAT = """
 import ctypes, sys, zmq
 from weightd_daemon.platform.zmq_sockets import bind_router, receive_batch
@@ -48,7 +48,7 @@ first = bind_router(context, address)
 router = bind_router(context, address + "2")
 peers = []
 
-def come(routing_id):
+def connect_peer(routing_id):
     peer = context.socket(zmq.DEALER)
     peers.append(peer)
     if routing_id:
@@ -61,18 +61,18 @@ def come(routing_id):
 for low, high in zip(drawn, drawn[1:]):
     begin = low | high << 31 & 0xFFFFFFFF
     for step in range(1, 4):
-        come(b"\\0" + (begin + step & 0xFFFFFFFF).to_bytes(4, "big"))
-print(*[come(b"").hex() for _ in range(3)], flush=True)
+        connect_peer(b"\\0" + (begin + step & 0xFFFFFFFF).to_bytes(4, "big"))
+print(*[connect_peer(b"").hex() for _ in range(3)], flush=True)
 context.destroy(linger=0)
 """
 
 
-def test_nobody_can_take_the_routing_ids_that_are_to_come(tmp_path: Path) -> None:
+def test_routing_ids_are_unpredictable(tmp_path: Path) -> None:
     runs = [
         subprocess.Popen([sys.executable, "-c", _SQUAT, f"{tmp_path}/{name}"], stdout=subprocess.PIPE, text=True)
         for name in "ab"
     ]
-    said = [run.communicate(timeout=LIMIT_MS / 1000)[0].split() for run in runs]
+    ids = [run.communicate(timeout=LIMIT_MS / 1000)[0].split() for run in runs]
     assert [run.returncode for run in runs] == [0, 0]
-    assert [len(each) for each in said] == [3, 3]
-    assert set(said[0]).isdisjoint(said[1])
+    assert [len(each) for each in ids] == [3, 3]
+    assert set(ids[0]).isdisjoint(ids[1])
