@@ -24,21 +24,25 @@ STAFF = TenantConfig(user_ids=(1003,), may=RIGHTS)
 TABLES = {"ann": ANN, "gateway": GATEWAY, "staff": STAFF}
 
 
-def access(tables: Mapping[str, TenantConfig], admitted: Mapping[str, Sequence[str]] | None = None) -> Authorizer:
+def make_authorizer(
+    tables: Mapping[str, TenantConfig], admitted: Mapping[str, Sequence[str]] | None = None
+) -> Authorizer:
     return Authorizer(TenantResolver(tables), UsageTable(), admitted or {})
 
 
-def comes(there: Authorizer, proof: PeerCredential, listener: str = "", *, near: bool = True) -> ClientConnection:
-    who = f"uid {proof.uid}" if proof.uid is not None else "host 192.0.2.1"
+def connect(
+    authorizer: Authorizer, credential: PeerCredential, listener: str = "", *, near: bool = True
+) -> ClientConnection:
+    who = f"uid {credential.uid}" if credential.uid is not None else "host 192.0.2.1"
     connection = ClientConnection(
-        b"1", mock.Mock(), ClientIdentity(ClientOrigin("pid 7", who), near, proof, listener), 0.0
+        b"1", mock.Mock(), ClientIdentity(ClientOrigin("pid 7", who), near, credential, listener), 0.0
     )
-    assert there.assign_tenant(connection) is None
+    assert authorizer.assign_tenant(connection) is None
     return connection
 
 
 @pytest.mark.parametrize(
-    ("proof", "text"),
+    ("credential", "text"),
     [
         (
             PeerCredential(65534),
@@ -55,119 +59,132 @@ def comes(there: Authorizer, proof: PeerCredential, listener: str = "", *, near:
         (PeerCredential(), "UNAUTHENTICATED: host 192.0.2.1 belongs to no tenant: the operator must add"),
     ],
 )
-def test_who_is_nobody_is_told_how_it_could_be_somebody(proof: PeerCredential, text: str) -> None:
-    there = access(TABLES)
-    stranger = comes(there, proof)
+def test_unknown_client_gets_error_that_names_remedy(credential: PeerCredential, text: str) -> None:
+    authorizer = make_authorizer(TABLES)
+    stranger = connect(authorizer, credential)
     assert stranger.tenant is None
     for name in (None, "ann"):
         with pytest.raises(RequestError) as told:
-            there.resolve_tenant(stranger, name)
+            authorizer.resolve_tenant(stranger, name)
         assert f"{told.value.code}: {told.value}".startswith(text)
     with pytest.raises(RequestError):
-        there.resolve_viewer(stranger)
+        authorizer.resolve_viewer(stranger)
     with pytest.raises(PermissionDenied):
-        there.check_operator(stranger, "update")
+        authorizer.check_operator(stranger, "update")
 
 
-def test_a_listener_is_for_those_alone_whom_it_admits() -> None:
-    there = access(TABLES, {"lan": ("ann",)})
-    assert comes(there, PeerCredential(key=KEY), "lan").tenant is there.tenants.get("ann")
-    assert comes(there, PeerCredential(1002)).tenant is there.tenants.get("gateway")
-    refused = comes(there, PeerCredential(1002), "lan")
+def test_listener_rejects_tenants_it_does_not_admit() -> None:
+    authorizer = make_authorizer(TABLES, {"lan": ("ann",)})
+    assert connect(authorizer, PeerCredential(key=KEY), "lan").tenant is authorizer.tenants.get("ann")
+    assert connect(authorizer, PeerCredential(1002)).tenant is authorizer.tenants.get("gateway")
+    refused = connect(authorizer, PeerCredential(1002), "lan")
     with pytest.raises(PermissionDenied, match="listener lan is not for tenant gateway"):
-        there.resolve_tenant(refused, None)
+        authorizer.resolve_tenant(refused, None)
 
 
-def test_only_for_whom_it_acts_does_a_tenant_ask_and_it_learns_no_names() -> None:
-    there = access(TABLES)
-    gateway, ann = comes(there, PeerCredential(1002)), comes(there, PeerCredential(1001))
-    of_ann = there.resolve_tenant(gateway, "ann")
-    assert of_ann is ann.tenant
-    assert there.resolve_tenant(gateway, "gateway") is there.resolve_tenant(gateway, None) is gateway.tenant
-    # What ann's requests do through a gateway is ann's; what one of them does is told apart from her own.
-    assert there.authorize_infer(gateway, "ann", 0.0)[1].principal == ann.origin.principal == "tenant ann"
+def test_tenant_acts_only_for_tenants_in_acts_for() -> None:
+    authorizer = make_authorizer(TABLES)
+    gateway, ann = connect(authorizer, PeerCredential(1002)), connect(authorizer, PeerCredential(1001))
+    ann_tenant = authorizer.resolve_tenant(gateway, "ann")
+    assert ann_tenant is ann.tenant
+    assert authorizer.resolve_tenant(gateway, "gateway") is authorizer.resolve_tenant(gateway, None) is gateway.tenant
+    # Requests through the gateway count as ann's, but the faults of one of them are attributed separately.
+    assert authorizer.authorize_infer(gateway, "ann", 0.0)[1].principal == ann.origin.principal == "tenant ann"
     for asks, name in ((gateway, "staff"), (gateway, "none"), (ann, "gateway")):
         with pytest.raises(PermissionDenied, match=rf"does not act for '{name}' \(acts_for\)$"):
-            there.resolve_tenant(asks, name)
+            authorizer.resolve_tenant(asks, name)
 
 
-def test_who_asks_for_another_sees_what_that_one_does() -> None:
-    there = access({**TABLES, "gateway": TenantConfig(user_ids=(1002,), may=RIGHTS, acts_for=("ann", "staff"))})
-    gateway, root = comes(there, PeerCredential(1002)), comes(there, PeerCredential(1003, is_operator=True))
-    assert there.resolve_viewer(gateway) == (gateway.tenant, True)
-    assert there.resolve_viewer(gateway, "ann") == (there.tenants.get("ann"), False)
-    assert there.resolve_viewer(gateway, "staff") == (there.tenants.get("staff"), True)
-    assert there.resolve_viewer(root) == (there.tenants.operators, True)
-    assert there.resolve_viewer(root, "staff") == (there.tenants.get("staff"), True)
+def test_resolve_viewer_uses_rights_of_represented_tenant() -> None:
+    authorizer = make_authorizer(
+        {**TABLES, "gateway": TenantConfig(user_ids=(1002,), may=RIGHTS, acts_for=("ann", "staff"))}
+    )
+    gateway, root = (
+        connect(authorizer, PeerCredential(1002)),
+        connect(authorizer, PeerCredential(1003, is_operator=True)),
+    )
+    assert authorizer.resolve_viewer(gateway) == (gateway.tenant, True)
+    assert authorizer.resolve_viewer(gateway, "ann") == (authorizer.tenants.get("ann"), False)
+    assert authorizer.resolve_viewer(gateway, "staff") == (authorizer.tenants.get("staff"), True)
+    assert authorizer.resolve_viewer(root) == (authorizer.tenants.operators, True)
+    assert authorizer.resolve_viewer(root, "staff") == (authorizer.tenants.get("staff"), True)
     with pytest.raises(PermissionDenied, match="does not act for 'ann'"):
-        there.resolve_viewer(root, "ann")
+        authorizer.resolve_viewer(root, "ann")
 
 
-def test_who_operates() -> None:
-    there = access(TABLES)
+def test_check_operator_requires_right_and_unix_socket() -> None:
+    authorizer = make_authorizer(TABLES)
     root = PeerCredential(0, is_operator=True)
-    for proof in (PeerCredential(1003), root):
-        there.check_operator(comes(there, proof), "update")
-    for other in (comes(there, PeerCredential(1001)), comes(there, PeerCredential(1003), "lan", near=False)):
+    for credential in (PeerCredential(1003), root):
+        authorizer.check_operator(connect(authorizer, credential), "update")
+    for other in (
+        connect(authorizer, PeerCredential(1001)),
+        connect(authorizer, PeerCredential(1003), "lan", near=False),
+    ):
         with pytest.raises(PermissionDenied, match=r'only a tenant that may "operate".* may update.*unix socket$'):
-            there.check_operator(other, "update")
-    alone = access({})
-    alone.check_operator(comes(alone, root), "update")
+            authorizer.check_operator(other, "update")
+    alone = make_authorizer({})
+    alone.check_operator(connect(alone, root), "update")
     with pytest.raises(PermissionDenied, match="only the user that weightd runs as, and root, may update"):
-        alone.check_operator(comes(alone, PeerCredential(1001)), "update")
+        alone.check_operator(connect(alone, PeerCredential(1001)), "update")
 
 
-def test_who_reloads_operates_every_model() -> None:
+def test_check_reload_requires_access_to_all_models() -> None:
     some = TenantConfig(user_ids=(1001,), may=RIGHTS, models=("a*", "b"))
-    there = access({"ann": some, "staff": TenantConfig(user_ids=(1003,), may=RIGHTS)})
-    for proof in (PeerCredential(1003), PeerCredential(0, is_operator=True), PeerCredential(1001, is_operator=True)):
-        there.check_reload(comes(there, proof))
+    authorizer = make_authorizer({"ann": some, "staff": TenantConfig(user_ids=(1003,), may=RIGHTS)})
+    operators = PeerCredential(1003), PeerCredential(0, is_operator=True), PeerCredential(1001, is_operator=True)
+    for credential in operators:
+        authorizer.check_reload(connect(authorizer, credential))
     with pytest.raises(
         PermissionDenied, match=r'tenant ann may not reload .* expected "\*" in its `models`, got a\*, b$'
     ):
-        there.check_reload(comes(there, PeerCredential(1001)))
+        authorizer.check_reload(connect(authorizer, PeerCredential(1001)))
     with pytest.raises(PermissionDenied, match="on the daemon's unix socket"):
-        there.check_reload(comes(there, PeerCredential(1003), "lan", near=False))
+        authorizer.check_reload(connect(authorizer, PeerCredential(1003), "lan", near=False))
 
 
-def test_files_are_named_by_the_right_of_the_user_or_by_that_of_the_operator() -> None:
-    there = access({"ann": TenantConfig(user_ids=(1001,), may=RIGHTS, model_directories=("/models/ann",))})
-    assert there.file_grant(comes(there, PeerCredential(1001, (5, 6)))) == Grant(1001, (5, 6), ("/models/ann",))
-    assert there.file_grant(comes(there, PeerCredential(1001, (5, 6), is_operator=True))) == OPERATOR
-    # Of whom nothing is known, nobody has a right.
-    assert there.file_grant(comes(there, PeerCredential())) == Grant(65534)
+def test_file_grant_uses_user_or_operator_rights() -> None:
+    authorizer = make_authorizer(
+        {"ann": TenantConfig(user_ids=(1001,), may=RIGHTS, model_directories=("/models/ann",))}
+    )
+    assert authorizer.file_grant(connect(authorizer, PeerCredential(1001, (5, 6)))) == Grant(
+        1001, (5, 6), ("/models/ann",)
+    )
+    assert authorizer.file_grant(connect(authorizer, PeerCredential(1001, (5, 6), is_operator=True))) == OPERATOR
+    # Without known credentials, file make_authorizer uses the unprivileged uid 65534.
+    assert authorizer.file_grant(connect(authorizer, PeerCredential())) == Grant(65534)
 
 
-def test_one_connection_too_many_counts_until_it_leaves() -> None:
-    there = access({"ann": TenantConfig(user_ids=(1001,), max_connections=1)})
-    first = comes(there, PeerCredential(1001))
+def test_rejected_connection_counts_until_removed() -> None:
+    authorizer = make_authorizer({"ann": TenantConfig(user_ids=(1001,), max_connections=1)})
+    first = connect(authorizer, PeerCredential(1001))
     second = ClientConnection(b"2", mock.Mock(), first.identity, 0.0)
-    assert isinstance(there.assign_tenant(second), QuotaExceeded)
-    there.remove_connection(second)
-    there.remove_connection(first)
-    comes(there, PeerCredential(1001))
+    assert isinstance(authorizer.assign_tenant(second), QuotaExceeded)
+    authorizer.remove_connection(second)
+    authorizer.remove_connection(first)
+    connect(authorizer, PeerCredential(1001))
 
 
-def test_who_is_somebody_else_by_now_counts_there_alone() -> None:
-    there = access({})
-    [everyone] = there.tenants
+def test_changed_tenant_moves_connection_count() -> None:
+    authorizer = make_authorizer({})
+    [everyone] = authorizer.tenants
     before = everyone.quota.connections
-    ann, gateway = comes(there, PeerCredential(1001)), comes(there, PeerCredential(1002))
+    ann, gateway = connect(authorizer, PeerCredential(1001)), connect(authorizer, PeerCredential(1002))
     assert everyone.quota.connections == before + 2
-    there.tenants.configure({"ann": ANN})
+    authorizer.tenants.configure({"ann": ANN})
     for each in (ann, gateway):
-        there.assign_tenant(each)
+        authorizer.assign_tenant(each)
     assert (ann.user, gateway.user) == ("tenant ann", NO_TENANT)
     assert everyone.quota.connections == before
-    there.tenants.configure({"gateway": GATEWAY})
+    authorizer.tenants.configure({"gateway": GATEWAY})
     for each in (ann, gateway):
-        there.assign_tenant(each)
+        authorizer.assign_tenant(each)
     assert (ann.user, gateway.user) == (NO_TENANT, "tenant gateway")
 
 
-def asked(there: Authorizer, client: ClientConnection, name: str | None = None) -> Request:
+def make_request(authorizer: Authorizer, client: ClientConnection, name: str | None = None) -> Request:
     described = SimpleNamespace(model_name="m")
-    tenant = there.resolve_tenant(client, name)
+    tenant = authorizer.resolve_tenant(client, name)
     return mock.Mock(spec=Request, client=client.key, tenant=tenant, description=described)
 
 
@@ -183,39 +200,39 @@ def asked(there: Authorizer, client: ClientConnection, name: str | None = None) 
         ({"gateway": GATEWAY}, False, True),
     ],
 )
-def test_what_a_reload_takes_away_is_what_waits_of_it(
-    tables: Mapping[str, TenantConfig], own: bool, others: bool
-) -> None:
-    there = access(TABLES)
-    gateway = comes(there, PeerCredential(1002))
-    requests = asked(there, gateway), asked(there, gateway, "ann")
+def test_reload_rejects_requests_without_rights(tables: Mapping[str, TenantConfig], own: bool, others: bool) -> None:
+    authorizer = make_authorizer(TABLES)
+    gateway = connect(authorizer, PeerCredential(1002))
+    requests = make_request(authorizer, gateway), make_request(authorizer, gateway, "ann")
     before = {gateway.key: gateway.tenant}
-    there.tenants.configure(tables)
-    there.assign_tenant(gateway)
-    may_not = there.revocation_filter(lambda key: gateway if key == gateway.key else None, before)
-    assert [may_not(each) for each in requests] == [own, others]
-    gone = there.revocation_filter(lambda _: None, before)
-    assert [gone(each) for each in requests] == [True, True]
+    authorizer.tenants.configure(tables)
+    authorizer.assign_tenant(gateway)
+    is_revoked = authorizer.revocation_filter(lambda key: gateway if key == gateway.key else None, before)
+    assert [is_revoked(each) for each in requests] == [own, others]
+    is_revoked_after_disconnect = authorizer.revocation_filter(lambda _: None, before)
+    assert [is_revoked_after_disconnect(each) for each in requests] == [True, True]
 
 
-def test_all_users_of_no_tenant_are_one_owner_and_one_account() -> None:
-    there = access(TABLES, {"lan": ("ann",)})
+def test_clients_without_tenant_share_one_limit_account() -> None:
+    authorizer = make_authorizer(TABLES, {"lan": ("ann",)})
 
-    def owner(proof: PeerCredential, far: str) -> str:
-        return there.limit_account_of(ClientIdentity(ClientOrigin("pid 7", far), is_direct=True, credential=proof))
+    def owner(credential: PeerCredential, far: str) -> str:
+        identity = ClientIdentity(ClientOrigin("pid 7", far), is_direct=True, credential=credential)
+        return authorizer.limit_account_of(identity)
 
     strangers = [PeerCredential(uid) for uid in (100_000, 100_001, 65534)]
     assert {owner(each, f"uid {each.uid}") for each in strangers} == {NO_TENANT}
     assert {
-        each.tenant_name for each in (*(comes(there, each) for each in strangers), comes(there, PeerCredential()))
+        each.tenant_name
+        for each in (*(connect(authorizer, each) for each in strangers), connect(authorizer, PeerCredential()))
     } == {NO_TENANT}
-    # Nor is one a tenant at a listener that does not admit it.
-    assert comes(there, PeerCredential(1002), "lan").tenant_name == NO_TENANT
-    assert comes(there, PeerCredential(1002)).tenant_name == "gateway"
+    # A listener also treats a tenant that it does not admit as a client without tenant.
+    assert connect(authorizer, PeerCredential(1002), "lan").tenant_name == NO_TENANT
+    assert connect(authorizer, PeerCredential(1002)).tenant_name == "gateway"
     assert owner(PeerCredential(1001), "uid 1001") == "uid 1001"
-    # A host may show a key later.
+    # A client at this host may still authenticate with a key, so the host keeps a separate account.
     assert owner(PeerCredential(), "host 192.0.2.1") == "host 192.0.2.1"
-    # Without tables, everyone is one account.
-    there = access({})
+    # Without [tenants] tables all clients belong to one tenant.
+    authorizer = make_authorizer({})
     assert owner(strangers[0], "uid 100000") == "uid 100000"
-    assert comes(there, strangers[0]).tenant_name == comes(there, strangers[1]).tenant_name != NO_TENANT
+    assert connect(authorizer, strangers[0]).tenant_name == connect(authorizer, strangers[1]).tenant_name != NO_TENANT

@@ -1,4 +1,4 @@
-"""Whose memory is whose, how much there may be, and what a request may name of it."""
+"""Tests of the registry of shared memory regions: ownership, limits and the tensors of a request."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ def user(client: bytes) -> str:
     return client[:1].decode()
 
 
-def nothing() -> None:
-    """Nobody wants to know."""
+def ignore_closed() -> None:
+    pass
 
 
 @pytest.fixture
 def registry() -> RegionRegistry:
-    return RegionRegistry(10_000, user, nothing)
+    return RegionRegistry(10_000, user, ignore_closed)
 
 
-def places(
+def locate(
     registry: RegionRegistry, client: bytes, region: str, offset: int, room: int | None = None
 ) -> TensorLocations:
     outputs = () if room is None else (OutputLocation(0, region, offset, room),)
@@ -55,20 +55,20 @@ def open_descriptors(registry: RegionRegistry) -> int:
     return len([*Path("/proc/self/fd").iterdir()])
 
 
-def test_a_region_is_named_at_random_and_known_to_its_connection_alone(registry: RegionRegistry) -> None:
+def test_region_has_random_name_and_one_connection(registry: RegionRegistry) -> None:
     first = registry.register(b"a1", deque([memfd.create(100)]))
     second = registry.register(b"a2", deque([memfd.create(100)]))
     assert re.fullmatch("[0-9a-f]{32}", first)
     assert first != second
-    assert places(registry, b"a1", first, 0).inputs[0].nbytes == 16
+    assert locate(registry, b"a1", first, 0).inputs[0].nbytes == 16
     for client, region in ((b"a1", second), (b"b1", first), (b"a1", "0" * 32)):
         with pytest.raises(NotFound) as refusal:
-            places(registry, client, region, 0)
+            locate(registry, client, region, 0)
         assert str(refusal.value) == "parameters.regions.inputs[0].region: this connection has no such region"
 
 
-def test_a_tenant_has_a_bound_of_its_own_in_the_place_of_the_daemons() -> None:
-    registry = RegionRegistry(100, user, nothing)
+def test_tenant_limit_replaces_limit_of_daemon() -> None:
+    registry = RegionRegistry(100, user, ignore_closed)
     with pytest.raises(ResourceExhausted, match="max_shm_bytes"):
         registry.register(b"a1", deque([memfd.create(101)]))
     region = registry.register(b"a1", deque([memfd.create(150)]), 200)
@@ -82,38 +82,38 @@ def test_a_tenant_has_a_bound_of_its_own_in_the_place_of_the_daemons() -> None:
 
 
 @given(offset=st.integers(0, 200) | st.integers(0, limits.MAX_COUNT), room=st.integers(0, 200))
-def test_a_tensor_lies_within_its_region(offset: int, room: int) -> None:
-    registry = RegionRegistry(10_000, user, nothing)
+def test_tensor_must_lie_within_region(offset: int, room: int) -> None:
+    registry = RegionRegistry(10_000, user, ignore_closed)
     region = registry.register(b"a1", deque([memfd.create(100)]))
     for nbytes, asked in ((16, None), (room, room)):
         if offset + nbytes <= 100:
-            places(registry, b"a1", region, offset, asked)
+            locate(registry, b"a1", region, offset, asked)
         else:
             with pytest.raises(InvalidArgument, match=r"offset: expected an end within .* at most 100, got \d+"):
-                places(registry, b"a1", region, offset, asked)
+                locate(registry, b"a1", region, offset, asked)
 
 
 @pytest.mark.parametrize(
     ("descriptors", "why"), [(0, "one descriptor, got 0"), (2, "one descriptor, got 2"), (1, "a memfd, got")]
 )
-def test_what_is_refused_is_left_where_it_is(registry: RegionRegistry, descriptors: int, why: str) -> None:
+def test_invalid_registration_keeps_descriptors(registry: RegionRegistry, descriptors: int, why: str) -> None:
     given = deque([0] * descriptors)
     with pytest.raises(InvalidArgument, match=f"register: expected {why}"):
         registry.register(b"a1", given)
     assert len(given) == descriptors
 
 
-def _many(registry: RegionRegistry) -> None:
+def register_too_many(registry: RegionRegistry) -> None:
     for _ in range(limits.MAX_REGIONS + 1):
         registry.register(b"a1", deque([memfd.create(1)]))
 
 
-def _of_many_connections(registry: RegionRegistry) -> None:
+def register_on_many_connections(registry: RegionRegistry) -> None:
     for index in range(MAX_USER_REGIONS + 1):
         registry.register(b"a%d" % (index // limits.MAX_REGIONS), deque([memfd.create(1)]))
 
 
-def _large(registry: RegionRegistry) -> None:
+def register_too_large(registry: RegionRegistry) -> None:
     registry.register(b"a1", deque([memfd.create(6_000)]))
     registry.register(b"a2", deque([memfd.create(4_001)]))
 
@@ -121,12 +121,12 @@ def _large(registry: RegionRegistry) -> None:
 @pytest.mark.parametrize(
     ("fill", "why"),
     [
-        (_many, "connection already has 16 regions"),
-        (_of_many_connections, "user already has 256 regions"),
-        (_large, "user already has 6000 bytes in regions; the limit is 10000"),
+        (register_too_many, "connection already has 16 regions"),
+        (register_on_many_connections, "user already has 256 regions"),
+        (register_too_large, "user already has 6000 bytes in regions; the limit is 10000"),
     ],
 )
-def test_a_connection_and_a_user_have_bounds(
+def test_limits_regions_of_connection_and_user(
     registry: RegionRegistry, fill: Callable[[RegionRegistry], None], why: str
 ) -> None:
     with pytest.raises(ResourceExhausted, match=why):
@@ -134,9 +134,7 @@ def test_a_connection_and_a_user_have_bounds(
     registry.register(b"b1", deque([memfd.create(10_000)]))
 
 
-def test_all_clients_together_leave_descriptors_to_others(
-    registry: RegionRegistry, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limits_regions_of_all_clients(registry: RegionRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightd_daemon.api.region_registry.max_total_regions", lambda: 2)
     registry.register(b"a1", deque([memfd.create(1)]))
     second = registry.register(b"b1", deque([memfd.create(1)]))
@@ -146,7 +144,7 @@ def test_all_clients_together_leave_descriptors_to_others(
     registry.register(b"c1", deque([memfd.create(1)]))
 
 
-def test_register_and_unregister_a_thousand_times_leaves_nothing(registry: RegionRegistry) -> None:
+def test_register_unregister_leaks_no_descriptors(registry: RegionRegistry) -> None:
     registry.register(b"a1", deque([memfd.create(1_000)]))
     before = open_descriptors(registry)
     for _ in range(1000):
@@ -156,17 +154,17 @@ def test_register_and_unregister_a_thousand_times_leaves_nothing(registry: Regio
     assert open_descriptors(registry) == before
 
 
-@pytest.mark.parametrize("client_goes", [True, False])
-def test_a_region_lasts_until_the_last_request_that_names_it(registry: RegionRegistry, *, client_goes: bool) -> None:
+@pytest.mark.parametrize("client_disconnects", [True, False])
+def test_region_lives_until_last_request_releases_it(registry: RegionRegistry, *, client_disconnects: bool) -> None:
     before = open_descriptors(registry)
     region = registry.register(b"a1", deque([memfd.create(9_000)]))
-    named = places(registry, b"a1", region, 0)
-    if client_goes:
+    named = locate(registry, b"a1", region, 0)
+    if client_disconnects:
         registry.remove_client(b"a1")
     else:
         registry.unregister(b"a1", region)
     with pytest.raises(NotFound):
-        places(registry, b"a1", region, 0)
+        locate(registry, b"a1", region, 0)
     other = deque([memfd.create(9_000)])
     with pytest.raises(RequestError, match="9000 bytes"):
         registry.register(b"a2", other)
@@ -180,7 +178,7 @@ def test_a_region_lasts_until_the_last_request_that_names_it(registry: RegionReg
     assert open_descriptors(registry) == before + 1
 
 
-def test_nobody_waits_until_memory_is_freed(registry: RegionRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_closed_does_not_block(registry: RegionRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     hangs, closed = threading.Event(), queue.SimpleQueue[int]()
 
     def close(descriptor: int) -> None:
@@ -199,7 +197,7 @@ def test_nobody_waits_until_memory_is_freed(registry: RegionRegistry, monkeypatc
     os.close(descriptor)
 
 
-def test_what_was_found_before_is_found_at_once_and_not_when_it_is_gone(registry: RegionRegistry) -> None:
+def test_locate_caches_locations_until_unregister(registry: RegionRegistry) -> None:
     region = registry.register(b"a1", deque([memfd.create(100)]))
     said = Regions((InputLocation(0, region, 0),))
     assert registry.locate(b"a1", said, FOUR_FLOATS) is registry.locate(b"a1", said, FOUR_FLOATS)

@@ -1,4 +1,4 @@
-"""Clients that share memory: what each may name, and what becomes of what they send."""
+"""Tests of shared memory in the request router: regions, descriptors, and the replies to requests that use them."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ from weightd_protocol.messages.worker import PredictResult
 X = TensorSpec("x", "UINT8", (1000,))
 
 
-class World:
-    """A frontend with a model that only keeps what it is asked."""
+class RouterHarness:
+    """Request router with one fake model that keeps all requests unanswered, and its clients."""
 
     name = "m"
     config = SimpleNamespace(timeout=30.0, default_level=1, priority_levels=2)
@@ -107,14 +107,14 @@ class World:
             self.loop.run_once(0.05)
         raise TimeoutError
 
-    def hear(self, client: Stream) -> Any:
+    def receive(self, client: Stream) -> Any:
         messages: list[Any] = []
 
-        def come() -> bool:
+        def has_message() -> bool:
             messages.extend(client.receive())
             return bool(messages)
 
-        self.until(come)
+        self.until(has_message)
         [message] = messages
         return decode(message.frames, TO_CLIENT)
 
@@ -122,7 +122,7 @@ class World:
         descriptor = memfd.create(nbytes)
         client.send(encode(Register("r")), [descriptor])
         os.close(descriptor)
-        answer = self.hear(client)
+        answer = self.receive(client)
         assert isinstance(answer, Registered)
         return answer.region
 
@@ -133,7 +133,7 @@ class World:
         client.send([*encode(asked), *([] if inputs else [bytes(1000)])])
 
     def refusal(self, client: Stream) -> str:
-        error = self.hear(client)
+        error = self.receive(client)
         assert isinstance(error, Error)
         return f"{error.code}: {error.error}"
 
@@ -149,168 +149,170 @@ class World:
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    made = World()
-    yield made
-    made.close()
+def harness() -> Iterator[RouterHarness]:
+    created = RouterHarness()
+    yield created
+    created.close()
 
 
-def test_a_request_names_places_and_its_answer_what_was_written(world: World) -> None:
-    client = world.client()
-    region = world.register(client)
-    world.ask(client, InputLocation(0, region, 3000), OutputLocation(0, region, 100, 50))
-    world.until(lambda: world.waiting)
-    [request] = world.waiting
+def test_request_uses_regions_for_inputs_and_outputs(harness: RouterHarness) -> None:
+    client = harness.client()
+    region = harness.register(client)
+    harness.ask(client, InputLocation(0, region, 3000), OutputLocation(0, region, 100, 50))
+    harness.until(lambda: harness.waiting)
+    [request] = harness.waiting
     found = [(each.offset, each.nbytes) for each in (request.locations.inputs[0], request.locations.outputs[0])]
     assert (found, request.frames, request.nbytes) == ([(3000, 1000), (100, 50)], [], 0)
     request.pending_writes = (range(1),)
     described = ResponseDescription("m", (X,))
-    world.frontend.responses.reply_result(request, PredictResult(1, described, (0,)), ())
-    assert world.hear(client) == InferResponse("1", described, (0,), may_still_write=True)
-    world.frontend.responses.notify_released(request)
-    assert world.hear(client) == Released("1")
+    harness.frontend.responses.reply_result(request, PredictResult(1, described, (0,)), ())
+    assert harness.receive(client) == InferResponse("1", described, (0,), may_still_write=True)
+    harness.frontend.responses.notify_released(request)
+    assert harness.receive(client) == Released("1")
 
 
-def test_an_answer_may_have_the_memory_that_its_request_has_had(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = world.client()
-    world.ask(client)
-    world.until(lambda: world.waiting)
-    [request] = world.waiting
+def test_reply_frees_memory_of_request_before_send(harness: RouterHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = harness.client()
+    harness.ask(client)
+    harness.until(lambda: harness.waiting)
+    [request] = harness.waiting
     used: list[int] = []
 
     def send(self: ClientConnections, key: bytes, frames: Sequence[Any]) -> bool:
-        used.append(world.memory_budget.used_by(key))
+        used.append(harness.memory_budget.used_by(key))
         return True
 
     monkeypatch.setattr(ClientConnections, "send", send)
-    assert world.memory_budget.used_by(request.client) == request.buffered_bytes > 0
-    world.frontend.responses.reply_result(request, PredictResult(1, ResponseDescription("m", ())), ())
+    assert harness.memory_budget.used_by(request.client) == request.buffered_bytes > 0
+    harness.frontend.responses.reply_result(request, PredictResult(1, ResponseDescription("m", ())), ())
     assert used == [0]
 
 
-def test_an_error_says_whether_somebody_may_still_write(world: World) -> None:
-    client = world.client()
-    world.ask(client, OutputLocation(0, world.register(client), 100, 50))
-    world.until(lambda: world.waiting)
-    [request] = world.waiting
+def test_error_reports_pending_writes(harness: RouterHarness) -> None:
+    client = harness.client()
+    harness.ask(client, OutputLocation(0, harness.register(client), 100, 50))
+    harness.until(lambda: harness.waiting)
+    [request] = harness.waiting
     for running in (True, None):
         request.pending_writes = (range(1),) if running else ()
-        world.frontend.responses.reply_request_error(request, InvalidArgument("x"))
-        assert world.hear(client) == Error("1", "INVALID_ARGUMENT", "x", may_still_write=running)
+        harness.frontend.responses.reply_request_error(request, InvalidArgument("x"))
+        assert harness.receive(client) == Error("1", "INVALID_ARGUMENT", "x", may_still_write=running)
 
 
 @pytest.mark.parametrize("user", ["uid 1", "uid 2"])
-def test_a_region_is_nobody_elses(world: World, user: str) -> None:
-    region = world.register(world.client())
-    other = world.client(user)
-    world.register(other, 100)
+def test_region_belongs_to_one_connection(harness: RouterHarness, user: str) -> None:
+    region = harness.register(harness.client())
+    other = harness.client(user)
+    harness.register(other, 100)
     for place in (InputLocation(0, region, 0), OutputLocation(0, region, 0, 10)):
-        world.ask(other, place)
-        refusal = world.refusal(other)
+        harness.ask(other, place)
+        refusal = harness.refusal(other)
         assert refusal.startswith("NOT_FOUND: parameters.regions.")
         assert region not in refusal
     other.send(encode(Unregister("u", region)))
-    world.ask(other, InputLocation(0, region, 0))
-    assert world.refusal(other).startswith("NOT_FOUND")
-    assert not world.frontend.regions.closed_regions
-    assert not world.waiting
+    harness.ask(other, InputLocation(0, region, 0))
+    assert harness.refusal(other).startswith("NOT_FOUND")
+    assert not harness.frontend.regions.closed_regions
+    assert not harness.waiting
 
 
-def test_behind_a_gate_nothing_is_shared(world: World) -> None:
-    client = world.client(is_near=False)
-    # The second has no answer, here either.
+def test_proxied_clients_cannot_share_memory(harness: RouterHarness) -> None:
+    client = harness.client(is_near=False)
+    # The router never replies to Unregister.
     for message in (Register("1"), Unregister("1", "0" * 32)):
         client.send(encode(message))
-    assert world.refusal(client) == "INVALID_ARGUMENT: memory can be shared only on the unix socket"
-    world.ask(client, InputLocation(0, "0" * 32, 0))
-    assert "only on the unix socket" in world.refusal(client)
+    assert harness.refusal(client) == "INVALID_ARGUMENT: memory can be shared only on the unix socket"
+    harness.ask(client, InputLocation(0, "0" * 32, 0))
+    assert "only on the unix socket" in harness.refusal(client)
 
 
-def test_a_region_goes_with_its_connection_and_with_the_last_that_names_it(world: World) -> None:
-    before = world.descriptors()
-    client = world.client()
-    region = world.register(client)
-    world.ask(client, InputLocation(0, region, 0))
-    world.until(lambda: world.waiting)
+def test_region_is_freed_after_connection_and_requests(harness: RouterHarness) -> None:
+    before = harness.descriptors()
+    client = harness.client()
+    region = harness.register(client)
+    harness.ask(client, InputLocation(0, region, 0))
+    harness.until(lambda: harness.waiting)
     client.send(encode(Unregister("u", region)))
-    world.ask(client, InputLocation(0, region, 0))
-    assert world.refusal(client).startswith("NOT_FOUND")
-    [number] = [memory.number for memory in world.waiting[0].locations.regions]
-    assert not world.frontend.regions.closed_regions
-    world.register(client, 5_000)
+    harness.ask(client, InputLocation(0, region, 0))
+    assert harness.refusal(client).startswith("NOT_FOUND")
+    [number] = [memory.number for memory in harness.waiting[0].locations.regions]
+    assert not harness.frontend.regions.closed_regions
+    harness.register(client, 5_000)
     client.connection.close()
-    world.until(lambda: not world.waiting)
+    harness.until(lambda: not harness.waiting)
     gc.collect()
-    world.until(lambda: len(world.unmapped) == 2)
-    assert number in world.unmapped
-    world.until(lambda: world.descriptors() == before)
+    harness.until(lambda: len(harness.unmapped) == 2)
+    assert number in harness.unmapped
+    harness.until(lambda: harness.descriptors() == before)
 
 
 @pytest.mark.parametrize(
     "message", [encode(Register("1")), encode(Unregister("1", "x")), [b"junk"]], ids=["register", "unregister", "junk"]
 )
-def test_what_is_no_memory_is_closed_and_holds_nobody_up(world: World, message: Sequence[bytes]) -> None:
-    other = world.client()
+def test_descriptor_without_memfd_is_closed(harness: RouterHarness, message: Sequence[bytes]) -> None:
+    other = harness.client()
     reader, writer = os.pipe()
-    before = world.descriptors()
+    before = harness.descriptors()
     for _ in range(5):
-        client = world.client()
+        client = harness.client()
         client.send(message, [writer])
-        assert world.refusal(client).startswith("INVALID_ARGUMENT: descriptors: expected a memfd, got a descriptor of")
+        assert harness.refusal(client).startswith(
+            "INVALID_ARGUMENT: descriptors: expected a memfd, got a descriptor of"
+        )
         with pytest.raises(ConnectionError):
-            world.until(client.receive)
+            harness.until(client.receive)
         client.close()
-    region = world.register(other)
-    world.ask(other, InputLocation(0, region, 0))
-    world.until(lambda: world.waiting)
-    # But for the region, all that came is closed.
-    world.until(lambda: world.descriptors() == before + 1)
+    region = harness.register(other)
+    harness.ask(other, InputLocation(0, region, 0))
+    harness.until(lambda: harness.waiting)
+    # The router has closed all descriptors except that of the region.
+    harness.until(lambda: harness.descriptors() == before + 1)
     os.close(reader)
     os.close(writer)
 
 
 @pytest.mark.parametrize("where", ["alone", "after 252 others", "within a large frame", "after the end"])
-def test_a_socket_that_lingers_holds_nobody_up_wherever_it_comes(world: World, where: str) -> None:
-    client, other = world.client(), world.client("uid 2")
+def test_slow_close_of_socket_does_not_block_router(harness: RouterHarness, where: str) -> None:
+    client, other = harness.client(), harness.client("uid 2")
     ours, theirs = lingering()
     begin = time.monotonic()
     with theirs:
         if where == "within a large frame":
             client.connection.send(message_prefix([b"e", b"d", bytes(10**6)]) + b"ed" + bytes(1000))
-            world.until(lambda: world.memory_budget.used_bytes)
+            harness.until(lambda: harness.memory_budget.used_bytes)
         if where == "after the end":
             client.connection.send(b"GET / HTTP/1.1\r\n")
         others = 252 * [0] if where == "after 252 others" else []
         socket.send_fds(client.connection, [bytes(1000)], [*others, ours.fileno()])
         ours.close()
         with pytest.raises(ConnectionError):
-            world.until(lambda: client.receive() and False)
-        world.register(other)
-        # Its close takes 30 s, unless its peer goes.
+            harness.until(lambda: client.receive() and False)
+        harness.register(other)
+        # close() of this socket takes 30 s unless its peer closes first.
         assert time.monotonic() - begin < 10
 
 
 @pytest.mark.parametrize("count", [2, 4, 9])
-def test_a_message_brings_one_descriptor(world: World, count: int) -> None:
-    client = world.client()
+def test_message_carries_at_most_one_descriptor(harness: RouterHarness, count: int) -> None:
+    client = harness.client()
     memories = [memfd.create(10) for _ in range(count)]
-    before = world.descriptors()
+    before = harness.descriptors()
     client.send(encode(Register("1")), memories)
-    assert world.refusal(client).startswith("INVALID_ARGUMENT")
+    assert harness.refusal(client).startswith("INVALID_ARGUMENT")
     client.connection.close()
-    world.until(lambda: world.descriptors() <= before - 1)
+    harness.until(lambda: harness.descriptors() <= before - 1)
     for each in memories:
         os.close(each)
 
 
-def test_who_sends_what_cannot_be_closed_is_hung_up(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world.frontend._connections.reader.fd_closer, "pending", {"another": deque()})
+def test_disconnects_user_with_backlog_of_descriptors(harness: RouterHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness.frontend._connections.reader.fd_closer, "pending", {"another": deque()})
     monkeypatch.setattr("weightd_daemon.platform.fd_closer.DescriptorCloser.is_backlogged", lambda self, user: True)
-    client = world.client()
+    client = harness.client()
     client.send(encode(Register("1")), [0])
-    assert "64 descriptors of this user are not closed yet" in world.refusal(client)
+    assert "64 descriptors of this user are not closed yet" in harness.refusal(client)
     with pytest.raises(ConnectionError):
-        world.until(client.receive)
-    # A connection that brings no more of them goes on.
-    world.ask(world.client())
-    world.until(lambda: world.waiting)
+        harness.until(client.receive)
+    # The router still serves connections of this user that send no descriptors.
+    harness.ask(harness.client())
+    harness.until(lambda: harness.waiting)

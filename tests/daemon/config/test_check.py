@@ -34,11 +34,11 @@ def problems(**tables: ModelConfig) -> list[str]:
     return [problem for each in found.values() for problem in each]
 
 
-def test_a_good_model_in_a_good_interpreter(model: ModelConfig) -> None:
+def test_accepts_valid_model_and_interpreter(model: ModelConfig) -> None:
     assert problems(m=model) == []
 
 
-def test_each_model_is_looked_at(tmp_path: Path, model: ModelConfig) -> None:
+def test_reports_problems_of_each_model(tmp_path: Path, model: ModelConfig) -> None:
     missing = dataclasses.replace(model, path=str(tmp_path / "missing.onnx"), python="/nonexistent/python")
     assert problems(good=model, bad=missing) == [
         f"models.bad.path: {tmp_path}/missing.onnx: No such file or directory",
@@ -62,13 +62,13 @@ def test_each_model_is_looked_at(tmp_path: Path, model: ModelConfig) -> None:
     ],
     ids=["greets", "old", "silent", "traceback", "status", "bytes", "signal"],
 )
-def test_what_an_interpreter_says(tmp_path: Path, model: ModelConfig, script: str, problem: str) -> None:
+def test_checks_version_of_interpreter(tmp_path: Path, model: ModelConfig, script: str, problem: str) -> None:
     python = interpreter(tmp_path, script)
     expected = [f"models.m.python: {python}: {problem}"] if problem else []
     assert problems(m=dataclasses.replace(model, python=python)) == expected
 
 
-def test_tenants_are_told_as_the_kernel_knows_them(model: ModelConfig) -> None:
+def test_describes_tenants_with_resolved_users(model: ModelConfig) -> None:
     tenants = {
         "research": TenantConfig(uids=("alice", "7"), keys=("a.pub",), user_ids=(1001, 7), models=("m", "bert-*")),
         "default": TenantConfig(may=()),
@@ -82,13 +82,13 @@ def test_tenants_are_told_as_the_kernel_knows_them(model: ModelConfig) -> None:
     ]
 
 
-def test_an_interpreter_that_cannot_be_run(tmp_path: Path, model: ModelConfig) -> None:
+def test_interpreter_without_permission_is_reported(tmp_path: Path, model: ModelConfig) -> None:
     assert problems(m=dataclasses.replace(model, python=str(tmp_path))) == [
         f"models.m.python: {tmp_path}: cannot be run: Permission denied"
     ]
 
 
-def test_an_interpreter_that_hangs(tmp_path: Path, model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_interpreter_is_reported(tmp_path: Path, model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "_INTERPRETER_TIMEOUT_S", 0.1)
     python = interpreter(tmp_path, "exec sleep 1000")
     assert problems(m=dataclasses.replace(model, python=python)) == [
@@ -96,14 +96,14 @@ def test_an_interpreter_that_hangs(tmp_path: Path, model: ModelConfig, monkeypat
     ]
 
 
-def test_an_interpreter_is_asked_once_for_what_models_have_in_common(tmp_path: Path, model: ModelConfig) -> None:
+def test_runs_each_distinct_interpreter_check_once(tmp_path: Path, model: ModelConfig) -> None:
     python = interpreter(tmp_path, f"echo asked >> {tmp_path}/asked; echo {VERSION}")
     one = dataclasses.replace(model, python=python)
     assert problems(a=one, b=one, c=dataclasses.replace(one, sharing="off")) == []
     assert (tmp_path / "asked").read_text() == "asked\n" * 2
 
 
-def test_an_onnx_model_that_no_request_could_be_sent_to(tmp_path: Path, model: ModelConfig) -> None:
+def test_rejects_onnx_model_with_string_input(tmp_path: Path, model: ModelConfig) -> None:
     text = helper.make_tensor_value_info("x", TensorProto.STRING, ["N"])
     path = models.save(tmp_path / "text.onnx", [], [text], [models.fp32("y", "N")])
     [problem] = problems(m=dataclasses.replace(model, path=str(path)))

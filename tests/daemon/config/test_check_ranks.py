@@ -1,4 +1,4 @@
-"""What is found in the files of ranks. No engine has made them: a MindIR is protobuf, and a small one is short."""
+"""Tests of the check of rank files. The tests write minimal MindIR files (protobuf) themselves, without an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _all_visible(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def field(number: int, value: bytes | str | int) -> bytes:
-    """A field of protobuf whose number and length are small."""
+    """Return a protobuf field whose number and length fit in one byte each."""
     if isinstance(value, int):
         return bytes([number << 3, value])
     content = value.encode() if isinstance(value, str) else value
@@ -51,7 +51,7 @@ def mindir(
 
 
 class SliceFiles:
-    """A directory with the files of two ranks, all of them good."""
+    """Directory with valid files for two ranks."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -79,41 +79,41 @@ class SliceFiles:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> SliceFiles:
+def files(tmp_path: Path) -> SliceFiles:
     return SliceFiles(tmp_path)
 
 
 # --- slices -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_set_of_slices_that_is_good(place: SliceFiles) -> None:
-    assert place.problems() == []
+def test_accepts_valid_slices(files: SliceFiles) -> None:
+    assert files.problems() == []
 
 
-def test_a_slice_that_is_missing(place: SliceFiles) -> None:
-    place.slice(1).unlink()
-    assert place.problems() == [f"path: rank 1: {place.slice(1)}: No such file or directory"]
+def test_missing_slice_is_reported(files: SliceFiles) -> None:
+    files.slice(1).unlink()
+    assert files.problems() == [f"path: rank 1: {files.slice(1)}: No such file or directory"]
 
 
-def test_a_slice_that_is_none(place: SliceFiles) -> None:
-    place.slice(0).write_bytes(b"PK\x03\x04")
-    assert place.problems() == [f"path: rank 0: {place.slice(0)}: expected a complete MindIR file"]
+def test_slice_with_wrong_format_is_reported(files: SliceFiles) -> None:
+    files.slice(0).write_bytes(b"PK\x03\x04")
+    assert files.problems() == [f"path: rank 0: {files.slice(0)}: expected a complete MindIR file"]
 
 
-def test_a_slice_that_was_converted(place: SliceFiles) -> None:
-    place.slice(1).write_bytes(mindir("weights", [("x", FP32, [4, 2])], [("output_0", FP32, [4, 3])], "Converter"))
-    [problem] = place.problems()
+def test_slice_made_by_converter_is_reported(files: SliceFiles) -> None:
+    files.slice(1).write_bytes(mindir("weights", [("x", FP32, [4, 2])], [("output_0", FP32, [4, 3])], "Converter"))
+    [problem] = files.problems()
     assert problem.endswith("rank1.mindir: expected a MindIR exported by MindSpore, got one of the Converter")
 
 
-def test_a_slice_that_no_request_could_be_sent_to(place: SliceFiles) -> None:
+def test_rejects_slices_with_string_input(files: SliceFiles) -> None:
     for rank in range(2):
-        place.slice(rank).write_bytes(mindir(f"weights of {rank}", [("main:x", 8, [4])]))
-    problems = place.problems()
+        files.slice(rank).write_bytes(mindir(f"weights of {rank}", [("main:x", 8, [4])]))
+    problems = files.problems()
     assert len(problems) == 2
     for rank, problem in enumerate(problems):
         assert problem.startswith(
-            f"path: rank {rank}: {place.slice(rank)}: input 'x': string is not a supported datatype"
+            f"path: rank {rank}: {files.slice(rank)}: input 'x': string is not a supported datatype"
         )
 
 
@@ -129,40 +129,40 @@ def test_a_slice_that_no_request_could_be_sent_to(place: SliceFiles) -> None:
         ),
     ],
 )
-def test_slices_of_two_models(place: SliceFiles, inputs: Any, outputs: Any, difference: str) -> None:
-    place.slice(1).write_bytes(mindir("weights of 1", inputs, outputs))
-    [problem] = place.problems()
-    assert problem.startswith(f"path: rank 1: {place.slice(1)}: {difference.rstrip('*')}")
+def test_reports_slices_of_different_models(files: SliceFiles, inputs: Any, outputs: Any, difference: str) -> None:
+    files.slice(1).write_bytes(mindir("weights of 1", inputs, outputs))
+    [problem] = files.problems()
+    assert problem.startswith(f"path: rank 1: {files.slice(1)}: {difference.rstrip('*')}")
 
 
-def test_two_ranks_with_one_slice(place: SliceFiles) -> None:
-    place.slice(1).write_bytes(place.slice(0).read_bytes())
-    [problem] = place.problems()
-    same = f"has the same content as the slice of rank 0, {place.slice(0)}; expected a different slice for each rank"
-    assert problem == f"path: rank 1: {place.slice(1)}: {same}"
+def test_identical_slices_are_reported(files: SliceFiles) -> None:
+    files.slice(1).write_bytes(files.slice(0).read_bytes())
+    [problem] = files.problems()
+    same = f"has the same content as the slice of rank 0, {files.slice(0)}; expected a different slice for each rank"
+    assert problem == f"path: rank 1: {files.slice(1)}: {same}"
 
 
-def test_a_slice_that_differs_in_its_last_byte_only(place: SliceFiles) -> None:
-    place.slice(0).write_bytes(mindir("a" * 100 + "0"))
-    place.slice(1).write_bytes(mindir("a" * 100 + "1"))
-    assert place.problems() == []
+def test_accepts_slices_that_differ_in_last_byte(files: SliceFiles) -> None:
+    files.slice(0).write_bytes(mindir("a" * 100 + "0"))
+    files.slice(1).write_bytes(mindir("a" * 100 + "1"))
+    assert files.problems() == []
 
 
 # --- the self-test ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("names", [["x"], ["x", "output_0", "z"], ["output_0"], ["x", "output_1"]])
-def test_a_selftest_without_the_right_answer(place: SliceFiles, names: list[str]) -> None:
-    place.save_selftest(*names)
-    [problem] = place.problems()
+def test_selftest_needs_all_inputs_and_outputs(files: SliceFiles, names: list[str]) -> None:
+    files.save_selftest(*names)
+    [problem] = files.problems()
     expected = "expected arrays x, output_0, the inputs and the correct outputs"
-    assert problem == f"selftest: {place.directory}/selftest.npz: {expected}, got {', '.join(names)}"
+    assert problem == f"selftest: {files.directory}/selftest.npz: {expected}, got {', '.join(names)}"
 
 
-def test_a_selftest_that_is_no_npz(place: SliceFiles) -> None:
-    (place.directory / "selftest.npz").write_bytes(b"x = 1")
-    [problem] = place.problems()
-    assert problem.startswith(f"selftest: {place.directory}/selftest.npz: expected an .npz of plain arrays: ")
+def test_selftest_must_be_npz_file(files: SliceFiles) -> None:
+    (files.directory / "selftest.npz").write_bytes(b"x = 1")
+    [problem] = files.problems()
+    assert problem.startswith(f"selftest: {files.directory}/selftest.npz: expected an .npz of plain arrays: ")
 
 
 # --- rank tables ------------------------------------------------------------------------------------------------------
@@ -170,99 +170,97 @@ def test_a_selftest_that_is_no_npz(place: SliceFiles) -> None:
 TABLE = {"devices": ["ascend:0", "ascend:1"], "rank_table": "table.json"}
 
 
-def write(place: SliceFiles, *devices: RankDevice, name: str = "table.json") -> Path:
-    path = place.directory / name
+def write(files: SliceFiles, *devices: RankDevice, name: str = "table.json") -> Path:
+    path = files.directory / name
     path.write_text(ranktable.generate(devices))
     return path
 
 
-def test_a_table_of_these_devices(place: SliceFiles) -> None:
-    write(place, RankDevice(4), RankDevice(5))
-    assert place.problems(place.model(TABLE), visible="4,5") == []
+def test_accepts_rank_table_of_configured_devices(files: SliceFiles) -> None:
+    write(files, RankDevice(4), RankDevice(5))
+    assert files.problems(files.model(TABLE), visible="4,5") == []
 
 
-def test_a_table_of_other_devices(place: SliceFiles) -> None:
-    path = write(place, RankDevice(0), RankDevice(2))
+def test_rejects_rank_table_of_other_devices(files: SliceFiles) -> None:
+    path = write(files, RankDevice(0), RankDevice(2))
     expected = "rank 1: expected device_id 1, which ascend:1 is, got 2"
-    assert place.problems(place.model(TABLE)) == [f"ranks.rank_table: {path}: {expected}"]
+    assert files.problems(files.model(TABLE)) == [f"ranks.rank_table: {path}: {expected}"]
 
 
-def test_a_table_that_is_missing_or_wrong(place: SliceFiles) -> None:
-    path = place.directory / "table.json"
-    assert place.problems(place.model(TABLE)) == [f"ranks.rank_table: {path}: No such file or directory"]
+def test_missing_or_invalid_rank_table_is_reported(files: SliceFiles) -> None:
+    path = files.directory / "table.json"
+    assert files.problems(files.model(TABLE)) == [f"ranks.rank_table: {path}: No such file or directory"]
     path.write_text(json.dumps({"version": 1.0}))
-    [problem] = place.problems(place.model(TABLE))
+    [problem] = files.problems(files.model(TABLE))
     assert problem.startswith(f"ranks.rank_table: {path}: version: expected text, as HCCL stores every value, got ")
     path.write_text(" " * (ranktable.MAX_BYTES + 1))
-    assert place.problems(place.model(TABLE)) == [
+    assert files.problems(files.model(TABLE)) == [
         f"ranks.rank_table: {path}: expected a file of at most 1,048,576 bytes"
     ]
 
 
-def test_a_link_to_a_table_of_another_name(place: SliceFiles) -> None:
-    write(place, RankDevice(0), RankDevice(1), name="table.txt")
-    (place.directory / "table.json").symlink_to("table.txt")
-    [problem] = place.problems(place.model(TABLE))
-    assert problem.startswith(f"ranks.rank_table: {place.directory}/table.json: links resolved, expected a path with ")
+def test_rank_table_link_must_resolve_to_json_path(files: SliceFiles) -> None:
+    write(files, RankDevice(0), RankDevice(1), name="table.txt")
+    (files.directory / "table.json").symlink_to("table.txt")
+    [problem] = files.problems(files.model(TABLE))
+    assert problem.startswith(f"ranks.rank_table: {files.directory}/table.json: links resolved, expected a path with ")
 
 
-def test_a_card_that_is_not_visible(place: SliceFiles) -> None:
+def test_invisible_card_is_reported(files: SliceFiles) -> None:
     text = "ranks.devices: ascend:1: not in ASCEND_RT_VISIBLE_DEVICES, which is '4'"
-    assert place.problems(visible="4") == [text]
+    assert files.problems(visible="4") == [text]
 
 
-def test_models_whose_ranks_meet_on_a_port_that_a_table_names(place: SliceFiles) -> None:
-    write(place, RankDevice(0, port=16667), RankDevice(1, port=16667))
-    model = place.model(TABLE)
-    assert place.problems(model, name="one") == []
-    assert place.problems(name="two") == []  # on HCCL's own
-    assert place.problems(model, name="three") == [
+def test_port_conflict_through_rank_table_is_reported(files: SliceFiles) -> None:
+    write(files, RankDevice(0, port=16667), RankDevice(1, port=16667))
+    model = files.model(TABLE)
+    assert files.problems(model, name="one") == []
+    assert files.problems(name="two") == []  # uses the default port of HCCL
+    assert files.problems(model, name="three") == [
         f"ranks.devices: the ranks of one already use port 16667 on ascend:{number}" for number in (0, 1)
     ]
 
 
-# --- the rest ---------------------------------------------------------------------------------------------------------
+# --- other files ----------------------------------------------------------------------------------------------------
 
 
-def test_group_info_that_is_missing(place: SliceFiles) -> None:
-    (place.directory / "groups0.pb").touch()
-    model = place.model({"devices": ["ascend:0", "ascend:1"], "group_info_file": "groups{rank}.pb"})
-    path = place.directory / "groups1.pb"
-    assert place.problems(model) == [f"ranks.group_info_file: {path}: No such file or directory"]
+def test_missing_group_info_file_is_reported(files: SliceFiles) -> None:
+    (files.directory / "groups0.pb").touch()
+    model = files.model({"devices": ["ascend:0", "ascend:1"], "group_info_file": "groups{rank}.pb"})
+    path = files.directory / "groups1.pb"
+    assert files.problems(model) == [f"ranks.group_info_file: {path}: No such file or directory"]
 
 
-def test_a_time_limit_after_which_nothing_is_answered(place: SliceFiles) -> None:
-    file = place.directory / "lite.ini"
+def test_rejects_stream_sync_timeout(files: SliceFiles) -> None:
+    file = files.directory / "lite.ini"
     file.write_text("[ge_session_options]\nstream_sync_timeout=1000\n")
-    [problem] = place.problems(place.model(mindspore_lite={"config_file": "lite.ini"}))
+    [problem] = files.problems(files.model(mindspore_lite={"config_file": "lite.ini"}))
     assert problem.startswith(
         f"mindspore_lite.config_file: {file}: stream_sync_timeout: after this timeout, the graph engine "
     )
 
 
-def test_each_problem_has_the_name_of_the_model_and_the_interpreter_is_asked_for_ranks(
-    place: SliceFiles, tmp_path: Path
-) -> None:
+def test_check_names_model_and_asks_for_rank_engines(files: SliceFiles, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "$2" > {tmp_path}/asked; echo {VERSION}\n')
     python.chmod(0o700)
-    place.slice(1).unlink()
-    [problem] = check.find_problems({"big": place.model(python=str(python))})["big"]
-    assert problem == f"models.big.path: rank 1: {place.slice(1)}: No such file or directory"
+    files.slice(1).unlink()
+    [problem] = check.find_problems({"big": files.model(python=str(python))})["big"]
+    assert problem == f"models.big.path: rank 1: {files.slice(1)}: No such file or directory"
     assert "RANK_ENGINES" in (tmp_path / "asked").read_text()
 
 
-def test_a_member_of_a_group_needs_a_library_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_group_needs_library_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mindspore_lite.py").write_text('__version__ = "2.0.0"\n')
     (tmp_path / "m.mindir").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     model = ModelConfig(str(tmp_path / "m.mindir"), "mindspore_lite", sys.executable)
-    of_a_member = check.find_problems({"m": model}, ["m"])["m"][-1]
-    assert of_a_member.endswith("expected mindspore_lite 2.1 or later, which supports model groups, got 2.0.0")
-    assert check.find_problems({"m": model})["m"][-1] != of_a_member
+    group_problem = check.find_problems({"m": model}, ["m"])["m"][-1]
+    assert group_problem.endswith("expected mindspore_lite 2.1 or later, which supports model groups, got 2.0.0")
+    assert check.find_problems({"m": model})["m"][-1] != group_problem
 
 
-def test_what_each_model_will_be(place: SliceFiles) -> None:
+def test_describes_models(files: SliceFiles) -> None:
     ranks = {"devices": [["ascend:0", "ascend:1"], ["ascend:2", "ascend:3"]]}
     card = {"devices": ["ascend:4", "ascend:5"]}
     models = {

@@ -26,17 +26,17 @@ def problems(content: dict[str, Any]) -> list[str]:
     return list(caught.value.problems)
 
 
-def test_a_group_of_two() -> None:
+def test_parses_group_of_two_models() -> None:
     config = parse(tables({"g": {"models": ["one", "two"]}}), BASE)
     group = GroupConfig(("one", "two"), "workspace", ("ascend:0",))
     assert config.groups == {"g": group}
     assert (group.shares_workspace, group.shares_weights) == (True, False)
-    # Nobody takes a single one's place, and the library ignores a handle in a group.
+    # A group has no spares, and the library ignores a weight handle in a group.
     assert [(model.spares, model.sharing) for model in config.models.values()] == [(0, "off")] * 2
 
 
 @pytest.mark.parametrize("share", ["weights", "both"])
-def test_weights_are_shared_by_path(share: str) -> None:
+def test_sharing_weights_needs_equal_paths(share: str) -> None:
     same = {"path": "/srv/m.mindir"}
     group = {"g": {"models": ["one", "two"], "share": share}}
     assert parse(tables(group, one=same, two=same), BASE).groups["g"].shares_weights
@@ -59,7 +59,7 @@ def test_weights_are_shared_by_path(share: str) -> None:
         ({".g": {"models": ["one", "two"]}}, "groups..g: expected a group name of 1 to 64 *"),
     ],
 )
-def test_a_table_that_is_wrong(groups: object, problem: str) -> None:
+def test_invalid_group_table_is_rejected(groups: object, problem: str) -> None:
     [told] = problems(tables(groups))
     assert told.startswith(problem.rstrip("*"))
 
@@ -79,7 +79,7 @@ GROUP = {"g": {"models": MODELS}}
         ({**GROUP, "h": {"models": ["two", "one"]}}, "h.models[0]: two is already in the group g"),
     ],
 )
-def test_members_that_are_none(groups: object, problem: str) -> None:
+def test_invalid_members_are_rejected(groups: object, problem: str) -> None:
     told, *_ = problems(tables(groups))
     assert told == f"groups.{problem}"
 
@@ -102,14 +102,14 @@ def test_members_that_are_none(groups: object, problem: str) -> None:
         ({"batching": {"sizes": [1, 8]}}, "expected batching.max_rows = 1, got 8: a model with several sizes shares *"),
     ],
 )
-def test_a_model_that_cannot_be_a_member(keys: dict[str, Any], problem: str) -> None:
+def test_rejects_models_that_cannot_be_members(keys: dict[str, Any], problem: str) -> None:
     told, *_ = problems(tables(GROUP, one={}, two=keys))
     first, *rest = problem.split("*")
     assert told.startswith(f"groups.g.models[1]: two: {first}")
     assert rest or told == f"groups.g.models[1]: two: {first}"
 
 
-def test_a_model_with_ranks_is_no_member() -> None:
+def test_model_with_ranks_cannot_be_member() -> None:
     content = tables(GROUP)
     ranks = {"path": "/r{rank}.mindir", "ranks": {"devices": ["ascend:0", "ascend:1"]}, "selftest": "/c.npz"}
     content["models"]["two"] = ranks
@@ -117,18 +117,18 @@ def test_a_model_with_ranks_is_no_member() -> None:
 
 
 @pytest.mark.parametrize(("key", "value"), [("devices", ["ascend:1"]), ("python", "/usr/bin/python3.9")])
-def test_one_process_serves_all(key: str, value: object) -> None:
+def test_members_need_same_devices_and_interpreter(key: str, value: object) -> None:
     [told] = problems(tables(GROUP, one={}, two={key: value}))
     assert told.startswith(f"groups.g.models[1]: two: expected the {key} of one, ")
 
 
-def test_of_a_group_with_a_model_that_is_wrong_nothing_else_is_told() -> None:
+def test_model_errors_suppress_group_errors() -> None:
     assert [each.partition(":")[0] for each in problems(tables(GROUP, one={"worker": 1}, two={"sharing": "on"}))] == [
         "models.one.worker"
     ]
 
 
-def test_rows_are_no_matter_of_weights() -> None:
+def test_members_that_share_weights_may_batch() -> None:
     same = {"path": "/srv/m.mindir", "batching": {"sizes": [1, 8]}}
     config = parse(tables({"g": {"models": MODELS, "share": "weights"}}, one=same, two=same), BASE)
     assert list(config.groups) == ["g"]

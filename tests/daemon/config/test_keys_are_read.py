@@ -1,8 +1,8 @@
-"""A key of the configuration that is parsed, and documented, and read by nobody.
+"""Checks that the code uses every configuration key.
 
-In a copy of the sources each key has another name, and mypy tells who misses it: exactly, by type, so that a reader of
-`request.timeout` is none of `ModelConfig.timeout`. Whoever adds a key has nothing to do here. A key that is planted in
-the copy, and that nobody reads, shows each time that one would be found.
+The test renames all keys in a copy of the configuration classes and runs mypy. Each key in use causes an error. Because
+mypy knows the types, `request.timeout` does not count as a use of `ModelConfig.timeout`. The test also adds an unused
+key to each class, and verifies that it detects these keys. New keys need no change here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# Who takes the keys of a table: those of MindSpore Lite travel as JSON to a worker, whose class has the same.
+# Classes that hold the keys of each table. A worker receives the MindSpore Lite options as JSON, so its class counts.
 CONFIG = Path("daemon/weightd_daemon/config")
 OPTIONS = Path("worker/weightd_worker/engines/mindspore_lite/model.py")
 TABLES = {
@@ -34,23 +34,25 @@ TABLES = {
     CONFIG / "tenants.py": ("TenantConfig",),
     OPTIONS: ("Options",),
 }
-# Tables that are keys of others. Those keys keep their names, or mypy does not know what is within; whoever reads a key
-# within reads them, too.
+# Tables inside other tables. Their own keys in the outer table keep their names, because mypy would otherwise lose the
+# types of the inner tables. Code that uses an inner key uses the outer key as well.
 INNER = ("BatchingConfig", "SplitConfig", "GroupConfig", "RanksConfig", "TenantConfig")
 
-MISSED = re.compile(r'^(?P<file>.+?):(?P<line>\d+): error: "(?P<table>\w+)" has no attribute "(?P<key>\w+)"', re.M)
+MISSING_ATTRIBUTE = re.compile(
+    r'^(?P<file>.+?):(?P<line>\d+): error: "(?P<table>\w+)" has no attribute "(?P<key>\w+)"', re.M
+)
 
 
-class Copy(NamedTuple):
-    """The source with hidden keys, what they were, and the lines that are a table."""
+class RenamedSource(NamedTuple):
+    """Source with renamed keys, the original keys, and the line numbers of the table classes."""
 
     source: str
     keys: set[tuple[str, str]]
     lines: set[int]
 
 
-def hide(path: Path) -> Copy:
-    """Plant a key in each table, and rename all of them; line numbers stay."""
+def rename_keys(path: Path) -> RenamedSource:
+    """Add an unused key to each table and rename all keys, without changing line numbers."""
     lines = (ROOT / path).read_text("utf-8").splitlines()
     for table in tables(path, lines):
         lines[(keys_of(table)[-1].end_lineno or 0) - 1] += "; planted: int = 0"
@@ -58,14 +60,14 @@ def hide(path: Path) -> Copy:
     own: set[int] = set()
     for table in tables(path, lines):
         own.update(range(table.lineno, (table.end_lineno or 0) + 1))
-        # The planted one shares its line with another, which must not be shifted.
+        # Go backwards, because the added key shares its line with another key, whose column must not move.
         for key in reversed(keys_of(table)):
             if any(inner in ast.unparse(key.annotation) for inner in INNER):
                 continue
             line = lines[key.lineno - 1]
             lines[key.lineno - 1] = f"{line[: key.col_offset]}hidden_{line[key.col_offset :]}"
             names.add((table.name, ast.unparse(key.target)))
-    return Copy("\n".join(lines), names, own)
+    return RenamedSource("\n".join(lines), names, own)
 
 
 def tables(path: Path, lines: list[str]) -> list[ast.ClassDef]:
@@ -77,9 +79,9 @@ def keys_of(table: ast.ClassDef) -> list[ast.AnnAssign]:
     return [each for each in table.body if isinstance(each, ast.AnnAssign)]
 
 
-def missed(copies: dict[Path, Copy], directory: Path) -> Iterator[tuple[str, str]]:
-    """Who misses a key: (table, key). In the file of the table only what the table itself does counts as reading."""
-    # What `make check` has found out is taken from a copy of its cache, for the renamed keys must not get into it.
+def find_used_keys(copies: dict[Path, RenamedSource], directory: Path) -> Iterator[tuple[str, str]]:
+    """Yield (table, key) for each key in use. In the table's own file only code of the table itself counts as a use."""
+    # Work on a copy of the mypy cache of `make check`, so that the renamed keys do not enter the cache.
     cache = directory / "cache"
     if (ROOT / ".mypy_cache").exists():
         shutil.copytree(ROOT / ".mypy_cache", cache, ignore_dangling_symlinks=True)
@@ -92,17 +94,17 @@ def missed(copies: dict[Path, Copy], directory: Path) -> Iterator[tuple[str, str
         [*command, "daemon", str(OPTIONS.parent)], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
     )
     assert done.returncode == 1, done.stdout + done.stderr
-    for match in MISSED.finditer(done.stdout):
+    for match in MISSING_ATTRIBUTE.finditer(done.stdout):
         path = Path(match["file"])
         if match["table"] not in TABLES.get(path, ()) or int(match["line"]) in copies[path].lines:
             yield match["table"], match["key"]
 
 
-@pytest.mark.timeout(600)  # mypy where there is no cache
-def test_every_key_is_read(tmp_path: Path) -> None:
-    copies = {path: hide(path) for path in TABLES}
+@pytest.mark.timeout(600)  # a mypy run without a cache takes minutes
+def test_every_key_is_used(tmp_path: Path) -> None:
+    copies = {path: rename_keys(path) for path in TABLES}
     keys = {key for copy in copies.values() for key in copy.keys}
     assert len(keys) > 36
-    read = set(missed(copies, tmp_path))
+    read = set(find_used_keys(copies, tmp_path))
     planted = {(table, "planted") for names in TABLES.values() for table in names}
-    assert keys - read == planted, "these keys are parsed, and read by nobody"
+    assert keys - read == planted, "these keys are parsed but never used"

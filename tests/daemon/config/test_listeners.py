@@ -39,14 +39,14 @@ def at(*addresses: str) -> dict[str, dict[str, object]]:
     }
 
 
-def test_without_tables_the_daemons_socket_is_the_one_listener() -> None:
+def test_default_listener_is_daemon_socket() -> None:
     assert addresses(parsed({})) == {"default": DEFAULT}
     over_tcp = parsed(at("tcp://127.0.0.1:5555"), socket="tcp://127.0.0.1:5555")
     assert addresses(over_tcp) == {"l0": "tcp://127.0.0.1:5555"}
 
 
 @pytest.mark.parametrize("listening", [(), ("tcp://127.0.0.1:5555", "unix:///run/x.sock.unix")])
-def test_nobody_listens_over_tcp_without_having_said_what_that_means(listening: tuple[str, ...]) -> None:
+def test_tcp_listener_needs_explicit_security(listening: tuple[str, ...]) -> None:
     socket = "" if listening else "tcp://127.0.0.1:5555"
     assert (
         refusal({}, *listening, socket=socket)
@@ -56,7 +56,7 @@ def test_nobody_listens_over_tcp_without_having_said_what_that_means(listening: 
     )
 
 
-def test_with_tables_the_daemons_socket_is_none() -> None:
+def test_listener_tables_replace_default_listener() -> None:
     config = parsed(at("ipc:///run/w/one.sock", "tcp://[::1]:5555"))
     assert addresses(config) == {"l0": "ipc:///run/w/one.sock", "l1": "tcp://[::1]:5555"}
     assert config.daemon.socket == DEFAULT
@@ -99,7 +99,7 @@ def test_with_tables_the_daemons_socket_is_none() -> None:
         ),
     ],
 )
-def test_what_is_refused(listeners: Any, problem: str | None) -> None:
+def test_rejects_invalid_listeners(listeners: Any, problem: str | None) -> None:
     if problem is None:
         with pytest.raises(ConfigError) as caught:
             parsed(listeners)
@@ -111,33 +111,33 @@ def test_what_is_refused(listeners: Any, problem: str | None) -> None:
     assert told.startswith(problem[:-1]) if problem.endswith("*") else told == problem
 
 
-def test_a_path_of_107_bytes_is_none_too_long() -> None:
+def test_accepts_path_of_107_bytes() -> None:
     fits = "ipc:///" + "a" * 106
     assert addresses(parsed(at(fits))) == {"l0": fits}
 
 
-def test_the_daemons_socket_is_no_unix_socket() -> None:
+def test_daemon_socket_cannot_end_in_unix() -> None:
     assert refusal({}, socket="ipc:///run/a.unix").startswith(
         "daemon.socket: expected a path without the suffix .unix "
     )
 
 
-# --- what a service manager has opened ------------------------------------------------------------------------------
+# --- sockets that the service manager opened -------------------------------------------------------------------------
 
 PASSED = ("tcp://127.0.0.1:5555", "ipc:///run/x.sock", "unix:///run/x.sock.unix")
 
 
-def test_without_tables_all_that_is_open_are_listeners_and_the_unix_socket_names_the_daemon() -> None:
+def test_passed_sockets_become_listeners_without_tables() -> None:
     config = parsed({}, "ipc:///run/y.sock", *PASSED[1:])
     assert config.daemon.socket == "ipc:///run/x.sock"
     assert addresses(config) == {"default": "ipc:///run/x.sock", "default-2": "ipc:///run/y.sock"}
-    # Who opens nothing but the unix socket wants no ZeroMQ.
+    # A service manager that opens only the Unix socket disables ZeroMQ.
     assert addresses(parsed({}, PASSED[2])) == {}
     expected = "daemon.socket: expected ipc:///run/x.sock, on which the service manager listens (weightd.socket), got "
     assert refusal({}, *PASSED[1:], socket="ipc:///run/y.sock") == f"{expected}'ipc:///run/y.sock'"
 
 
-def test_tables_name_all_that_is_open_and_may_name_more() -> None:
+def test_tables_must_include_all_passed_sockets() -> None:
     more = at(*PASSED[:2], "tcp://127.0.0.1:6666")
     assert [*addresses(parsed(more, *PASSED)).values()] == [*PASSED[:2], "tcp://127.0.0.1:6666"]
     expected = (
@@ -161,7 +161,7 @@ def keys(tmp_path: Path) -> Path:
 
 
 def curve(base: Path, tenants: Any, /, **more: object) -> Config:
-    """A configuration with one listener, "lan", over TCP with CURVE."""
+    """Parse a configuration with one listener, "lan", over TCP with CURVE."""
     lan = {"address": "tcp://*:5555", "security": "curve", "key": "listener.key", **more}
     tables = {"listeners": {"lan": lan}, "tenants": tenants, "models": {"m": {"path": "/m.onnx"}}}
     return parse(tables, base)
@@ -170,7 +170,7 @@ def curve(base: Path, tenants: Any, /, **more: object) -> Config:
 ANN = {"keys": ["ann.pub"]}
 
 
-def test_a_listener_has_its_secret_key_and_those_of_the_tenants_that_it_is_for(keys: Path) -> None:
+def test_listener_has_secret_and_allowed_tenant_keys(keys: Path) -> None:
     config = curve(keys, {"ann": ANN, "ben": {"uids": [1]}})
     lan = config.listeners["lan"]
     assert (lan.secret, allowed_keys(lan, config.tenants)) == (SECRET, (PUBLIC,))
@@ -202,13 +202,13 @@ def test_a_listener_has_its_secret_key_and_those_of_the_tenants_that_it_is_for(k
         ({"security": "tls"}, {"ann": ANN}, "security: expected one of curve, none, got str 'tls'"),
     ],
 )
-def test_a_listener_that_is_not_secured_as_it_says(keys: Path, more: Any, tenants: Any, problem: str) -> None:
+def test_inconsistent_security_is_rejected(keys: Path, more: Any, tenants: Any, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         curve(keys, tenants, **more)
     assert caught.value.problems[0].startswith(f"listeners.lan.{problem.format(keys)}")
 
 
-def test_a_listener_with_curve_needs_pynacl(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curve_listener_needs_pynacl(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         curve(keys, {"ann": ANN})

@@ -30,7 +30,7 @@ DIRECTORIES = ("RUNTIME_DIRECTORY", "CACHE_DIRECTORY", "XDG_RUNTIME_DIR", "XDG_C
 
 
 @pytest.fixture(autouse=True)
-def _nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_directories_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in (*DIRECTORIES, "CONFIGURATION_DIRECTORY"):
         monkeypatch.delenv(variable, raising=False)
 
@@ -46,13 +46,13 @@ def loaded(file: Path, text: str) -> Config:
 
 
 def refusal(file: Path, text: str) -> str:
-    """What is wrong with the text, without the file's name, which must stand in front."""
+    """Return the only problem of this configuration, without the file name that each problem starts with."""
     [problem] = refusals(file, text)
     return problem
 
 
 def refusals(file: Path, text: str) -> list[str]:
-    """All that is wrong with the text, as `refusal`."""
+    """Return all problems of this configuration, without the file name."""
     with pytest.raises(ConfigError) as caught:
         loaded(file, text)
     assert all(each.startswith(f"{file}: ") and "\n" not in each for each in caught.value.problems)
@@ -62,7 +62,7 @@ def refusals(file: Path, text: str) -> list[str]:
 # --- the file -------------------------------------------------------------------------------------------------------
 
 
-def test_the_smallest_file_is_completed_with_defaults(file: Path) -> None:
+def test_minimal_file_gets_defaults(file: Path) -> None:
     config = loaded(file, MODEL)
     model = config.models["m"]
     assert dict(config.models) == {"m": model}
@@ -103,11 +103,11 @@ GIVEN_OPTIONS: dict[str, Any] = {"precision_mode": "enforce_fp32", "config_file"
 
 
 def toml(table: str, values: Mapping[str, Any]) -> str:
-    """A table, whose values TOML writes as JSON does."""
+    """Return a TOML table. TOML writes these values in the same way as JSON."""
     return "\n".join([f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items()), ""])
 
 
-def test_what_the_file_says_is_taken(file: Path) -> None:
+def test_keys_of_file_are_parsed(file: Path) -> None:
     name = 'models."resnet-50.v1"'
     text = toml("daemon", {**GIVEN_DAEMON, "drain_timeout": 3}) + toml(name, GIVEN)
     text += toml(f"{name}.mindspore_lite", GIVEN_OPTIONS) + toml(f"{name}.batching", {"sizes": [2, 8]})
@@ -126,13 +126,13 @@ def test_what_the_file_says_is_taken(file: Path) -> None:
     assert config.models["resnet-50.v1"] == ModelConfig(**expected)
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_file_is_reported(tmp_path: Path) -> None:
     for path, text in ((tmp_path / "missing.toml", "No such file or directory"), (tmp_path, "Is a directory")):
         with pytest.raises(ConfigError, match=f"{path}.*{text}"):
             load(path)
 
 
-def test_what_is_no_file_or_a_huge_one_is_refused(tmp_path: Path) -> None:
+def test_rejects_pipes_and_huge_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(2**40)
@@ -141,9 +141,7 @@ def test_what_is_no_file_or_a_huge_one_is_refused(tmp_path: Path) -> None:
             load(tmp_path / name)
 
 
-def test_what_is_noted_of_a_file_is_not_looked_through_for_each_of_its_problems(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_problem_lookup_does_not_grow_with_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[None] = []
     wrong = ErrorCollector.wrong_keys
 
@@ -165,19 +163,19 @@ def test_what_is_noted_of_a_file_is_not_looked_through_for_each_of_its_problems(
     ["[models.m", "path", "a = 1\na = 2", 'a = "', "a = " + "[" * 20_000, "a = " + "9" * 10_000],
     ids=["table", "key", "twice", "string", "nesting", "digits"],
 )
-def test_what_is_not_toml(file: Path, text: str) -> None:
+def test_invalid_toml_is_rejected(file: Path, text: str) -> None:
     assert refusal(file, text).startswith("not TOML: ")
 
 
-def test_what_is_text_or_not(file: Path) -> None:
+def test_file_must_be_utf8_with_optional_bom(file: Path) -> None:
     file.write_bytes(b"a = '\xff\xfe'")
     with pytest.raises(ConfigError, match="not TOML: 'utf-8' codec"):
         load(file)
-    # A byte order mark is no part of it.
+    # A byte order mark at the beginning is not an error.
     assert loaded(file, f"\ufeff{MODEL}") == loaded(file, MODEL)
 
 
-# --- what is refused, and in which words: * stands for the rest ------------------------------------------------------
+# --- rejected configurations; * in an expected message matches any text ---------------------------------------------
 
 CARD = '[models.m]\npath = "m.mindir"\n'
 NO_SELFTEST = 'selftest = "off"\n'
@@ -310,14 +308,14 @@ REFUSED_SOCKETS = [
     ("text", "problem"),
     [*REFUSED, *REFUSED_SOCKETS, *((text, f"models.m.{problem}") for text, problem in REFUSED_OF_A_MODEL)],
 )
-def test_what_is_refused(file: Path, text: str, problem: str) -> None:
+def test_rejects_invalid_configuration(file: Path, text: str, problem: str) -> None:
     told = refusal(file, text)
     first, *rest = problem.split("*")
     assert told.startswith(first)
     assert told.endswith(rest[-1]) if rest else told == first
 
 
-ALL_WRONG = """
+MANY_ERRORS = """
 deamon = {}
 daemon = {sokcet = "x", runtime_dir = 3}
 [models]
@@ -333,8 +331,8 @@ gpu = {}
 """
 
 
-def test_all_that_is_wrong_is_told_at_once_and_nothing_that_only_follows_from_it(file: Path) -> None:
-    problems = refusals(file, ALL_WRONG)
+def test_reports_all_errors_without_consequential_ones(file: Path) -> None:
+    problems = refusals(file, MANY_ERRORS)
     assert [problem.partition(": ")[0] for problem in problems] == [
         *("deamon", "daemon.sokcet", "daemon.runtime_dir", "devices.gpu", "devices.ascend:0.processes"),
         *(f"models.one.{key}" for key in ("workers", "timeout", "mindspore_lite.dec_mode", "path")),
@@ -345,7 +343,7 @@ def test_all_that_is_wrong_is_told_at_once_and_nothing_that_only_follows_from_it
     assert 'models.resnet.v1: unknown table; a name with a dot is quoted: [models."resnet.v1.b"]' in problems
     examined = check_config(file)
     assert list(examined.config.models) == ["good"]
-    # Of these the files can be looked at all the same.
+    # The check can still examine the files of these models.
     assert list(examined.loadable) == ["good", "four"]
 
 
@@ -397,7 +395,7 @@ INNER_KEYS = {
 }
 
 
-def test_every_key_is_tried() -> None:
+def test_every_key_has_invalid_values_in_this_test() -> None:
     assert set(DAEMON_KEYS) == {each.name for each in dataclasses.fields(DaemonConfig)}
     assert set(MODEL_KEYS) == {each.name for each in tables.table_keys(ModelConfig)}
     for name, keys in INNER_KEYS.items():
@@ -417,14 +415,14 @@ def test_every_key_is_tried() -> None:
         ),
     ],
 )
-def test_a_bad_value_is_refused_by_its_key(file: Path, table: str, key: str, value: str) -> None:
+def test_invalid_value_is_reported_with_key(file: Path, table: str, key: str, value: str) -> None:
     others = MODEL if table != "models.m" else ""
     path = "" if key == "path" or others else 'path = "m.onnx"'
     told = refusal(file, f"{others}[{table}]\n{path}\n{key} = {value}\n")
     assert re.match(rf"{table}\.{key}(\[0\])?: expected ", told)
 
 
-def test_seconds_may_be_whole(file: Path) -> None:
+def test_seconds_may_be_integers(file: Path) -> None:
     model = loaded(file, MODEL + "timeout = 3600\nload_timeout = 1\n").models["m"]
     assert (model.timeout, model.load_timeout) == (3600.0, 1.0)
     assert type(model.timeout) is float
@@ -435,12 +433,12 @@ def test_seconds_may_be_whole(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["m", "M_2", "resnet-50", "v1.2", "_x", "7", "a" * 64])
-def test_good_names(file: Path, name: str) -> None:
+def test_accepts_valid_names(file: Path, name: str) -> None:
     assert list(loaded(file, f'[models."{name}"]\npath = "m.onnx"\n').models) == [name]
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "-x", "m\\n", "a b", "größe", "٣", "a" * 65, "a\\u0000"])
-def test_bad_names(file: Path, name: str) -> None:
+def test_rejects_invalid_names(file: Path, name: str) -> None:
     problem = refusal(file, f'[models."{name}"]\npath = "m.onnx"\n'.replace("\\n", "\\t"))
     assert problem.startswith("models.")
     assert "expected a model name of 1 to 64 ASCII letters, digits, '_', '.' and '-'" in problem
@@ -449,7 +447,7 @@ def test_bad_names(file: Path, name: str) -> None:
 # --- paths and engines ----------------------------------------------------------------------------------------------
 
 
-def test_paths_are_relative_to_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_relative_to_configuration_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.parent.joinpath("elsewhere").mkdir()
     monkeypatch.chdir(file.parent / "elsewhere")
     paths = {"path": "~a.mindir", "python": "venv/bin/python", "selftest": "a/s.npz"}
@@ -461,25 +459,23 @@ def test_paths_are_relative_to_the_file(file: Path, monkeypatch: pytest.MonkeyPa
     relative = ["~a.mindir", "venv/bin/python", "a/s.npz", "acl.ini", "run", "cache"]
     assert there == [str(file.parent / each) for each in relative]
     assert daemon.socket == f"ipc://{file.parent}/run/weightd.sock"
-    # The file may be named relatively, too.
+    # The path of the configuration file itself may be relative.
     monkeypatch.chdir(file.parent)
     assert load(Path("weightd.toml")) == config
 
 
-def test_an_interpreter_without_a_slash_is_a_command(file: Path) -> None:
+def test_interpreter_without_slash_is_command(file: Path) -> None:
     assert loaded(file, MODEL + 'python = "python3.7"\n').models["m"].python == "python3.7"
 
 
-def test_what_the_command_line_gives_is_relative_to_the_current_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_line_paths_are_relative_to_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tables = {"daemon": {"cache_dir": "cache"}, "models": {"m": {"path": "m.onnx"}}}
     assert parse(tables, Path()).daemon.cache_dir == str(tmp_path / "cache")
 
 
 @pytest.mark.parametrize(("path", "engine"), [("m.onnx", "onnxruntime"), ("m.mindir", "mindspore_lite")])
-def test_the_suffix_tells_the_engine(file: Path, path: str, engine: str) -> None:
+def test_engine_follows_from_suffix(file: Path, path: str, engine: str) -> None:
     for given in ({"path": path}, {"path": path, "engine": engine}):
         assert loaded(file, toml("models.m", given)).models["m"].engine == engine
 
@@ -491,22 +487,22 @@ def test_the_suffix_tells_the_engine(file: Path, path: str, engine: str) -> None
     "socket",
     ["ipc:///run/a.sock", "ipc:///a", "tcp://127.0.0.1:5555", "tcp://*:1", "tcp://[::1]:65535", "tcp://localhost:80"],
 )
-def test_good_sockets(file: Path, socket: str) -> None:
+def test_accepts_valid_sockets(file: Path, socket: str) -> None:
     insecure = "insecure = true\n" if socket.startswith("tcp://") else ""
     listener = f'[listeners.one]\naddress = "{socket}"\n{insecure}'
     assert loaded(file, f'[daemon]\nsocket = "{socket}"\n{listener}{MODEL}').daemon.socket == socket
 
 
-def test_a_socket_path_has_at_most_107_bytes_with_the_suffix_of_the_unix_socket(file: Path) -> None:
+def test_socket_path_limit_includes_unix_suffix(file: Path) -> None:
     fits = "/" + "a" * 101
     assert loaded(file, f'[daemon]\nsocket = "ipc://{fits}"\n{MODEL}').daemon.socket == f"ipc://{fits}"
-    # Bytes, not characters.
+    # The limit counts bytes, not characters.
     for path, size in ((f"{fits}b", 108), ("/" + "é" * 51, 108)):
         problem = refusal(file, f'[daemon]\nsocket = "ipc://{path}"\n{MODEL}')
         assert problem == f"daemon.socket: expected a socket path of at most 107 bytes, got {size}: '{path}.unix'"
 
 
-def test_two_sockets_never_share_a_file() -> None:
+def test_sockets_have_separate_files() -> None:
     one = DaemonConfig("ipc:///run/one.sock", "/run", "/cache")
     two = dataclasses.replace(one, socket="ipc:///run/two.sock")
     assert one.private_dir != two.private_dir
@@ -517,13 +513,13 @@ def test_two_sockets_never_share_a_file() -> None:
     assert one.daemon_key == dataclasses.replace(one, cache_dir="/other").daemon_key
 
 
-# --- where defaults come from ---------------------------------------------------------------------------------------
+# --- defaults -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("uid", "given", "runtime_dir", "cache_dir"),
     [
-        # systemd comes first, for root and for users
+        # Directories from systemd have priority, for root and for other users.
         (0, ("/run/given:/run/second", "/var/cache/given", "/run/user/0", ""), "/run/given", "/var/cache/given"),
         (1000, ("/run/given:/run/second", "/var/cache/given", "/run/user/1000", ""), "/run/given", "/var/cache/given"),
         (0, ("", "", "/run/user/0", "/home/someone/.cache"), "/run/weightd", "/var/cache/weightd"),
@@ -532,7 +528,7 @@ def test_two_sockets_never_share_a_file() -> None:
         (1000, ("", "", "/run/user/1000", "/somewhere"), "/run/user/1000/weightd", "/somewhere/weightd"),
     ],
 )
-def test_where_directories_are_by_default(
+def test_default_directories(
     monkeypatch: pytest.MonkeyPatch, uid: int, given: tuple[str, ...], runtime_dir: str, cache_dir: str
 ) -> None:
     monkeypatch.setattr(os, "getuid", lambda: uid)
@@ -553,9 +549,7 @@ def test_where_directories_are_by_default(
         ("/first:/second", "/first/weightd.toml"),
     ],
 )
-def test_the_services_configuration_is_where_systemd_says(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, path: str
-) -> None:
+def test_default_path_uses_systemd_directory(monkeypatch: pytest.MonkeyPatch, given: str | None, path: str) -> None:
     if given is not None:
         monkeypatch.setenv("CONFIGURATION_DIRECTORY", given)
     assert default_path() == Path(path)
@@ -569,7 +563,7 @@ def test_the_services_configuration_is_where_systemd_says(
     ],
 )
 @pytest.mark.parametrize("runtime_dir", [None, "/run/weightd"])
-def test_a_file_of_a_unit_is_examined_with_the_defaults_of_the_unit(
+def test_unit_file_is_checked_with_defaults_of_unit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, unit: str, socket: str, runtime_dir: str | None
 ) -> None:
     monkeypatch.setattr(os, "getuid", lambda: 999)
@@ -588,25 +582,25 @@ def test_a_file_of_a_unit_is_examined_with_the_defaults_of_the_unit(
     assert check_config(path, found).config.daemon.socket == "ipc:///elsewhere"
 
 
-def test_a_file_elsewhere_is_of_no_unit(tmp_path: Path) -> None:
+def test_only_files_in_configuration_directory_have_unit(tmp_path: Path) -> None:
     assert unit_of(tmp_path / "weightd.toml") is None
     assert unit_of(Path("/etc/weightd/../weightd.toml")) is None
     assert unit_of(Path("/etc/weightd/sub/../card0.toml")) is not None
 
 
-# --- sockets that a service manager has opened ----------------------------------------------------------------------
+# --- sockets that the service manager opened ------------------------------------------------------------------------
 
 LISTENING = ["ipc:///run/weightd.sock", "ipc:///run/other.sock", "ipc:///run/third.sock"]
 
 
-def test_the_socket_is_the_first_that_is_open_already_and_gives_files_their_names(file: Path) -> None:
+def test_default_socket_is_first_passed_socket(file: Path) -> None:
     config = loaded(file, MODEL).daemon
     taken = load(file, ["ipc:///run/one.sock", "ipc:///run/two.sock"]).daemon
     assert taken.socket == "ipc:///run/one.sock"
     assert taken.daemon_key == dataclasses.replace(config, socket="ipc:///run/one.sock").daemon_key
 
 
-def test_a_configuration_may_name_any_socket_that_is_open_and_no_other(file: Path) -> None:
+def test_socket_must_be_among_passed_sockets(file: Path) -> None:
     for address in LISTENING[1:]:
         assert loaded(file, f'[daemon]\nsocket = "{address}"\n{MODEL}').daemon.socket == address
         assert load(file, LISTENING).daemon.socket == address
@@ -629,63 +623,61 @@ def test_a_configuration_may_name_any_socket_that_is_open_and_no_other(file: Pat
         ({"devices": ("ascend:0", "ascend:1"), "group": Membership("g", "both", ("m", "n"), "digest")}, 2),
     ],
 )
-def test_a_model_runs_as_many_predicts_at_once_as_it_has_workers_or_groups(
-    keys: dict[str, Any], concurrency: int
-) -> None:
+def test_max_concurrency_counts_workers_or_groups(keys: dict[str, Any], concurrency: int) -> None:
     assert ModelConfig("/m.onnx", **keys).max_concurrency == concurrency
 
 
-def test_a_model_has_the_cores_of_its_devices(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_has_cores_of_its_devices(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value=set(range(16))))
     tables = '[devices."cpu:0"]\ncpus = "3,0-1,8"\n[devices."cpu:1"]\ncpus = "2,4"\n'
-    of_two = f'{MODEL}devices = ["cpu:1", "cpu:0"]\n'
-    model = loaded(file, of_two + tables).models["m"]
+    two_devices = f'{MODEL}devices = ["cpu:1", "cpu:0"]\n'
+    model = loaded(file, two_devices + tables).models["m"]
     assert (model.devices_by_weight_copy, model.is_on_cards, model.spares) == ({"cpu": ("cpu:1", "cpu:0")}, False, 0)
     assert [model.cores_of(each) for each in ("cpu:1", "cpu:0", "cpu")] == ["2,4", "0-1,3,8", "2,4,0-1,3,8"]
-    each = loaded(file, f'{of_two}copies = "each"\n{tables}').models["m"]
+    each = loaded(file, f'{two_devices}copies = "each"\n{tables}').models["m"]
     assert each.devices_by_weight_copy == {"cpu:1": ("cpu:1",), "cpu:0": ("cpu:0",)}
     assert loaded(file, MODEL).models["m"].cores_of("cpu") == ""
 
 
-def test_what_cores_are_is_the_matter_of_the_table(file: Path) -> None:
+def test_model_table_has_no_cores_key(file: Path) -> None:
     assert refusal(file, f"{MODEL}cores = []").startswith("models.m.cores: unknown key; ")
 
 
-def test_threads_of_the_library_stay_on_the_cores(file: Path) -> None:
+def test_library_threads_cannot_leave_cores(file: Path) -> None:
     text = f'{CARD}devices = ["cpu:0"]\n{OPTIONS}thread_affinity_cores = [1]\n{CORES}'
     assert refusal(file, text).startswith("models.m.mindspore_lite.thread_affinity_cores: threads stay on the cores ")
 
 
-# --- what depends on other keys -------------------------------------------------------------------------------------
+# --- defaults and limits that depend on other keys ------------------------------------------------------------------
 
 
-def test_a_card_has_a_spare_by_default(file: Path) -> None:
+def test_models_on_cards_have_one_spare_by_default(file: Path) -> None:
     assert loaded(file, CARD).models["m"].spares == 0
     assert loaded(file, f'{CARD}devices = ["ascend:0"]\n').models["m"].spares == 1
     assert loaded(file, f'{CARD}devices = ["ascend:0"]\nspares = 0\n').models["m"].spares == 0
 
 
-def test_workers_and_spares_are_bounded_together(file: Path) -> None:
+def test_limits_sum_of_workers_and_spares(file: Path) -> None:
     assert loaded(file, f"{CARD}workers = 1000\nspares = 24\n").models["m"].spares == 24
     text = "models.m.spares: expected at most 1024 workers and spares, got 1025"
     assert refusal(file, f"{CARD}workers = 1000\nspares = 25\n") == text
     assert refusal(file, f'{CARD}workers = 1024\ndevices = ["ascend:0"]\n') == text
 
 
-def test_workers_of_one_copy_are_bounded_together(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_workers_of_one_weight_copy(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value={0, 1}))
     text = f'{MODEL}workers = 513\ndevices = ["cpu:0", "cpu:1"]\n%s{CORES}[devices."cpu:1"]\ncpus = "1"\n'
     assert refusal(file, text % "").endswith("expected at most 1024 workers and spares on 2 sets of cores, got 1026")
     assert loaded(file, text % 'copies = "each"\n').models["m"].workers == 513
 
 
-def test_the_default_of_priority_is_the_middle_one(file: Path) -> None:
+def test_default_priority_is_middle_level(file: Path) -> None:
     levels = [loaded(file, f"{MODEL}priority_levels = {count}").models["m"].default_level for count in (1, 2, 3, 16)]
     assert levels == [1, 1, 2, 8]
     assert loaded(file, f"{MODEL}priority_levels = 3\ndefault_priority = 3").models["m"].default_level == 3
 
 
-def test_how_many_rows_are_tested(file: Path) -> None:
+def test_max_batch_rows_covers_batching_and_split(file: Path) -> None:
     tables = [
         "",
         f"{BATCHING}max_rows = 8\n",
@@ -704,11 +696,11 @@ def test_how_many_rows_are_tested(file: Path) -> None:
         ("{x = [1, 3, 48, 320], n = []}", {"x": (1, 3, 48, 320), "n": ()}),
     ],
 )
-def test_a_selftest_is_a_word_a_file_or_shapes(file: Path, given: str, expected: object) -> None:
+def test_selftest_is_keyword_path_or_shapes(file: Path, given: str, expected: object) -> None:
     assert loaded(file, MODEL + f"selftest = {given}\n").models["m"].selftest == expected
 
 
-def test_on_a_card_weights_are_shared_with_a_selftest_alone(file: Path) -> None:
+def test_sharing_on_card_needs_selftest(file: Path) -> None:
     card = '[models.m]\npath = "m.mindir"\ndevices = ["ascend:0"]\nselftest = "off"\n'
     assert refusal(file, card).startswith("models.m.selftest: on a card only the self-test detects wrong weights ")
     assert loaded(file, card + 'sharing = "off"\n').models["m"].selftest == "off"

@@ -23,11 +23,11 @@ def tables(ranks: object, devices: object = None, **keys: Any) -> dict[str, Any]
     return {"models": {"big": model}, "devices": devices or {}}
 
 
-def completed(ranks: object, devices: object = None, **keys: Any) -> ModelConfig:
+def parse_model(ranks: object, devices: object = None, **keys: Any) -> ModelConfig:
     return parse(tables(ranks, devices, **keys), BASE).models["big"]
 
 
-def of(model: ModelConfig) -> RanksConfig:
+def ranks_of(model: ModelConfig) -> RanksConfig:
     assert model.ranks is not None
     return model.ranks
 
@@ -38,9 +38,9 @@ def problems(content: dict[str, Any]) -> list[str]:
     return list(caught.value.problems)
 
 
-def test_what_two_ranks_on_cards_come_to() -> None:
-    model = completed({"devices": CARDS}, {"ascend:1": {"ip": "192.168.1.9"}})
-    ranks = of(model)
+def test_ranks_on_cards_get_defaults() -> None:
+    model = parse_model({"devices": CARDS}, {"ascend:1": {"ip": "192.168.1.9"}})
+    ranks = ranks_of(model)
     assert ranks.groups == (("ascend:0", "ascend:1"),)
     assert ranks.paths == ("/srv/big/rank0.mindir", "/srv/big/rank1.mindir")
     assert (ranks.size, ranks.reply_rank, ranks.is_table_generated, ranks.rank_table_path(0)) == (2, 1, True, "")
@@ -50,23 +50,23 @@ def test_what_two_ranks_on_cards_come_to() -> None:
     assert model.mindspore_lite.provider == "ge"
 
 
-def test_what_is_written_down_is_read_again() -> None:
-    model = completed({"devices": [CARDS, ["ascend:2", "ascend:3"]], "reply": 1, "device_ports": [16666, 16667]})
-    assert of(model).can_overlap
+def test_config_survives_encoding() -> None:
+    model = parse_model({"devices": [CARDS, ["ascend:2", "ascend:3"]], "reply": 1, "device_ports": [16666, 16667]})
+    assert ranks_of(model).can_overlap
     assert decode(ModelConfig, plain(model)) == model
 
 
-def test_paths_are_absolute_and_have_the_numbers_of_rank_and_group() -> None:
+def test_paths_are_absolute_and_include_rank_and_group() -> None:
     keys = {"rank_table": "hccl{group}.json", "group_info_file": "groups{rank}.pb"}
-    ranks = of(completed({"devices": [CARDS, ["ascend:2", "ascend:3"]], **keys}))
+    ranks = ranks_of(parse_model({"devices": [CARDS, ["ascend:2", "ascend:3"]], **keys}))
     assert not ranks.is_table_generated
     assert [ranks.rank_table_path(group) for group in (0, 1)] == ["/etc/weightd/hccl0.json", "/etc/weightd/hccl1.json"]
     assert ranks.group_info_path(1) == "/etc/weightd/groups1.pb"
 
 
 @pytest.mark.parametrize(("reply", "rank"), [("last", 1), (0, 0), (1, 1), ("concat", None)])
-def test_whose_outputs_are_the_answer(reply: object, rank: int | None) -> None:
-    assert of(completed({"devices": CARDS, "reply": reply})).reply_rank == rank
+def test_reply_selects_rank(reply: object, rank: int | None) -> None:
+    assert ranks_of(parse_model({"devices": CARDS, "reply": reply})).reply_rank == rank
 
 
 @pytest.mark.parametrize(
@@ -98,13 +98,13 @@ def test_whose_outputs_are_the_answer(reply: object, rank: int | None) -> None:
         ({"devices": ["ascend:0", "npu:1"]}, 'devices: expected "cpu", a set of cores such as*'),
     ],
 )
-def test_a_key_that_is_wrong_by_itself(ranks: object, problem: str) -> None:
+def test_rejects_invalid_key(ranks: object, problem: str) -> None:
     first, *rest = problems(tables(ranks))
     assert first.startswith(f"models.big.ranks.{problem.rstrip('*')}")
     assert rest == []
 
 
-# --- what goes together -----------------------------------------------------------------------------------------------
+# --- combinations of keys ---------------------------------------------------------------------------------------------
 
 MINDSPORE = {"engine": "mindspore"}
 ON_CPU = {"size": 2}
@@ -112,13 +112,13 @@ ON_CARDS = {"devices": CARDS}
 NO_CPU = "has no effect on the CPU, only on a card"
 
 
-def test_ranks_on_the_cpu() -> None:
-    model = completed(ON_CPU, **MINDSPORE)
-    ranks = of(model)
+def test_ranks_on_cpu_get_defaults() -> None:
+    model = parse_model(ON_CPU, **MINDSPORE)
+    ranks = ranks_of(model)
     assert (ranks.groups, ranks.size, ranks.rank_table, ranks.buffer_bytes) == ((("cpu", "cpu"),), 2, "", 0)
     assert (ranks.can_overlap, model.devices, model.can_fork, model.spares) == (True, ("cpu",), False, 0)
     assert model.sharing == "off"
-    several = of(completed({"devices": [["cpu", "cpu"], ["cpu", "cpu"]]}, **MINDSPORE, policy="overlap"))
+    several = ranks_of(parse_model({"devices": [["cpu", "cpu"], ["cpu", "cpu"]]}, **MINDSPORE, policy="overlap"))
     assert several.groups == (("cpu", "cpu"), ("cpu", "cpu"))
 
 
@@ -136,8 +136,8 @@ def test_ranks_on_the_cpu() -> None:
         ({**ON_CPU, "exec_timeout": 5, "connect_timeout": 30}, {**MINDSPORE, "predict_timeout": 4}),
     ],
 )
-def test_what_goes_together(ranks: dict[str, Any], keys: dict[str, Any]) -> None:
-    completed(ranks, **keys)
+def test_accepts_compatible_keys(ranks: dict[str, Any], keys: dict[str, Any]) -> None:
+    parse_model(ranks, **keys)
 
 
 @pytest.mark.parametrize(
@@ -190,18 +190,18 @@ def test_what_goes_together(ranks: dict[str, Any], keys: dict[str, Any]) -> None
         (ON_CPU, {**MINDSPORE, "mindspore_lite": {"inter_op_parallel": 2}}, "mindspore_lite: has no effect: the *"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together(ranks: dict[str, Any], keys: dict[str, Any], problem: str) -> None:
+def test_rejects_incompatible_keys(ranks: dict[str, Any], keys: dict[str, Any], problem: str) -> None:
     [told] = problems(tables(ranks, **keys))
     first, *rest = problem.split("*")
     assert told.startswith(f"models.big.{first}")
     assert told.endswith(rest[-1]) if rest else told == f"models.big.{first}"
 
 
-def test_ranks_on_sets_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_core_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value={0, 1}))
     sets = {f"cpu:{each}": {"cpus": str(each)} for each in (0, 1)}
     ranks = {"devices": list(sets)}
-    model = completed(ranks, sets, **MINDSPORE)
+    model = parse_model(ranks, sets, **MINDSPORE)
     assert (model.devices, model.cores_of("cpu:1")) == (("cpu:0", "cpu:1"), "1")
     assert problems(tables(ranks, sets, **MINDSPORE, copies="each")) == [
         "models.big.copies: has no effect on ranks: a rank group has one copy of the weights, in slices"
@@ -211,7 +211,7 @@ def test_ranks_on_sets_of_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
-def test_the_devices_of_ranks_are_in_their_table() -> None:
+def test_devices_of_ranks_belong_in_ranks_table() -> None:
     content = tables(ON_CARDS)
     content["models"]["big"]["devices"] = CARDS
     assert problems(content) == [
@@ -219,10 +219,10 @@ def test_the_devices_of_ranks_are_in_their_table() -> None:
     ]
 
 
-# --- two models on one card -------------------------------------------------------------------------------------------
+# --- two models on one card: port conflicts ---------------------------------------------------------------------------
 
 
-def two(one: dict[str, Any], other: dict[str, Any], **keys: Any) -> dict[str, Any]:
+def two_models(one: dict[str, Any], other: dict[str, Any], **keys: Any) -> dict[str, Any]:
     first, second = (tables(ranks, **keys)["models"]["big"] for ranks in (one, other))
     return {"models": {"one": first, "other": second}}
 
@@ -233,12 +233,12 @@ def two(one: dict[str, Any], other: dict[str, Any], **keys: Any) -> dict[str, An
         ({"devices": CARDS}, {"devices": ["ascend:2", "ascend:3"]}),
         ({"devices": CARDS}, {"devices": CARDS, "device_ports": [16667]}),
         ({"devices": CARDS, "device_ports": [1, 2]}, {"devices": ["ascend:1", "ascend:2"], "device_ports": [3, 4]}),
-        # What its ports are, the file says.
+        # The rank table names the ports, so this check does not know them.
         ({"devices": CARDS}, {"devices": CARDS, "rank_table": "/t.json"}),
     ],
 )
-def test_two_models_that_do_not_meet_on_a_card(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert len(parse(two(one, other), BASE).models) == 2
+def test_accepts_models_without_port_conflict(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert len(parse(two_models(one, other), BASE).models) == 2
 
 
 @pytest.mark.parametrize(
@@ -261,10 +261,10 @@ def test_two_models_that_do_not_meet_on_a_card(one: dict[str, Any], other: dict[
         ),
     ],
 )
-def test_two_models_that_meet_on_a_card(one: dict[str, Any], other: dict[str, Any], problem: str) -> None:
-    [*told] = problems(two(one, other))
+def test_rejects_models_with_port_conflict(one: dict[str, Any], other: dict[str, Any], problem: str) -> None:
+    [*told] = problems(two_models(one, other))
     assert told[0].startswith(f"models.other.ranks.devices: {problem.rstrip('*')}")
 
 
-def test_ranks_on_the_cpu_never_meet() -> None:
-    assert len(parse(two(ON_CPU, ON_CPU, engine="mindspore"), BASE).models) == 2
+def test_ranks_on_cpu_have_no_port_conflict() -> None:
+    assert len(parse(two_models(ON_CPU, ON_CPU, engine="mindspore"), BASE).models) == 2

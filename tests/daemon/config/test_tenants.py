@@ -18,8 +18,8 @@ OTHER = "D:)Q[IlAW!ahhC2ac:9*A}h:p?([4%wOTJ%JR%cs"
 
 
 @pytest.fixture(autouse=True)
-def _hosts_accounts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host on which alice is 1001, mail is a group and nobody is 65534; what else is asked there is not."""
+def _fake_user_database(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fake the user database: user alice has uid 1001, group mail exists, and nobody has uid 65534."""
 
     def user(name: str) -> pwd.struct_passwd:
         return pwd.struct_passwd((name, "x", {"alice": 1001, "nobody": 65534}[name], 0, "", "/", "/bin/false"))
@@ -48,7 +48,7 @@ def write_key(path: Path, key: str = KEY, kind: str = PUBLIC) -> Path:
     return path
 
 
-def test_who_they_are_is_looked_up_once(tmp_path: Path) -> None:
+def test_users_groups_and_keys_are_resolved(tmp_path: Path) -> None:
     write_key(tmp_path / "keys" / "a.pub")
     write_key(tmp_path / "keys" / "b.pub", OTHER)
     write_key(tmp_path / "keys" / "again.pub")
@@ -105,13 +105,13 @@ def test_who_they_are_is_looked_up_once(tmp_path: Path) -> None:
         (3, "expected a table, got int 3"),
     ],
 )
-def test_what_is_refused(table: Any, problem: str, tmp_path: Path) -> None:
+def test_rejects_invalid_tenant(table: Any, problem: str, tmp_path: Path) -> None:
     [told] = refusals(tmp_path, {"a": table})
     expected, star, _ = f"tenants.a{': ' if type(table) is int else '.'}{problem}".partition("*")
     assert told.startswith(expected) if star else told == expected
 
 
-def test_what_is_no_table_of_tenants(tmp_path: Path) -> None:
+def test_invalid_tenant_tables_are_rejected(tmp_path: Path) -> None:
     assert refusals(tmp_path, 3) == ["tenants: expected tables [tenants.NAME]"]
     many: dict[str, Any] = {f"t{number}": {} for number in range(limits.MAX_TENANTS + 1)}
     assert refusals(tmp_path, many) == [
@@ -120,7 +120,7 @@ def test_what_is_no_table_of_tenants(tmp_path: Path) -> None:
     assert refusals(tmp_path, {"-a": {}})[0].startswith("tenants.-a: expected a tenant name of 1 to 64 ASCII letters")
 
 
-def test_files_without_a_public_key(tmp_path: Path) -> None:
+def test_invalid_public_key_files_are_rejected(tmp_path: Path) -> None:
     write_key(tmp_path / "a.key", kind=SECRET)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty").touch()
@@ -134,7 +134,7 @@ def test_files_without_a_public_key(tmp_path: Path) -> None:
     assert KEY not in "".join(told)
 
 
-def test_nobody_is_two_tenants_however_that_is_spelled(tmp_path: Path) -> None:
+def test_rejects_credentials_in_two_tenants(tmp_path: Path) -> None:
     for name in ("a.pub", "b.pub"):
         write_key(tmp_path / name)
     assert refusals(
@@ -151,13 +151,13 @@ def test_nobody_is_two_tenants_however_that_is_spelled(tmp_path: Path) -> None:
     ]
 
 
-def test_who_acts_for_itself_or_for_a_pattern_names_tenants_that_there_are(tmp_path: Path) -> None:
+def test_acts_for_accepts_itself_and_patterns(tmp_path: Path) -> None:
     acts_for = ("web-*", "web", "other")
     tenants = parsed(tmp_path, {"web": {"acts_for": list(acts_for)}, "other": {"uids": [1]}}).tenants
     assert tenants["web"].acts_for == acts_for
 
 
-def test_what_is_probably_not_what_was_meant(tmp_path: Path) -> None:
+def test_warns_about_ineffective_keys(tmp_path: Path) -> None:
     tenants = parsed(
         tmp_path,
         {

@@ -29,14 +29,17 @@ STEPS: dict[str, dict[str, Any]] = {
 
 
 def report(**steps: Any) -> InterpreterReport:
-    """A report in which some steps went otherwise: with other values, or the error that is given as a text."""
+    """Return a report in which some steps have other values, or fail with the error given as text."""
     return InterpreterReport(
         {**STEPS, **{name: {"error": each} if isinstance(each, str) else each for name, each in steps.items()}}
     )
 
 
-def known(root: Path, files: Mapping[str, str] | None = None, /, **facts: Any) -> Host:
-    """A host with these files; `facts` are what it would have to find out, or options of the command line."""
+def make_host(root: Path, files: Mapping[str, str] | None = None, /, **facts: Any) -> Host:
+    """Return a host with these files.
+
+    `facts` are results that the host would otherwise look up, or command-line options.
+    """
     for path, text in (files or {}).items():
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(text)
@@ -48,12 +51,12 @@ def known(root: Path, files: Mapping[str, str] | None = None, /, **facts: Any) -
 
 
 def no_program(argv: list[str]) -> str:
-    """There is no program that a host could be asked with."""
+    """Fail as if the program were not installed."""
     raise OSError(f"{argv[0]} is not on PATH")
 
 
 def prints(text: str) -> RunCommand:
-    """Each program prints this."""
+    """Return a function that returns this text for each command."""
 
     def run(argv: list[str]) -> str:
         return text
@@ -62,7 +65,7 @@ def prints(text: str) -> RunCommand:
 
 
 def check(verdict: Verdict, expected: CheckResult, *texts: str) -> None:
-    """The verdict is as expected, has these texts, and advice unless all is well."""
+    """Check the result and its texts. PASS has no advice, and FAIL must have advice."""
     assert verdict.result is expected, verdict
     assert [text for text in texts if text not in f"{verdict.detail} -> {verdict.advice}"] == [], verdict
     assert not (verdict.advice and expected is PASS)

@@ -9,9 +9,9 @@ from weightd_daemon.doctor import arguments
 
 @pytest.fixture
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser()
-    arguments.add_arguments(made)
-    return made
+    created = argparse.ArgumentParser()
+    arguments.add_arguments(created)
+    return created
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
         (["--selftest-tolerance", "much"], "expected a number from 0 to 1"),
     ],
 )
-def test_a_wrong_command_line(
+def test_rejects_invalid_arguments(
     parser: argparse.ArgumentParser, capsys: pytest.CaptureFixture[str], given: list[str], text: str
 ) -> None:
     with pytest.raises(SystemExit):
@@ -36,7 +36,7 @@ def test_a_wrong_command_line(
     assert text in capsys.readouterr().err
 
 
-def test_what_is_given(parser: argparse.ArgumentParser) -> None:
+def test_parses_arguments(parser: argparse.ArgumentParser) -> None:
     options = parser.parse_args(["--device", "ascend:3", "--selftest-tolerance", "1e-3", "--limit", "7"])
     assert (options.device, options.selftest_tolerance, options.limit) == (3, 1e-3, 7.0)
 
@@ -44,7 +44,5 @@ def test_what_is_given(parser: argparse.ArgumentParser) -> None:
 @pytest.mark.parametrize(
     ("given", "ranks"), [([], None), (["--ranks"], ()), (["--ranks", "ascend:2,ascend:0"], (2, 0))]
 )
-def test_which_devices_have_ranks(
-    parser: argparse.ArgumentParser, given: list[str], ranks: tuple[int, ...] | None
-) -> None:
+def test_parses_ranks(parser: argparse.ArgumentParser, given: list[str], ranks: tuple[int, ...] | None) -> None:
     assert parser.parse_args(given).ranks == ranks

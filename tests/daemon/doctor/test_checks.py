@@ -17,14 +17,14 @@ from weightd_daemon.doctor.service import ServiceUser, SystemdUnit
 from weightd_daemon.platform import exit_watch
 from weightd_protocol.version import VERSION
 
-from .hosts import FAIL, GIB, OPEN, PASS, check, known, prints, report
+from .hosts import FAIL, GIB, OPEN, PASS, check, make_host, prints, report
 
 ALICE = ServiceUser("alice", 1000, frozenset({1000, 1100}))
 ALLOWED = ("/dev/davinci3", *(f"/dev/{name}" for name in REQUIRED_NODES))
 CARD = (NpuInfo(0, 0, 0),)
 DRIVER = {"usr/local/Ascend/driver/version.info": "Version=24.1.0\n"}
 TOOLKIT = f"{platform.machine()}-linux/ascend_toolkit_install.info"
-# As published by users of npu-smi: a server of which each NPU has two chips, and a chip that is none.
+# Output published by users of npu-smi: a server with two chips per NPU, and a controller that is not a chip.
 MAPPING = """
     NPU ID                         Chip ID                        Chip Logic ID                  Chip Name
     0                              0                              0                              Ascend910
@@ -167,7 +167,7 @@ VM = {"is_virtual_machine": True}
             ["/gone, which is not there", "set_env.sh"],
         ),
         (
-            "cann",  # the environment tells first where it is
+            "cann",  # ASCEND_HOME_PATH has priority over the default directory
             {
                 "environment": {"ASCEND_HOME_PATH": "/opt/cann"},
                 "files": {f"opt/cann/{TOOLKIT}": "version=8.2.RC1.B1\n", **cann("8.0.0")},
@@ -187,7 +187,7 @@ VM = {"is_virtual_machine": True}
         ("cann", {"files": {"usr/local/Ascend/latest/version.cfg": "inversion of control"}}, OPEN, ["no version file"]),
         ("libascendcl", {}, PASS, ["Ascend910B3"]),
         ("libascendcl", {"report": report(libascendcl="no such thing")}, FAIL, ["no such thing", "set_env.sh"]),
-        # Its name for the chip is no part of the question.
+        # An unknown name of the chip is not an error of libascendcl.
         ("libascendcl", {"report": report(soc="no such thing")}, PASS, []),
         ("current_pid", {}, PASS, ["12, the pid of the process"]),
         ("current_pid", {"report": report(current_pid={"pid": ""})}, FAIL, ["empty", "built for Ascend"]),
@@ -198,7 +198,7 @@ VM = {"is_virtual_machine": True}
         ("devices", {"report": report(devices={"count": 0})}, FAIL, ["0 seen", "pass the card", "docker run"]),
         ("devices", {"report": report(devices="no such thing")}, FAIL, ["no such thing"]),
         ("device memory", {}, PASS, ["30,720 MiB free of 32,768 MiB"]),
-        # A device that cannot be opened.
+        # The device cannot be opened.
         ("device memory", {"device": 3, "report": report(memory="no!")}, FAIL, ["ascend:3: no!", "63"]),
         ("device memory", {"report": report(memory={"free_bytes": 0, "total_bytes": 0})}, FAIL, ["reports no memory"]),
         (
@@ -219,7 +219,7 @@ VM = {"is_virtual_machine": True}
         ("virtual instance", {"nodes": nodes("davinci0", "vdavinci100")}, OPEN, ["some are: /dev/vdavinci100"]),
         ("virtual instance", {"nodes": ()}, OPEN, ["no device nodes"]),
         ("virtual instance", {"nodes": TWO, **VM, "report": soc("")}, OPEN, ["virtual machine"]),
-        # An import is the proof.
+        # A successful import proves that the instance supports sharing.
         (
             "virtual instance",
             {"nodes": nodes("davinci100"), "sharing": {sharing.ATTACH: passed("")}},
@@ -228,14 +228,14 @@ VM = {"is_virtual_machine": True}
         ),
     ],
 )
-def test_what_is_found_and_what_to_do(
+def test_check_result_and_advice(
     tmp_path: Path, name: str, facts: dict[str, Any], verdict: CheckResult, texts: list[str]
 ) -> None:
     facts = dict(facts)
     if "count" in facts:
         processes = "Process id:1\n" * facts.pop("count") + "Chip ID : 0\n"
         facts.update(npus=CARD, run_command=prints(processes))
-    host = known(tmp_path, facts.pop("files", {}), **{"user": ALICE, **facts})
+    host = make_host(tmp_path, facts.pop("files", {}), **{"user": ALICE, **facts})
     found = {**checks.INDEPENDENT_CHECKS, **checks.CHECKS}[name](host)
     check(found, verdict, *texts)
     assert bool(found.advice) is (verdict is not PASS)
@@ -245,11 +245,11 @@ def test_what_is_found_and_what_to_do(
     ("reason", "text"),
     [("", "pidfds"), ("pidfd_open: no", "a thread waits for each process, for lack of pidfds: pidfd_")],
 )
-def test_how_the_daemon_learns_of_exits(
+def test_reports_how_daemon_detects_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, text: str
 ) -> None:
     monkeypatch.setattr(exit_watch, "unavailable_reason", lambda: reason)
-    check(checks.INDEPENDENT_CHECKS[PROCESS_EXITS](known(tmp_path)), PASS, f"Linux {platform.release()}: {text}")
+    check(checks.INDEPENDENT_CHECKS[PROCESS_EXITS](make_host(tmp_path)), PASS, f"Linux {platform.release()}: {text}")
 
 
 @pytest.mark.parametrize(
@@ -260,9 +260,9 @@ def test_how_the_daemon_learns_of_exits(
         (OPEN, ["unknown", ""]),
     ],
 )
-def test_the_version_of_the_library(tmp_path: Path, verdict: CheckResult, versions: list[str]) -> None:
+def test_checks_library_version(tmp_path: Path, verdict: CheckResult, versions: list[str]) -> None:
     for version in versions:
-        check(checks.CHECKS["mindspore_lite"](known(tmp_path, report=library(version))), verdict, version)
+        check(checks.CHECKS["mindspore_lite"](make_host(tmp_path, report=library(version))), verdict, version)
 
 
 @pytest.mark.parametrize(
@@ -277,13 +277,17 @@ def test_the_version_of_the_library(tmp_path: Path, verdict: CheckResult, versio
         ("", OPEN, OPEN),
     ],
 )
-def test_kinds_of_cards(tmp_path: Path, name: str, before: CheckResult, refused: CheckResult) -> None:
+def test_chip_support_depends_on_model_and_build(
+    tmp_path: Path, name: str, before: CheckResult, refused: CheckResult
+) -> None:
     for built, verdict in (
         (untestable(""), before),
         (passed(""), PASS),
         (untestable("")._replace(result=FAIL), refused),
     ):
-        check(checks.CHECKS["chip"](known(tmp_path, report=soc(name), sharing={sharing.BUILD: built})), verdict, name)
+        check(
+            checks.CHECKS["chip"](make_host(tmp_path, report=soc(name), sharing={sharing.BUILD: built})), verdict, name
+        )
 
 
 NOTHING = report(libascendcl="no", current_pid={"pid": ""})
@@ -301,16 +305,16 @@ NOTHING = report(libascendcl="no", current_pid={"pid": ""})
         ({"report": NOTHING, "npus": CARD}, True),
     ],
 )
-def test_whether_there_is_anything_of_ascend(tmp_path: Path, facts: dict[str, Any], has_ascend: bool) -> None:
+def test_detects_ascend_installation(tmp_path: Path, facts: dict[str, Any], has_ascend: bool) -> None:
     facts = dict(facts)
-    assert known(tmp_path, facts.pop("files", {}), **facts).has_ascend is has_ascend
+    assert make_host(tmp_path, facts.pop("files", {}), **facts).has_ascend is has_ascend
 
 
-def test_every_check_has_a_line(tmp_path: Path) -> None:
+def test_every_check_is_reported(tmp_path: Path) -> None:
     shared = {sharing.BUILD: passed("")}
     everything = {**checks.INDEPENDENT_CHECKS, **checks.CHECKS, **ranks.CHECKS}
-    assert list(cli.check_host(known(tmp_path, ranks=(), sharing=shared))) == [*everything, *shared]
-    found = cli.check_host(known(tmp_path, report=NOTHING, ranks=(0, 1), model=Path("m")))
+    assert list(cli.check_host(make_host(tmp_path, ranks=(), sharing=shared))) == [*everything, *shared]
+    found = cli.check_host(make_host(tmp_path, report=NOTHING, ranks=(0, 1), model=Path("m")))
     independent = [*checks.INDEPENDENT_CHECKS]
     assert list(found) == [
         *independent, "ascend", *checks.CHECKS, *ranks.CHECKS, *sharing.CHECK_NAMES
@@ -319,34 +323,34 @@ def test_every_check_has_a_line(tmp_path: Path) -> None:
     assert {each.result for name, each in found.items() if name not in independent} == {OPEN}
 
 
-def test_cards_as_npu_smi_and_the_environment_number_them(tmp_path: Path) -> None:
+def test_maps_device_numbers_to_npu_smi_cards(tmp_path: Path) -> None:
     asked: list[Sequence[str]] = []
 
     def run(argv: list[str]) -> str:
         asked.append(argv)
         return MAPPING if argv[-1] == "-m" else PROCESSES
 
-    host = known(tmp_path, run_command=run)
+    host = make_host(tmp_path, run_command=run)
     assert host.npus == (NpuInfo(0, 0, 0), NpuInfo(0, 1, 1), NpuInfo(1, 0, 2))
     assert [host.npu(2), host.npu(3)] == [NpuInfo(1, 0, 2), None]
     assert [host.count_processes(device) for device in range(3)] == [0, 2, 0]
     assert str(host.count_processes(3)) == "npu-smi lists no device 3"
     assert [*asked[0], *asked[-1]] == ["npu-smi", "info", "-m", "npu-smi", "info", "-t", "proc-mem", "-i", "1"]
-    assert known(tmp_path, npus=(), environment={"ASCEND_RT_VISIBLE_DEVICES": "3,1"}).card_number(0) == 3
-    hidden = known(tmp_path, run_command=run, environment={"ASCEND_RT_VISIBLE_DEVICES": "1"})
+    assert make_host(tmp_path, npus=(), environment={"ASCEND_RT_VISIBLE_DEVICES": "3,1"}).card_number(0) == 3
+    hidden = make_host(tmp_path, run_command=run, environment={"ASCEND_RT_VISIBLE_DEVICES": "1"})
     assert (hidden.npu(0), hidden.npu(1)) == (NpuInfo(0, 1, 1), None)
-    unlisted = known(tmp_path, npus=(NpuInfo(7, 2, 0),), run_command=run)
+    unlisted = make_host(tmp_path, npus=(NpuInfo(7, 2, 0),), run_command=run)
     assert str(unlisted.count_processes(0)) == "npu-smi lists no processes of chip 2"
-    assert known(tmp_path, run_command=prints("no such thing")).npus == ()
+    assert make_host(tmp_path, run_command=prints("no such thing")).npus == ()
 
 
-def test_the_nodes_are_looked_at(tmp_path: Path) -> None:
-    assert known(tmp_path).nodes == ()
+def test_finds_device_nodes(tmp_path: Path) -> None:
+    assert make_host(tmp_path).nodes == ()
     (tmp_path / "dev").mkdir()
     for name in ("davinci0", "vdavinci100", "null", *REQUIRED_NODES):
         (tmp_path / "dev" / name).touch()
         (tmp_path / "dev" / name).chmod(0o640)
-    seen = known(tmp_path).nodes
+    seen = make_host(tmp_path).nodes
     assert [each.name for each in seen] == sorted(["davinci0", "vdavinci100", *REQUIRED_NODES])
     assert {(each.mode, each.uid) for each in seen} == {(0o640, os.getuid())}
     assert [each.name for each in seen if each.is_card] == ["davinci0", "vdavinci100"]
@@ -356,6 +360,6 @@ def test_the_nodes_are_looked_at(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("flags", "virtual"), [("fpu hypervisor sse", True), ("fpu sse", False)])
-def test_a_virtual_machine(tmp_path: Path, flags: str, virtual: bool) -> None:
-    host = known(tmp_path, {"proc/cpuinfo": f"processor\t: 0\nflags\t\t: {flags}\n"})
+def test_detects_virtual_machine(tmp_path: Path, flags: str, virtual: bool) -> None:
+    host = make_host(tmp_path, {"proc/cpuinfo": f"processor\t: 0\nflags\t\t: {flags}\n"})
     assert host.is_virtual_machine is virtual

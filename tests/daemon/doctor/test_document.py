@@ -1,4 +1,4 @@
-"""docs/ascend.md is held to the code: its configurations, its names of checks, its keys."""
+"""Checks docs/ascend.md against the code: example configurations, names of checks, and configuration keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ else:
     import tomli as tomllib
 
 TEXT = Path(__file__).resolve().parents[3].joinpath("docs", "ascend.md").read_text("utf-8")
-# Of the CPU, and so of no use in this document.
+# Options that apply only to the CPU, which docs/ascend.md does not describe.
 CPU_OPTIONS = {"thread_affinity_mode", "thread_affinity_cores", "inter_op_parallel", "parallel_workers", "max_shape"}
 
 
@@ -34,28 +34,28 @@ def blocks(language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("block", blocks("toml"))
-def test_the_configurations_are_good(block: str) -> None:
+def test_example_configurations_are_valid(block: str) -> None:
     tables: dict[str, Any] = tomllib.loads(block)
     for model in tables["models"].values():
-        # By itself, so that what is wrong in it is told by its own name.
+        # Decode these options separately, so that errors name the option.
         decode(MindSporeLiteOptions, model.pop("mindspore_lite", {}))
     parsed = config.parse(tables, Path("/etc/weightd"))
     assert set(parsed.devices) <= {device for model in parsed.models.values() for device in model.devices}
 
 
-def test_every_option_for_a_card_is_listed() -> None:
+def test_all_card_options_are_listed() -> None:
     (table,) = re.findall(r"^\| key of `\[models\.NAME\.mindspore_lite\]`.*?\n\n", TEXT, re.DOTALL | re.MULTILINE)
     keys = {key for row in table.strip().splitlines()[2:] for key in re.findall(r"`(\w+)`", row.split("|")[1])}
     assert keys == {field.name for field in config_tables.table_keys(MindSporeLiteOptions)} - CPU_OPTIONS
 
 
-def test_the_example_of_memory() -> None:
+def test_memory_example_is_correct() -> None:
     weights = card_bytes(4000 * MIB) // MIB
     assert f"| {weights:,} MiB | 10 x 600 MiB | {weights + 10 * 600:,} MiB |" in TEXT
     assert f"{8 * (4000 + 600):,} MiB" in TEXT
 
 
-def test_every_check_is_in_the_trouble_shooting_or_needs_no_cure() -> None:
+def test_troubleshooting_covers_all_checks() -> None:
     section = TEXT.partition("## Trouble-shooting")[2].partition("\n## ")[0]
     cells = [row.split("|")[2] for row in section.splitlines() if row.startswith("|")]
     named = {name.strip() for cell in cells for name in cell.split(",")}
@@ -63,10 +63,10 @@ def test_every_check_is_in_the_trouble_shooting_or_needs_no_cure() -> None:
     assert names - named == {"mindspore_lite", "driver", PROCESS_EXITS}
 
 
-def test_the_links_lead_somewhere() -> None:
+def test_internal_links_are_valid() -> None:
     headings = {re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-") for line in TEXT.splitlines()}
     assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= headings
 
 
-def test_lines_are_short_but_for_tables() -> None:
+def test_lines_are_at_most_120_columns() -> None:
     assert [line for line in TEXT.splitlines() if len(line) > 120 and not line.startswith("|")] == []

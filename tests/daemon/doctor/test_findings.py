@@ -29,16 +29,16 @@ OPEN = {"processes": untestable("unknown", "npu-smi info")}
         ({**GOOD, **DRIVER, **OPEN}, 0),
         ({**GOOD, **DRIVER, **BAD}, 1),
         (BAD, 1),
-        ({**GOOD, PROCESS_EXITS: passed("pidfds"), **OPEN}, 69),  # these are nothing of Ascend
+        ({**GOOD, PROCESS_EXITS: passed("pidfds"), **OPEN}, 69),  # neither check is about Ascend
         (GOOD, 69),
         ({}, 69),
     ],
 )
-def test_the_exit_status(findings: Findings, status: int) -> None:
+def test_exit_status_of_findings(findings: Findings, status: int) -> None:
     assert exit_status(findings) == status
 
 
-def test_the_table_has_a_line_for_each_and_its_advice_below() -> None:
+def test_table_has_line_and_advice_for_each_finding() -> None:
     assert render_table({**GOOD, **BAD, **OPEN}).splitlines() == [
         "pass          interpreter  python3: Python 3.11",
         "fail          current_pid  empty",
@@ -49,7 +49,7 @@ def test_the_table_has_a_line_for_each_and_its_advice_below() -> None:
     ]
 
 
-def test_long_texts_are_wrapped_and_words_stay_whole() -> None:
+def test_table_wraps_text_between_words() -> None:
     path = "/very/long" * 20
     lines = render_table({"driver": failed(f"{'word ' * 40}{path}", "do this " * 30)}).splitlines()
     assert all(len(line) <= 120 or path in line for line in lines)
@@ -57,12 +57,12 @@ def test_long_texts_are_wrapped_and_words_stay_whole() -> None:
     assert all(line.startswith(" " * 22) for line in lines[1:-1])
 
 
-def test_nothing_to_tell() -> None:
+def test_empty_table() -> None:
     assert render_table({"driver": passed("")}).splitlines()[0] == "pass          driver"
     assert render_table({}) == "0 pass, 0 fail, 0 not testable\n"
 
 
-def test_json_has_everything_in_order() -> None:
+def test_json_has_all_findings_in_order() -> None:
     assert json.loads(render_json({**GOOD, **DRIVER, **BAD})) == {
         "weightd": VERSION,
         "exit_status": 1,

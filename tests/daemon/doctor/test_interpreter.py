@@ -12,7 +12,7 @@ from ascendsim import Host, environment
 from weightd_daemon.doctor import interpreter
 from weightd_daemon.doctor.interpreter import InterpreterReport, parse_report
 
-Fake = Callable[[str], str]
+WriteInterpreter = Callable[[str], str]
 STEPS = ["python", "weightd", "library", "current_pid", "libascendcl", "soc", "devices", "memory"]
 
 
@@ -20,7 +20,7 @@ def lines(*objects: object) -> str:
     return "".join(json.dumps(each) + "\n" for each in objects)
 
 
-def test_steps_that_went_well_or_not_and_lines_that_are_none_of_ours() -> None:
+def test_parses_steps_and_ignores_other_lines() -> None:
     begins = {"begin": "python"}, {"step": "python", "pid": "7"}
     report = parse_report("welcome\n" + lines(*begins, {"begin": "soc"}, {"step": "soc", "error": "no"}), "", "")
     assert report == InterpreterReport({"python": {"pid": "7"}, "soc": {"error": "no"}})
@@ -28,7 +28,7 @@ def test_steps_that_went_well_or_not_and_lines_that_are_none_of_ours() -> None:
     assert [report.error(each) for each in ("python", "soc", "memory")] == ["", "no", "not reached"]
 
 
-def test_a_process_that_died_in_a_step() -> None:
+def test_report_names_step_in_which_process_died() -> None:
     output = lines({"begin": "python"}, {"step": "python"}, {"begin": "devices"}) + '{"step": "devi'
     report = parse_report(output, "killed by SIGSEGV", "one\n\n two  words \n")
     assert report.unfinished_step == "devices"
@@ -38,8 +38,8 @@ def test_a_process_that_died_in_a_step() -> None:
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> Fake:
-    """Write an interpreter that is a script of the shell."""
+def write_interpreter(tmp_path: Path) -> WriteInterpreter:
+    """Return a function that writes a shell script as interpreter."""
 
     def write(script: str) -> str:
         path = tmp_path / "python"
@@ -50,14 +50,14 @@ def fake(tmp_path: Path) -> Fake:
     return write
 
 
-def test_an_interpreter_that_hangs_is_killed_and_its_step_named(fake: Fake) -> None:
-    python = fake("""echo '{"begin": "devices"}'; echo native log >&2; exec sleep 1000""")
+def test_hanging_interpreter_is_killed(write_interpreter: WriteInterpreter) -> None:
+    python = write_interpreter("""echo '{"begin": "devices"}'; echo native log >&2; exec sleep 1000""")
     report = interpreter.run_report(python, 0, 0.5, os.environ)
     assert report.error("devices") == "the process was killed: it did not answer within 0.5 s; its log ends: native log"
 
 
-def test_an_interpreter_that_fails_or_is_not_there(fake: Fake) -> None:
-    report = interpreter.run_report(fake("echo No module named weightd >&2; exit 1"), 0, 10, os.environ)
+def test_failing_or_missing_interpreter_is_reported(write_interpreter: WriteInterpreter) -> None:
+    report = interpreter.run_report(write_interpreter("echo No module named weightd >&2; exit 1"), 0, 10, os.environ)
     assert (report.steps, report.exit_description, report.log_tail) == (
         {},
         "exited with status 1",
@@ -76,7 +76,7 @@ def test_an_interpreter_that_fails_or_is_not_there(fake: Fake) -> None:
         ({"libascendcl": False}, 0, dict.fromkeys(["libascendcl", "soc", "devices", "memory"], "libascendcl.so")),
     ],
 )
-def test_the_real_report_of_this_interpreter(
+def test_runs_report_in_this_interpreter(
     tmp_path: Path, switch: dict[str, bool], device: int, errors: dict[str, str]
 ) -> None:
     host = Host(tmp_path / "host")
@@ -89,7 +89,7 @@ def test_the_real_report_of_this_interpreter(
     assert all(text in report.error(step) for step, text in errors.items())
 
 
-def test_a_library_that_knows_nothing_of_processes(tmp_path: Path) -> None:
+def test_library_without_current_pid(tmp_path: Path) -> None:
     (tmp_path / "mindspore_lite.py").write_text('class Model: pass\n__version__ = "2.0.0"\n')
     paths = os.pathsep.join([str(tmp_path), *sys.path])
     report = interpreter.run_report(sys.executable, 0, 60, {**os.environ, "PYTHONPATH": paths})

@@ -12,9 +12,9 @@ from weightd_daemon.doctor.host import NpuInfo
 from weightd_daemon.engines import ranktable
 from weightd_daemon.engines.ranktable import RankDevice
 
-from .hosts import FAIL, OPEN, PASS, check, known, prints, report
+from .hosts import FAIL, OPEN, PASS, check, make_host, prints, report
 
-# Two devices, which are the cards 4 and 5, and their addresses.
+# Two devices, which are cards 4 and 5, with their addresses.
 VISIBLE = {"ASCEND_RT_VISIBLE_DEVICES": "4,5"}
 CONF = "address_4=192.168.1.8\nnetmask_4=255.255.255.0\naddress_5=192.168.1.9\n"
 CARDS = "ascend:0 is card 4, ascend:1 is card 5"
@@ -24,7 +24,7 @@ def verdict(
     root: Path, name: str, conf: str | None = CONF, *, environment: dict[str, str] | None = None, **facts: Any
 ) -> Verdict:
     files = {} if conf is None else {"etc/hccn.conf": conf}
-    host = known(root, files, **{"ranks": (0, 1), "environment": {**VISIBLE, **(environment or {})}, **facts})
+    host = make_host(root, files, **{"ranks": (0, 1), "environment": {**VISIBLE, **(environment or {})}, **facts})
     return ranks.CHECKS[name](host)
 
 
@@ -41,17 +41,17 @@ LIB = f"{platform.machine()}-linux/lib64"
         ),
         ([], {}, "no libhccl.so: neither LD_LIBRARY_PATH nor ASCEND_HOME_PATH is set"),
         (["opt/cann/lib64"], {"ASCEND_HOME_PATH": "/opt/cann"}, "/opt/cann/lib64/libhccl.so; it was not loaded"),
-        # The loader looks first where it is told to.
+        # LD_LIBRARY_PATH has priority.
         (
             ["opt/cann/lib64", "opt/own"],
             {"ASCEND_HOME_PATH": "/opt/cann/", "LD_LIBRARY_PATH": "/opt/own/"},
             "/opt/own/libhccl.so; it was not loaded",
         ),
-        # A directory is no library.
+        # A directory of this name is not a library.
         (["lib/libhccl.so"], {"LD_LIBRARY_PATH": "/lib"}, "no libhccl.so: /lib"),
     ],
 )
-def test_hccl_is_there_or_not(tmp_path: Path, files: list[str], environment: dict[str, str], expected: str) -> None:
+def test_hccl_library_is_searched(tmp_path: Path, files: list[str], environment: dict[str, str], expected: str) -> None:
     for directory in files:
         (tmp_path / directory).mkdir(parents=True)
         (tmp_path / directory / "libhccl.so").touch()
@@ -73,7 +73,7 @@ def test_hccl_is_there_or_not(tmp_path: Path, files: list[str], environment: dic
         ((), 0, (FAIL, "no card here: ranks need at least two")),
     ],
 )
-def test_the_cards_are_there_or_not(
+def test_cards_of_ranks_must_exist(
     tmp_path: Path, devices: tuple[int, ...], count: int | None, expected: tuple[CheckResult, str]
 ) -> None:
     seen = report(devices={} if count is None else {"count": count})
@@ -91,13 +91,13 @@ def test_the_cards_are_there_or_not(
         ("address_4=::1\naddress_5=::1\n", FAIL, "/etc/hccn.conf has ::1 for several cards"),
     ],
 )
-def test_addresses_are_known_or_not(tmp_path: Path, conf: str | None, expected: CheckResult, text: str) -> None:
+def test_device_addresses_are_read(tmp_path: Path, conf: str | None, expected: CheckResult, text: str) -> None:
     found = verdict(tmp_path, "device addresses", conf)
     check(found, expected, text)
     assert found.advice or expected is PASS
 
 
-def test_a_directory_in_the_place_of_the_addresses(tmp_path: Path) -> None:
+def test_address_file_that_is_directory(tmp_path: Path) -> None:
     (tmp_path / "etc/hccn.conf").mkdir(parents=True)
     check(verdict(tmp_path, "device addresses", None), OPEN, "/etc/hccn.conf: Is a directory: the table")
 
@@ -114,7 +114,7 @@ NPUS = NpuInfo(0, 0, 4), NpuInfo(0, 1, 5)
         ({"ranks": (), "report": report(devices={"count": 0})}, OPEN, "no card here"),
     ],
 )
-def test_whether_hccls_port_may_be_taken(
+def test_hccl_port_is_checked_for_other_processes(
     tmp_path: Path, facts: dict[str, Any], expected: CheckResult, text: str
 ) -> None:
     facts = dict(facts)
@@ -132,7 +132,7 @@ def test_whether_hccls_port_may_be_taken(
         *((CONF, each, OPEN, "weightd could write none: cards of ranks has the reason") for each in ((0,), (0, 1, 2))),
     ],
 )
-def test_a_table_that_weightd_would_write(
+def test_describes_generated_rank_table(
     tmp_path: Path, conf: str, devices: tuple[int, ...], expected: CheckResult, text: str
 ) -> None:
     check(verdict(tmp_path, "rank table", conf, ranks=devices), expected, text)
@@ -159,7 +159,7 @@ def test_a_table_that_weightd_would_write(
         ({"has_cards": False, "text": "{}"}, CONF, FAIL, "table.json: "),
     ],
 )
-def test_a_table_that_was_given(
+def test_given_rank_table_is_compared_with_cards(
     tmp_path: Path, facts: dict[str, Any], conf: str | None, expected: CheckResult, text: str
 ) -> None:
     facts = dict(facts)

@@ -10,7 +10,7 @@ from weightd_daemon.doctor.service import SystemdUnit
 
 from .hosts import no_program
 
-# As systemd 252 prints the unit with its drop-in for cards.
+# Output of systemctl show of systemd 252 for the unit with the drop-in for cards.
 SHOWN = """\
 LoadState=loaded
 Environment=HOME=/var/lib/weightd ASCEND_HOME_PATH=/opt/cann "NOTE=two words"
@@ -26,7 +26,7 @@ DeviceAllow=/dev/davinci_manager rw
 """
 
 
-def test_what_systemd_says_of_a_unit(tmp_path: Path) -> None:
+def test_reads_properties_of_unit(tmp_path: Path) -> None:
     (tmp_path / "etc/default").mkdir(parents=True)
     (tmp_path / "etc/default/weightd").write_text("# a comment\nASCEND_HOME_PATH='/opt/other'\n\nVISIBLE=1,2\n")
 
@@ -50,7 +50,7 @@ def test_what_systemd_says_of_a_unit(tmp_path: Path) -> None:
     assert (user.name, user.uid, 4242 in user.gids) == ("nobody", 65534, True)
 
 
-def test_a_unit_that_says_nothing_is_roots_and_opens_all(tmp_path: Path) -> None:
+def test_unit_without_user_runs_as_root(tmp_path: Path) -> None:
     text = "LoadState=loaded\nUser=\nDevicePolicy=auto\nPrivateDevices=no\n"
     seen = service.read_unit("weightd.service", tmp_path, lambda _: text)
     assert (seen.user, seen.allowed_devices, seen.hides_devices, set(seen.environment)) == ("", None, False, {"PATH"})
@@ -60,7 +60,7 @@ def test_a_unit_that_says_nothing_is_roots_and_opens_all(tmp_path: Path) -> None
     assert (root.uid, own.uid, os.getegid() in own.gids) == (0, os.geteuid(), True)
 
 
-def test_no_unit(tmp_path: Path) -> None:
+def test_missing_unit_is_reported(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="systemd has no unit x"):
         service.read_unit("x", tmp_path, lambda _: "LoadState=not-found\n")
     with pytest.raises(OSError, match="no unit was named"):
@@ -76,7 +76,7 @@ def test_no_unit(tmp_path: Path) -> None:
         (["/bin/sleep", "60"], "did not end within 0.2 s"),
     ],
 )
-def test_a_command_that_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, argv: list[str], problem: str) -> None:
+def test_failing_command_is_reported(monkeypatch: pytest.MonkeyPatch, argv: list[str], problem: str) -> None:
     if "sleep" in argv[0]:
         monkeypatch.setattr(service, "_COMMAND_TIMEOUT_S", 0.2)
     with pytest.raises(OSError, match=problem):

@@ -1,4 +1,4 @@
-"""The self-test's children, played by programs that misbehave."""
+"""Tests of the child processes of the doctor's self-test. Faulty scripts take the place of the worker program."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from weightd_protocol.messages.worker_common import SharingTraits
 LIMIT_S = 20.0
 HELLO = Hello("4711", "5" * 64, {}, SharingTraits(False, False, False))
 
-# What each program begins with: `say` sends a frame to the daemon.
+# Common beginning of all scripts: `say` sends a frame to the doctor.
 PROGRAM = f"""
 import json, os, sys, time
 sys.path[:0] = {sys.path!r}
@@ -46,7 +46,7 @@ say = socket.send_multipart
 hello, broken = {encode(HELLO)!r}, {encode(ProcessFailed("that is why"))!r}
 """
 
-Play = Callable[..., SelfTestProcesses]
+StartHolder = Callable[..., SelfTestProcesses]
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def blocks() -> Iterator[ExitStack]:
 
 
 @pytest.fixture
-def play(program: WorkerProgram, blocks: ExitStack) -> Play:
-    """Have children that run this code, and start the holder."""
+def start_holder(program: WorkerProgram, blocks: ExitStack) -> StartHolder:
+    """Return a function that starts a holder which runs the given code."""
     script = Path(program.python)
 
     def start(code: str, limit: float = LIMIT_S) -> SelfTestProcesses:
@@ -76,7 +76,7 @@ def play(program: WorkerProgram, blocks: ExitStack) -> Play:
     return start
 
 
-def running(program: WorkerProgram) -> int:
+def count_running(program: WorkerProgram) -> int:
     lines: list[bytes] = []
     for each in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -86,16 +86,16 @@ def running(program: WorkerProgram) -> int:
     return sum(program.python.encode() in line for line in lines)
 
 
-def test_a_message_and_the_next(play: Play) -> None:
-    children = play("say(hello); say(broken); time.sleep(99)")
+def test_wait_for_returns_message_or_reports_failure(start_holder: StartHolder) -> None:
+    children = start_holder("say(hello); say(broken); time.sleep(99)")
     assert children.wait_for("holder", Hello, "start")[0] == HELLO
     with pytest.raises(ChildRejected, match=r"^holder: build: that is why$"):
         children.wait_for("holder", Built, "build")
 
 
-def test_the_last_words_of_one_that_dies_count(play: Play, program: WorkerProgram) -> None:
-    children = play("say(broken); zmq.Context.instance().destroy(linger=2000); sys.exit(70)")
-    until(lambda: not running(program), "it ends")
+def test_reads_last_message_of_exited_child(start_holder: StartHolder, program: WorkerProgram) -> None:
+    children = start_holder("say(broken); zmq.Context.instance().destroy(linger=2000); sys.exit(70)")
+    until(lambda: not count_running(program), "it ends")
     for kind, text in (
         (ChildRejected, "that is why"),
         (ChildExited, "exited with status 70"),
@@ -103,7 +103,7 @@ def test_the_last_words_of_one_that_dies_count(play: Play, program: WorkerProgra
     ):
         with pytest.raises(kind, match=text):
             children.wait_for("holder", Hello, "start")
-    children.send_order("holder", Stop())  # nobody is there, and nobody minds
+    children.send_order("holder", Stop())  # no error, although the child has exited
     children.kill("holder")
 
 
@@ -121,14 +121,14 @@ def test_the_last_words_of_one_that_dies_count(play: Play, program: WorkerProgra
         ("time.sleep(99)", 1.0, ChildTimedOut, "no answer within 1 s; its log is empty"),
     ],
 )
-def test_one_that_does_not_do_what_is_due(
-    play: Play, code: str, limit: float, kind: type[ChildError], text: str
+def test_reports_failure_of_child(
+    start_holder: StartHolder, code: str, limit: float, kind: type[ChildError], text: str
 ) -> None:
     with pytest.raises(kind, match=f"holder: build: .*{text}"):
-        play(code, limit).wait_for("holder", Built, "build")
+        start_holder(code, limit).wait_for("holder", Built, "build")
 
 
-def test_one_that_cannot_be_started(program: WorkerProgram) -> None:
+def test_missing_program_is_reported(program: WorkerProgram) -> None:
     with (
         SelfTestProcesses(program, LIMIT_S) as children,
         pytest.raises(ChildExited, match=r"cannot start .*No such file"),
@@ -137,8 +137,8 @@ def test_one_that_cannot_be_started(program: WorkerProgram) -> None:
 
 
 @pytest.mark.parametrize("name", ["holder", "nobody"])
-def test_nobody_speaks_for_another(play: Play, name: str) -> None:
-    children = play("time.sleep(99)", 1.0)
+def test_ignores_messages_from_other_processes(start_holder: StartHolder, name: str) -> None:
+    children = start_holder("time.sleep(99)", 1.0)
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.ROUTING_ID, name.encode())
@@ -148,14 +148,16 @@ def test_nobody_speaks_for_another(play: Play, name: str) -> None:
             children.wait_for("holder", Hello, "start")
 
 
-def test_what_is_left_after_the_block(play: Play, program: WorkerProgram, blocks: ExitStack) -> None:
+def test_exit_kills_children_and_removes_files(
+    start_holder: StartHolder, program: WorkerProgram, blocks: ExitStack
+) -> None:
     before = set(Path("/tmp").glob("weightd-doctor-*"))
-    children = play("say(hello); time.sleep(99)")
+    children = start_holder("say(hello); time.sleep(99)")
     children.start("other")
     for name in ("holder", "other"):
         children.wait_for(name, Hello, "start")
-    assert running(program) == 2
+    assert count_running(program) == 2
     blocks.close()
-    assert running(program) == 0
+    assert count_running(program) == 0
     assert set(Path("/tmp").glob("weightd-doctor-*")) == before
     assert children.survivors == []

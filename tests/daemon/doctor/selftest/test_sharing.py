@@ -1,4 +1,4 @@
-"""Which orders the self-test gives, in which order; played with children that are none."""
+"""Tests of the doctor's sharing self-test: its orders to child processes, and its findings from their replies."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ ATTACHED = Attached("c", 100 * MIB, "", DeviceMemory(1000 * MIB, 450 * MIB))
 
 
 class Scripted(SelfTestProcesses):
-    """Answers each type of question with what was given for it, and notes what happens.
+    """Fake child processes with a scripted reply for each message type; records all orders.
 
     Args:
-        deaths: of holders, each while it tries `TRIED`.
-        answers: by message type; one for all, "name kind" for one child's, or "second kind" once the holder is gone.
+        deaths: errors of holders that exit during the self-test `TRIED`, one for each.
+        answers: replies by message type, by "name type" for one child, or by "second type" after the holder has exited.
     """
 
     def __init__(self, deaths: Sequence[ChildError] = (), **answers: Any) -> None:
@@ -129,7 +129,7 @@ def attached(free_mib: int | None) -> Attached:
     return replace(ATTACHED, device=None if free_mib is None else DeviceMemory(1000 * MIB, free_mib * MIB))
 
 
-def test_all_steps_in_their_order_and_who_is_on_the_list() -> None:
+def test_runs_all_steps_in_order() -> None:
     children = Scripted()
     assert [each.result.value for each in run(children).values()] == [PASS] * 7
     assert children.happened == [
@@ -139,7 +139,7 @@ def test_all_steps_in_their_order_and_who_is_on_the_list() -> None:
         *("Ping worker", "kill holder", "Ping worker", "Attach late worker"),
     ]
     [build] = [order for _, order in children.orders if isinstance(order, Build)]
-    # The numbers of worker and late worker in the driver: the holder has the first one.
+    # Engine pids of worker and late worker in the fake driver; the holder started first.
     assert build.engine_pids == ("13", "13")
     [(name, allow)] = [(name, order) for name, order in children.orders if isinstance(order, AllowAttach)]
     assert (name, len(allow.engine_pids)) == ("holder", 1)
@@ -156,7 +156,7 @@ def test_all_steps_in_their_order_and_who_is_on_the_list() -> None:
         ({"Pong": ChildRejected("no")}, [*[PASS] * 6, FAIL], "Ping worker"),
     ],
 )
-def test_what_needs_a_step_that_failed_is_not_tried(answers: dict[str, Any], verdicts: list[str], last: str) -> None:
+def test_failed_step_skips_dependent_steps(answers: dict[str, Any], verdicts: list[str], last: str) -> None:
     children = Scripted(**answers)
     assert [each.result.value for each in run(children).values()] == verdicts
     assert children.happened[-1] == last
@@ -193,7 +193,7 @@ NEW, UNLISTED_ATTACH, LATE = "new worker Attached", "unlisted worker Attached", 
         ),
         (MEMORY, {"worker Attached": attached(None)}, OPEN, "cannot be read"),
         (MEMORY, {"Built": replace(BUILT, device=None)}, OPEN, "cannot be read"),
-        # A comparison that found no room.
+        # The doctor could not build a private copy for comparison.
         (
             MEMORY,
             {"worker Attached": attached(400), "private worker Attached": ChildRejected("207001")},
@@ -225,7 +225,7 @@ NEW, UNLISTED_ATTACH, LATE = "new worker Attached", "unlisted worker Attached", 
         (HOLDER_EXIT, {"second Pong": Pong("other")}, PASS, "strict: the worker gave another answer, without an error"),
     ],
 )
-def test_what_a_step_has_shown(name: str, answers: dict[str, Any], verdict: str, text: str) -> None:
+def test_step_result_and_advice(name: str, answers: dict[str, Any], verdict: str, text: str) -> None:
     found = run(Scripted(**answers))[name]
     assert found.result.value == verdict
     assert text in f"{found.detail} -> {found.advice}"
@@ -234,15 +234,15 @@ def test_what_a_step_has_shown(name: str, answers: dict[str, Any], verdict: str,
 @pytest.mark.parametrize(
     ("after_attach", "after_private", "verdict"),
     [
-        (401, None, PASS),  # less than the weights
-        (400, None, OPEN),  # the weights, or something else of that size
-        (300, 0, PASS),  # a copy of its own takes 100 MiB more than the attach
-        (300, 100, FAIL),  # no more than the attach
+        (401, None, PASS),  # less than the size of the weights
+        (400, None, OPEN),  # the weights, or another allocation of this size
+        (300, 0, PASS),  # a private copy takes 100 MiB more than the attach
+        (300, 100, FAIL),  # a private copy takes no more than the attach
         (300, 51, FAIL),
         (300, 50, PASS),
     ],
 )
-def test_whether_memory_is_taken_once(after_attach: int, after_private: int | None, verdict: str) -> None:
+def test_detects_private_copy_of_weights(after_attach: int, after_private: int | None, verdict: str) -> None:
     answers: dict[str, Any] = {
         "worker Attached": attached(after_attach),
         "private worker Attached": attached(after_private),
@@ -256,21 +256,21 @@ def test_whether_memory_is_taken_once(after_attach: int, after_private: int | No
         assert children.happened.index("kill private worker") < children.happened.index("AllowAttach holder")
 
 
-def test_a_list_that_does_not_grow() -> None:
+def test_unsupported_allow_attach_skips_attach() -> None:
     children = Scripted(AttachAllowed=AttachAllowed("no such call"))
     run(children)
     assert "Attach new worker" not in children.happened
     assert "kill new worker" in children.happened
 
 
-def test_the_same_question_before_and_after_the_death() -> None:
+def test_repeats_same_predict_after_holder_exit() -> None:
     children = Scripted(Built=replace(BUILT, selftest_digest=""), Attached=replace(ATTACHED, selftest_digest=""))
     assert run(children)[HOLDER_EXIT].result.value == PASS
     first, second = [order for _, order in children.orders if isinstance(order, Predict)]
     assert first == second
 
 
-def test_a_holder_that_is_lost_in_a_try_is_followed_by_one_that_leaves_it_out() -> None:
+def test_failed_selftest_case_is_excluded_from_next_build() -> None:
     outside = ChildExited("killed by SIGKILL", ExitCause(-9))
     children = Scripted(deaths=[ChildExited("killed by SIGSEGV"), outside, ChildRejected("no")])
     built, _ = sharing.load_model(children, SelfTestSpec(), should_attach=False)
@@ -283,7 +283,7 @@ def test_a_holder_that_is_lost_in_a_try_is_followed_by_one_that_leaves_it_out() 
         sharing.load_model(children, SelfTestSpec(should_search=False, cases=(TRIED,)), should_attach=False)
 
 
-def test_an_input_is_made_without_numpy() -> None:
+def test_makes_inputs_without_numpy() -> None:
     others = (("h", "FP16", (2,)), ("d", "FP64", ()), ("i", "INT64", (3,)), ("b", "BOOL", (5,)), ("u", "INT8", None))
     cases: tuple[SelfTestCase, ...] = ({"x": (2, 4), "u": (2, 2, 2)},)
     specs, frames = sharing.make_inputs(
