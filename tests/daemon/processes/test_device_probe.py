@@ -1,4 +1,4 @@
-"""Cards that are asked by programs which only say what a test wants."""
+"""Device probes, with scripts in place of the Python interpreter."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def loop() -> Iterator[EventLoop]:
     made.close()
 
 
-def ask(loop: EventLoop, probing: DeviceProbe, python: Path, *names: str) -> None:
-    """Have the cards asked, until it is over."""
+def probe(loop: EventLoop, probing: DeviceProbe, python: Path, *names: str) -> None:
+    """Probe the devices and wait for the end."""
     over: list[None] = []
     probing.probe(str(python), names, python.with_name("log"), lambda: over.append(None))
     while not over:
@@ -29,19 +29,19 @@ def ask(loop: EventLoop, probing: DeviceProbe, python: Path, *names: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("script", "said"),
+    ("script", "expected"),
     [
         ("""echo '{"free_bytes": 7340032, "devices": 1}'""", 7340032),
-        ("""echo '{"free_bytes": 7340032}' >&2""", None),  # in the log, which is for people
+        ("""echo '{"free_bytes": 7340032}' >&2""", None),  # stderr is only logged
         ("""echo '{"error": "there is no card 0"}'; exit 69""", None),
         ("""echo '["free_bytes"]'""", None),
         ("""echo rubbish""", None),
-        ("""sleep 1000 & exit 1""", None),  # who is left behind has the pipe, too
+        ("""sleep 1000 & exit 1""", None),  # the background process keeps the pipe open
         (None, None),
     ],
 )
-def test_what_a_card_says_is_what_it_has(
-    loop: EventLoop, tmp_path: Path, script: str | None, said: int | None, caplog: pytest.LogCaptureFixture
+def test_probe_reports_free_memory_or_logs_why_not(
+    loop: EventLoop, tmp_path: Path, script: str | None, expected: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     python = tmp_path / "python"
     if script is not None:
@@ -51,9 +51,9 @@ def test_what_a_card_says_is_what_it_has(
     devices["ascend:1"].capacity_bytes = 1
     probing = DeviceProbe(ProcessTable(loop), devices)
     for _ in range(2):
-        ask(loop, probing, python, *devices)
-    assert (devices["ascend:0"].capacity_bytes, devices["ascend:0"].reported_bytes) == (said, said)
+        probe(loop, probing, python, *devices)
+    assert (devices["ascend:0"].capacity_bytes, devices["ascend:0"].reported_bytes) == (expected, expected)
     assert (devices["ascend:1"].reported_bytes, devices["cpu"].reported_bytes) == (None, None)
-    # Once, though in vain.
+    # Each card is probed once, even after a failure.
     assert script is None or (tmp_path / "asked").read_text() == "ascend:0\n"
-    assert said is not None or "ascend:0: cannot query its memory: " in caplog.text
+    assert expected is not None or "ascend:0: cannot query its memory: " in caplog.text

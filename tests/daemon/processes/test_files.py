@@ -10,7 +10,7 @@ import pytest
 from weightd_daemon.processes.files import FileFingerprint, GenerationFiles, SnapshotFiles, fingerprint_of
 
 
-def test_what_belongs_together_is_in_one_directory(tmp_path: Path) -> None:
+def test_files_are_in_one_private_directory(tmp_path: Path) -> None:
     generation, snapshot = GenerationFiles(tmp_path / "m.1"), SnapshotFiles(tmp_path / "m.v1")
     of_a_generation = [generation.store, generation.log("m.1.w1")]
     of_a_snapshot = [snapshot.model_dir, snapshot.weights, snapshot.sample, snapshot.log]
@@ -30,7 +30,7 @@ def test_what_belongs_together_is_in_one_directory(tmp_path: Path) -> None:
 def store(tmp_path: Path) -> Path:
     path = tmp_path / "pages"
     path.write_bytes(b"x" * 8192)
-    os.utime(path, ns=(0, 10**18))  # so that the next change has another time, whatever the clock's grain
+    os.utime(path, ns=(0, 10**18))  # so that a later change differs in time, whatever the clock's resolution
     return path
 
 
@@ -45,7 +45,7 @@ def sealed(store: Path) -> Iterator[FileFingerprint]:
 
 
 @pytest.mark.parametrize("damage", ["truncated", "truncated and set back", "overwritten", "appended to"])
-def test_a_file_that_somebody_has_changed_is_not_intact(store: Path, sealed: FileFingerprint, damage: str) -> None:
+def test_changed_file_is_not_intact(store: Path, sealed: FileFingerprint, damage: str) -> None:
     store.read_bytes()
     assert sealed.is_intact()
     if damage.startswith("truncated"):
@@ -58,7 +58,7 @@ def test_a_file_that_somebody_has_changed_is_not_intact(store: Path, sealed: Fil
     assert not sealed.is_intact()
 
 
-def test_a_file_that_was_removed_is_what_it_was_for_those_who_have_it(store: Path, sealed: FileFingerprint) -> None:
+def test_removed_file_keeps_its_fingerprint(store: Path, sealed: FileFingerprint) -> None:
     store.unlink()
     assert fingerprint_of(store) is None
     store.write_bytes(b"another")

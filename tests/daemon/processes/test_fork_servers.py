@@ -15,8 +15,8 @@ CARD = replace(LITE, devices=("ascend:0",))
 FIRST, SECOND, THIRD = "forkserver.1", "forkserver.2", "forkserver.3"
 
 
-class Host:
-    """Writes down what is started and ended."""
+class ForkServerHarness:
+    """A ForkServers object that records the servers started and killed."""
 
     def __init__(self) -> None:
         self.started: list[ProcessSpec] = []
@@ -35,8 +35,8 @@ class Host:
         return server.name or server.reason
 
 
-def test_there_is_one_for_each_interpreter_and_engine_that_forks() -> None:
-    host = Host()
+def test_one_server_per_interpreter_and_engine() -> None:
+    host = ForkServerHarness()
     host.servers.reconcile(
         [ONNX, replace(ONNX, path="/n.onnx"), LITE, CARD, replace(ONNX, python="/other", start="spawn")]
     )
@@ -49,20 +49,20 @@ def test_there_is_one_for_each_interpreter_and_engine_that_forks() -> None:
     assert host.servers.find(WorkerProgram("/other", "onnxruntime", "/m.onnx", "cpu")) is None
 
 
-def test_one_that_no_model_wants_any_more_is_ended() -> None:
-    host = Host()
+def test_ends_server_without_models() -> None:
+    host = ForkServerHarness()
     host.servers.reconcile([ONNX, LITE])
     host.servers.reconcile([LITE])
     assert (host.ended, len(host.started)) == ([FIRST], 2)
     assert not host.servers.is_fork_server(FIRST)
     assert host.servers.is_fork_server(SECOND)
-    # Its end says nothing.
+    # The exit of an unwanted server is not a failure.
     host.servers.on_exit(FIRST, ExitCause(-9))
     assert len(host.started) == 2
 
 
-def test_one_that_is_lost_is_followed_by_another_at_once_but_not_for_ever() -> None:
-    host = Host()
+def test_restarts_lost_server_with_backoff() -> None:
+    host = ForkServerHarness()
     host.servers.reconcile([ONNX])
     host.servers.on_exit(FIRST, ExitCause(-9))
     assert host.find(ONNX) == SECOND
@@ -74,26 +74,26 @@ def test_one_that_is_lost_is_followed_by_another_at_once_but_not_for_ever() -> N
     assert not server.reason
 
 
-def test_one_that_cannot_be_started_is_told_as_the_reason() -> None:
-    host = Host()
+def test_reports_why_a_server_cannot_start() -> None:
+    host = ForkServerHarness()
     host.fails = True
     host.servers.reconcile([ONNX])
     assert host.find(ONNX) == "its fork server cannot be started: No such file or directory"
 
 
-def test_one_that_loads_has_longer_to_answer() -> None:
-    host = Host()
+def test_starting_server_has_a_longer_deadline() -> None:
+    host = ForkServerHarness()
     host.servers.reconcile([ONNX])
     (server,) = host.servers.servers.values()
     assert host.servers.fork_deadline(FIRST, has_channel=False) == server.started_at + START_TIMEOUT_S
-    soon = [host.servers.fork_deadline(FIRST, has_channel=True)]
+    deadlines = [host.servers.fork_deadline(FIRST, has_channel=True)]
     host.servers.on_child_forked(FIRST)
-    soon.append(host.servers.fork_deadline(FIRST, has_channel=False))
-    assert all(server.started_at + FORK_TIMEOUT_S <= each < server.started_at + START_TIMEOUT_S for each in soon)
+    deadlines.append(host.servers.fork_deadline(FIRST, has_channel=False))
+    assert all(server.started_at + FORK_TIMEOUT_S <= each < server.started_at + START_TIMEOUT_S for each in deadlines)
 
 
-def test_what_all_of_a_kind_have_forked_is_counted() -> None:
-    host = Host()
+def test_counts_forks_over_restarts() -> None:
+    host = ForkServerHarness()
     host.servers.reconcile([ONNX])
     host.servers.on_child_forked(FIRST)
     host.servers.on_exit(FIRST, ExitCause(-9))

@@ -1,4 +1,4 @@
-"""Children of this process that another child has forked."""
+"""DirectLauncher: unadopted forks of this process's children."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testkit.shims import FORKING
 from weightd_daemon.processes.launcher import DirectLauncher
 
 
-def test_what_was_forked_and_is_not_known_is_ended_with_who_has_forked_it() -> None:
+def test_kills_only_unknown_forks_of_a_process() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", FORKING]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True) as parent:
@@ -25,5 +25,5 @@ def test_what_was_forked_and_is_not_known_is_ended_with_who_has_forked_it() -> N
         DirectLauncher().kill_orphans_of(parent.pid, set())
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
-    # Whoever waits for that itself still can.
+    # The exit status of the parent is still available to its owner.
     assert parent.returncode == -signal.SIGKILL

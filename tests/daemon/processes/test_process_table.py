@@ -1,4 +1,4 @@
-"""Who has ended a child, where it may have been the daemon or another."""
+"""Initiator of a child's exit: the daemon or another process."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from weightd_daemon.processes.process_table import ProcessTable
 
 
 @pytest.fixture
-def running() -> Iterator[ProcessTable]:
+def table() -> Iterator[ProcessTable]:
     loop = EventLoop()
     yield ProcessTable(loop)
     loop.close()
 
 
-def start(running: ProcessTable, directory: Path) -> int:
+def start(table: ProcessTable, directory: Path) -> int:
     process = processes.start(["sleep", "1000"], directory / "log")
-    running.add("child", process, lambda: None)
+    table.add("child", process, lambda: None)
     return process.pid
 
 
-def wait(running: ProcessTable) -> None:
+def wait(table: ProcessTable) -> None:
     gone = select.poll()
-    gone.register(running.processes["child"].pidfd, select.POLLIN)
+    gone.register(table.processes["child"].pidfd, select.POLLIN)
     assert gone.poll(30_000)
 
 
-def test_what_the_daemon_kills_it_has_ended(running: ProcessTable, tmp_path: Path) -> None:
-    start(running, tmp_path)
-    running.kill("child")
-    wait(running)
-    end = running.reap("child")
+def test_reports_kill_by_the_daemon(table: ProcessTable, tmp_path: Path) -> None:
+    start(table, tmp_path)
+    table.kill("child")
+    wait(table)
+    end = table.reap("child")
     assert (end.status, end.initiator) == (-signal.SIGKILL, ExitInitiator.DAEMON)
 
 
-def test_what_had_been_killed_before_the_daemon_did_so_another_has_ended(running: ProcessTable, tmp_path: Path) -> None:
-    os.kill(start(running, tmp_path), signal.SIGKILL)
-    wait(running)
-    running.kill("child")
-    end = running.reap("child")
+def test_earlier_kill_is_not_attributed_to_the_daemon(table: ProcessTable, tmp_path: Path) -> None:
+    os.kill(start(table, tmp_path), signal.SIGKILL)
+    wait(table)
+    table.kill("child")
+    end = table.reap("child")
     assert (end.status, end.initiator, end.is_external) == (-signal.SIGKILL, ExitInitiator.UNKNOWN, True)

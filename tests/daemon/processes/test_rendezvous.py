@@ -1,4 +1,4 @@
-"""Where ranks meet: a port that is free, and a table of their cards."""
+"""Rendezvous of ranks: a free port and the rank table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightd_daemon.processes.files import GenerationFiles
 from weightd_daemon.processes.spec import WorkerProgram
 
 
-def test_a_port_is_one_on_which_nobody_listens() -> None:
+def test_port_is_free() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", rendezvous.free_port()))
 
@@ -29,11 +29,11 @@ def test_a_port_is_one_on_which_nobody_listens() -> None:
         ("", {}, [("0", "10.0.0.1"), ("1", "10.0.0.2")]),
         ("3,2", {"ascend:0": "10.0.0.9", "ascend:1": "10.0.0.8"}, [("3", "10.0.0.9"), ("2", "10.0.0.8")]),
         ("3,2", {"ascend:0": "10.0.0.9"}, [("3", None), ("2", None)]),
-        # Of one that is not listed nothing is known but its number.
+        # A card that is not listed in the variable is known only by its number.
         ("0", {}, [("0", "10.0.0.1"), ("1", "10.0.0.2")]),
     ],
 )
-def test_a_table_names_cards_as_the_host_does(
+def test_rank_table_uses_the_cards_of_the_host(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     visible: str,
@@ -51,28 +51,30 @@ def test_a_table_names_cards_as_the_host_does(
 
 
 @pytest.mark.parametrize("table", ["", "{}"])
-def test_a_rank_is_told_how_it_meets_the_others(tmp_path: Path, table: str) -> None:
+def test_rank_gets_its_rendezvous(tmp_path: Path, table: str) -> None:
     files = GenerationFiles(tmp_path / "m.1")
     files.create(table)
-    told = RendezvousInfo(0, 2, 120, 68, rank_table="/given.json")
-    program = WorkerProgram("/python", "mindspore", "/m", "cpu", rendezvous=told, rank_table=table)
+    rendezvous_info = RendezvousInfo(0, 2, 120, 68, rank_table="/given.json")
+    program = WorkerProgram("/python", "mindspore", "/m", "cpu", rendezvous=rendezvous_info, rank_table=table)
     argv = spec.child_spec(program, "m.1.rank0", Role.RANK, "ipc://s", files).arguments
-    expected = told._replace(rank_table=str(files.rank_table)) if table else told
+    expected = rendezvous_info._replace(rank_table=str(files.rank_table)) if table else rendezvous_info
     assert RendezvousInfo.from_json(argv[argv.index("--rendezvous") + 1]) == expected
     assert [path.read_text() for path in files.directory.iterdir()] == ([table] if table else [])
 
 
 @pytest.mark.parametrize(
-    ("there", "shares"),
+    ("allowed", "expected"),
     [({0, 1, 2, 5, 6}, ["0-1", "2,5"]), ({0, 1}, ["0", "1"]), ({3}, ["", ""])],
     ids=["several", "one", "too few"],
 )
-def test_ranks_on_the_cpu_have_cores_apart(monkeypatch: pytest.MonkeyPatch, there: set[int], shares: list[str]) -> None:
-    monkeypatch.setattr(rendezvous, "allowed_cores", lambda: frozenset(there))
+def test_ranks_on_cpu_have_disjoint_cores(
+    monkeypatch: pytest.MonkeyPatch, allowed: set[int], expected: list[str]
+) -> None:
+    monkeypatch.setattr(rendezvous, "allowed_cores", lambda: frozenset(allowed))
     config = ModelConfig("/m", engine="mindspore", ranks=RanksConfig(groups=(("cpu", "cpu"),), size=2))
     snapshot = Snapshot("/m", "", "", 1, slices=tuple(SliceSnapshot(f"/m{each}", "", 1, "") for each in range(2)))
-    told = [
+    rendezvous_info = [
         rendezvous.rank_program(config, snapshot, "cpu", rank, rendezvous.Rendezvous()).rendezvous
         for rank in (0, 1, None)
     ]
-    assert [each and each.cores for each in told] == [*shares, ""]
+    assert [each and each.cores for each in rendezvous_info] == [*expected, ""]

@@ -54,11 +54,11 @@ def names(directory: Path) -> set[str]:
     return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
 
 
-# --- what is copied -------------------------------------------------------------------------------------------------
+# --- copied files ---------------------------------------------------------------------------------------------------
 
 
-def test_what_belongs_to_a_model_is_copied(tmp_path: Path, model: Path, directory: Path) -> None:
-    """External data of ONNX, the variables of a MindIR, and what a link stands for: read-only, and nothing else."""
+def test_copies_all_files_of_a_model_read_only(tmp_path: Path, model: Path, directory: Path) -> None:
+    """External data of ONNX, the variables of a MindIR, and the target of a link; nothing else."""
     onnx = models.with_external_data(tmp_path / "big.onnx", locations=2)
     graph = tmp_path / "big_graph.mindir"
     graph.write_bytes(b"graph")
@@ -83,14 +83,14 @@ def test_what_belongs_to_a_model_is_copied(tmp_path: Path, model: Path, director
         shutil.rmtree(directory)
 
 
-# --- how it is copied -----------------------------------------------------------------------------------------------
+# --- ways of copying ------------------------------------------------------------------------------------------------
 
 Copy = Callable[[BinaryIO, Path, CopyProgressFile], str]
 _copy: Copy = snapshotter._copy_file  # pyright: ignore[reportPrivateUsage]
 
 
 def clone(writer: int, request: int, reader: int) -> int:
-    """What a file system does that shares blocks."""
+    """Clone a file like a file system that shares blocks."""
     assert request == 0x40049409
     os.pwrite(writer, os.pread(reader, len(CONTENT), 0), 0)
     return 0
@@ -98,7 +98,7 @@ def clone(writer: int, request: int, reader: int) -> int:
 
 @pytest.mark.parametrize("shares_blocks", [True, False])
 @pytest.mark.parametrize("block_bytes", [1000, len(CONTENT), 2**20])
-def test_the_copy_is_equal_however_it_is_made(
+def test_copy_is_equal_with_each_way_of_copying(
     model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, shares_blocks: bool, block_bytes: int
 ) -> None:
     refused = OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
@@ -110,11 +110,11 @@ def test_the_copy_is_equal_however_it_is_made(
     assert (copy.read_bytes(), mode(copy), taken.sha256) == (CONTENT, 0o400, hashlib.sha256(CONTENT).hexdigest())
 
 
-# --- what is there already ------------------------------------------------------------------------------------------
+# --- reuse of a snapshot --------------------------------------------------------------------------------------------
 
 
-def settled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was changed long ago, and is on a disk, wherever the tests' files are."""
+def make_reusable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make a file appear unchanged for a minute and stored on a disk, wherever the tests' files are."""
     changed_long_ago(path, monkeypatch)
     monkeypatch.setattr(snapshotter, "_MEMORY_FILE_SYSTEMS", ())
 
@@ -123,11 +123,11 @@ def changed_long_ago(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "time_ns", lambda: path.stat().st_ctime_ns + 61 * 10**9)
 
 
-def test_a_file_of_which_there_is_a_snapshot_is_not_copied_again(
+def test_reuses_the_snapshot_of_an_unchanged_file(
     tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = models.with_external_data(tmp_path / "big.onnx", locations=2)
-    settled(model, monkeypatch)
+    make_reusable(model, monkeypatch)
     first = snapshotter.take_snapshot(model, directory)
     monkeypatch.setattr(snapshotter, "_copy_file", mock.Mock(side_effect=AssertionError("copied")))
     again = snapshotter.take_snapshot(model, tmp_path / "again", first)
@@ -137,10 +137,10 @@ def test_a_file_of_which_there_is_a_snapshot_is_not_copied_again(
     assert digest(Path(again.path)) == first.sha256 == digest(model)
 
 
-def test_what_is_written_to_a_mapping_is_copied_again(
+def test_copies_again_after_writes_to_a_mapping(
     tmp_path: Path, model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second write to a page that is not on the disk yet sets no time."""
+    """The second write to a dirty page does not change the file's time."""
     changed_long_ago(model, monkeypatch)
     with model.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapping:
         mapping[0] = 1
@@ -153,7 +153,7 @@ def test_what_is_written_to_a_mapping_is_copied_again(
 
 
 @pytest.mark.skipif(not Path("/dev/shm").exists(), reason="there is no file system in memory")
-def test_of_a_file_in_memory_a_mapping_may_be_written_to_at_any_time(
+def test_never_reuses_snapshots_of_files_in_memory(
     model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
@@ -181,18 +181,18 @@ def _no_links(model: Path, copy: Path) -> None:
 _link = os.link
 
 
-def one_only(source: Path, target: Path) -> None:
+def fail_second_link(source: Path, target: Path) -> None:
     if list(target.parent.iterdir()):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
     _link(source, target)
 
 
 @pytest.mark.parametrize("change", [_touched, _copy_written, _copy_gone, _no_links])
-def test_it_is_copied_where_that_is_not_provably_the_same(
+def test_copies_again_if_the_file_may_differ(
     tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path, Path], None]
 ) -> None:
     model = models.with_external_data(tmp_path / "big.onnx", locations=1)
-    settled(model, monkeypatch)
+    make_reusable(model, monkeypatch)
     first = snapshotter.take_snapshot(model, directory)
     clock = tmp_path / "clock"
     clock.touch()
@@ -200,19 +200,19 @@ def test_it_is_copied_where_that_is_not_provably_the_same(
         clock.touch()
     change(model, Path(first.path))
     if change is _no_links:
-        monkeypatch.setattr(os, "link", one_only)
+        monkeypatch.setattr(os, "link", fail_second_link)
     again = snapshotter.take_snapshot(model, tmp_path / "again", first)
     assert again.sha256 == first.sha256 == digest(Path(again.path))
     assert {path.stat().st_nlink for path in (tmp_path / "again").iterdir()} == {1}
 
 
-def test_what_has_just_been_changed_may_change_once_more(model: Path, directory: Path, tmp_path: Path) -> None:
-    """Within a tick of the clock that would not show."""
+def test_recently_changed_file_has_no_identity(model: Path, directory: Path, tmp_path: Path) -> None:
+    """A second change within one tick of the clock would not change the file's time."""
     os.utime(model)
     assert snapshotter.take_snapshot(model, directory).source_identity == ""
 
 
-# --- what goes wrong ------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------------------------
 
 
 def _rewritten(model: Path) -> None:
@@ -238,7 +238,7 @@ def _replaced(model: Path) -> None:
 
 @pytest.mark.parametrize("change", [_rewritten, _longer, _shorter, _replaced])
 @pytest.mark.parametrize("late", [True, False], ids=["late", "early"])
-def test_a_model_that_changes_while_it_is_copied_is_refused(
+def test_rejects_model_that_changes_during_the_copy(
     model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None], late: bool
 ) -> None:
     def changing(source: BinaryIO, target: Path, to: CopyProgressFile) -> str:
@@ -255,9 +255,7 @@ def test_a_model_that_changes_while_it_is_copied_is_refused(
     assert str(caught.value) == f"{model}: changed while it was copied; load it again once it is complete"
 
 
-def test_an_external_file_that_changes_is_refused(
-    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejects_external_file_that_changes(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.with_external_data(tmp_path / "big.onnx", locations=2)
 
     def changing(source: BinaryIO, target: Path, to: CopyProgressFile) -> str:
@@ -269,10 +267,8 @@ def test_an_external_file_that_changes_is_refused(
         snapshotter.take_snapshot(model, directory)
 
 
-def test_a_copy_that_names_other_files_is_refused(
-    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Somebody has changed the model while it was read, and put everything back."""
+def test_rejects_copy_that_names_other_files(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is replaced while it is read, and then restored."""
     model = models.with_external_data(tmp_path / "big.onnx", locations=1)
     other = models.with_external_data(tmp_path / "big.x.onnx", locations=2).read_bytes()
 
@@ -293,7 +289,7 @@ def test_a_copy_that_names_other_files_is_refused(
 # --- the process ----------------------------------------------------------------------------------------------------
 
 
-def test_weights_are_copied_from_a_file_only(model: Path, directory: Path, tmp_path: Path) -> None:
+def test_copies_weights_from_regular_files_only(model: Path, directory: Path, tmp_path: Path) -> None:
     weights, copy = tmp_path / "weights.npz", tmp_path / "copy"
     weights.write_bytes(b"weights")
     wanted, files = [SnapshotRequest(str(model), str(directory))], [SingleFile(str(weights), str(copy))]
@@ -308,30 +304,28 @@ def test_weights_are_copied_from_a_file_only(model: Path, directory: Path, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("spoilt", "text"),
+    ("fault", "text"),
     [
         ("model", "{model}: No such file or directory"),
         ("directory", "cannot copy {model} to {directory}: File exists"),
         ("disk", "cannot copy {model} to {directory}: No space left on device"),
     ],
 )
-def test_what_goes_wrong_is_answered_in_a_line(
-    model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, spoilt: str, text: str
+def test_error_is_one_line(
+    model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, fault: str, text: str
 ) -> None:
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     monkeypatch.setattr(snapshotter, "_copy_and_hash", full)
-    if spoilt == "model":
+    if fault == "model":
         model.unlink()
-    elif spoilt == "directory":
+    elif fault == "directory":
         directory.mkdir()
     answer = snapshotter.run_requests([SnapshotRequest(str(model), str(directory))])
     error = text.format(model=model, directory=directory)
-    assert answer == {"error": error, "transient": spoilt != "directory"}
+    assert answer == {"error": error, "transient": fault != "directory"}
 
 
-def test_a_model_that_is_known_not_to_be_the_expected_one_is_not_copied(
-    model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_skips_copy_if_the_known_digest_differs(model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.utime(model, (1e9, 1e9))
     monkeypatch.setattr(snapshotter, "_SETTLED_NS", 0)
     monkeypatch.setattr(snapshotter, "_sync_to_disk", lambda file: file.close() or True)
@@ -342,14 +336,14 @@ def test_a_model_that_is_known_not_to_be_the_expected_one_is_not_copied(
     answer = snapshotter.run_requests([SnapshotRequest(str(model), str(other), list(known), expected)])
     error = f"{model}: the file has changed since it was loaded: expected sha256 000000000000, got {known.sha256:.12}"
     assert answer == {"error": error, "transient": False, "changed": True}
-    # The same one is taken, and so is one of which nothing is known.
+    # A copy is made if the known digest is the expected one, and if no digest is known.
     shutil.rmtree(other)
     assert snapshotter.take_snapshot(model, other, known, expected_sha256=known.sha256).sha256 == known.sha256
     shutil.rmtree(other)
     assert snapshotter.take_snapshot(model, other, None, expected_sha256=expected).sha256 == known.sha256
 
 
-def test_of_several_models_the_one_is_named_that_cannot_be_copied(model: Path, tmp_path: Path) -> None:
+def test_error_names_the_model_that_failed(model: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.mindir"
     wanted = [SnapshotRequest(str(path), str(tmp_path / f"rank{rank}")) for rank, path in enumerate([model, other])]
     assert snapshotter.run_requests(wanted) == {"error": f"{other}: No such file or directory", "transient": True}
@@ -362,7 +356,7 @@ def test_of_several_models_the_one_is_named_that_cannot_be_copied(model: Path, t
     assert [each[0] for each in snapshotter.run_requests(wanted)["snapshots"]] == [digest(model), digest(other)]
 
 
-# Looks at the process's score for the end by want of memory when it ends.
+# Prints the process's OOM score at its start and at its exit.
 SCORE = """
 import atexit, pathlib
 score = pathlib.Path("/proc/self/oom_score_adj")
@@ -372,8 +366,8 @@ atexit.register(lambda: print(before, int(score.read_text())))
 
 
 @pytest.mark.parametrize("limit", ["unlimited", "64"])
-def test_as_the_process_that_it_is(model: Path, directory: Path, tmp_path: Path, limit: str) -> None:
-    """It goes before the daemon when memory runs out. A limit on the size of files stands in for the full disk."""
+def test_runs_as_a_process(model: Path, directory: Path, tmp_path: Path, limit: str) -> None:
+    """Its OOM score is higher than the daemon's. A limit on the file size stands for a full disk."""
     argv = snapshotter.command()
     order = SnapshotOrder([SnapshotRequest(str(model), str(directory))], str(tmp_path / "copied")).json().decode()
     argv[argv.index("-c") + 1] = SCORE + argv[argv.index("-c") + 1]
@@ -397,13 +391,13 @@ def test_as_the_process_that_it_is(model: Path, directory: Path, tmp_path: Path,
         assert (done.returncode, json.loads(answer)) == (1, {"error": error, "transient": False})
 
 
-def test_who_looks_sees_how_much_was_copied_of_how_much(tmp_path: Path) -> None:
+def test_reports_copied_and_total_bytes(tmp_path: Path) -> None:
     path = tmp_path / "copied"
     written = CopyProgressFile(path, model_count=3)
     assert read_copy_progress(path) is None
     written.start_model(100)
     written.add_bytes(60)
-    # Of those that are not open yet the size is that of the others.
+    # Files that are not open yet count with the mean size of the others.
     assert read_copy_progress(path) == (60, 300)
     written.add_bytes(40)
     written.start_model(200)
@@ -414,7 +408,7 @@ def test_who_looks_sees_how_much_was_copied_of_how_much(tmp_path: Path) -> None:
     assert read_copy_progress(path) == (110, 450)
 
 
-def test_what_is_no_meter_tells_nothing(tmp_path: Path) -> None:
+def test_invalid_progress_file_is_ignored(tmp_path: Path) -> None:
     for name, content in (("empty", b""), ("short", b"x" * 15), ("more than all", b"\xff" * 8 + b"\0" * 8)):
         (tmp_path / name).write_bytes(content)
         assert read_copy_progress(tmp_path / name) is None
@@ -423,7 +417,7 @@ def test_what_is_no_meter_tells_nothing(tmp_path: Path) -> None:
     assert read_copy_progress(tmp_path / "none") is None
 
 
-def test_a_copy_goes_on_where_nobody_can_be_told(tmp_path: Path) -> None:
+def test_copies_without_a_progress_file(tmp_path: Path) -> None:
     written = CopyProgressFile(tmp_path / "none" / "copied")
     written.start_model(1)
     written.add_bytes(1)

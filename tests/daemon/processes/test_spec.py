@@ -33,32 +33,32 @@ ALWAYS = (
         ({"sample": "/s.npz", "tolerance": 0.25}, " --selftest-inputs /s.npz --tolerance 0.25"),
     ],
 )
-def test_a_worker_is_told_what_is_not_as_usual(change: dict[str, Any], more: str) -> None:
+def test_worker_gets_only_non_default_arguments(change: dict[str, Any], more: str) -> None:
     program = replace(PLAIN, **change)
     child = spec.child_spec(program, "m.1.w1", Role.WORKER, "ipc://s", FILES)
     assert (child.name, " ".join(child.arguments), child.log) == ("m.1.w1", ALWAYS + more, FILES.log("m.1.w1"))
 
 
 @pytest.mark.parametrize(("role", "more"), [(Role.HOLDER, " --sharer-count 3 --template"), (Role.WORKER, "")])
-def test_of_a_holder_others_may_be_forked(role: Role, more: str) -> None:
+def test_holder_gets_template_arguments(role: Role, more: str) -> None:
     child = spec.child_spec(replace(PLAIN, can_be_template=True, sharer_count=3), "m.1.w1", role, "ipc://s", FILES)
     assert " ".join(child.arguments) == ALWAYS.replace("--role worker", f"--role {role.value}") + more
 
 
-def test_a_child_that_is_not_forked_tells_why() -> None:
+def test_spawned_child_gets_the_reason() -> None:
     child = spec.child_spec(PLAIN, "m.1.w1", Role.WORKER, "ipc://s", FILES)
     assert child.with_origin_note("no reason").arguments == [*child.arguments, "--origin-note", "no reason"]
     assert child.with_origin_note("no reason").command == child.command
 
 
 @pytest.mark.parametrize("role", Role)
-def test_a_command_line_names_no_model(role: Role) -> None:
+def test_command_line_names_no_model(role: Role) -> None:
     child = spec.child_spec(replace(PLAIN, weights="/w.npz", sample="/s.npz"), "m.1.w1", role, "ipc://s", FILES)
     assert child.with_parent(7).command == ["/python", "-m", "weightd_worker", "--role", role.value, "--parent", "7"]
     assert json.loads(child.stdin_data) == child.arguments
 
 
-def test_the_environment_is_the_daemons_unless_another_is_given_and_keeps_a_process_to_one_thread() -> None:
+def test_environment_limits_threads_and_overrides_the_given() -> None:
     own = {"OPENBLAS_NUM_THREADS": "1", "ORT_DISABLE_TELEMETRY": "1", "TMPDIR": "/private/m.1"}
     given = replace(PLAIN, environment={"A": "1", "OPENBLAS_NUM_THREADS": "8"})
     environments = [spec.child_spec(each, "h", Role.HOLDER, "ipc://s", FILES).environment for each in (PLAIN, given)]
