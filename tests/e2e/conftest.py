@@ -1,4 +1,4 @@
-"""Fixtures of the engines, of models that are built once, and of directly called engines."""
+"""Fixtures: engines, model files built once per session, and engines called without weightd."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .support import ENGINES, BareEngine, DaemonPaths, SampleRequest, Zoo, mlp_i
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """A test runs on each engine, unless its file or itself names some with the mark `engines`."""
+    """Run each test on all engines, unless its module or function names some with the mark `engines`."""
     if "engine" in metafunc.fixturenames:
         mark = metafunc.definition.get_closest_marker("engines")
         metafunc.parametrize("engine", mark.args if mark else ENGINES, indirect=True, scope="module")
@@ -25,7 +25,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest) -> str:
-    """Each engine in turn. Where CI=true, both must be there."""
+    """The engine under test. With CI=true a missing engine fails the test; otherwise the test is skipped."""
     name: str = request.param
     if name == "mindspore_lite" and mindir.interpreter() is None:
         if os.environ.get("CI") == "true":
@@ -53,7 +53,7 @@ def mlp(engine: str, zoo: Zoo) -> Path:
 
 @pytest.fixture(scope="module")
 def questions(mlp: Path, bare: BareEngine) -> list[SampleRequest]:
-    """What it is asked, and the right answers."""
+    """Requests to the mlp model, with the answers of the engine without weightd."""
     return bare.questions(mlp, mlp_inputs((1, 2, 40, 7, 64, 1)))
 
 

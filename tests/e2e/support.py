@@ -1,4 +1,4 @@
-"""Helpers of the end-to-end tests: models, reference answers, load, and views of processes from outside."""
+"""Helpers of the end-to-end tests: models, reference answers, request load, and process inspection."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _WRITERS: Mapping[str, Callable[[Path], Path]] = {
 
 
 class Zoo:
-    """Small models by name and engine, each written and converted once."""
+    """Small model files by name and engine; each is written and converted once."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -78,7 +78,7 @@ class Zoo:
 
 
 class BareEngine:
-    """An engine called directly, for reference answers."""
+    """An engine called without weightd, for reference answers."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
@@ -96,25 +96,25 @@ class BareEngine:
         return self.process(model).infer(inputs)
 
     def questions(self, model: Path, inputs: Iterable[Arrays]) -> list[SampleRequest]:
-        """Return each of the inputs with its right answer."""
+        """Return a request for each of the inputs, with the engine's answer."""
         return [SampleRequest(each, self.answer(model, each)) for each in inputs]
 
 
 class SampleRequest(NamedTuple):
-    """A request and the only answer that is right."""
+    """The inputs of a request and the expected outputs, bit for bit."""
 
     inputs: Arrays
     answer: Arrays
 
 
 def mlp_inputs(batches: Iterable[int], width: int = MLP_WIDTH) -> list[Arrays]:
-    """Return inputs of the mlp, all different, one for each batch size."""
+    """Return inputs of the mlp model, all different: one array per batch size."""
     random = np.random.default_rng(7)
     return [{"x": random.standard_normal((batch, width), dtype=np.float32)} for batch in batches]
 
 
 def pairs(batches: Iterable[int]) -> list[Arrays]:
-    """Return inputs of two_inputs and two_batches."""
+    """Return inputs of the models two_inputs and two_batches."""
     random = np.random.default_rng(8)
 
     def one(batch: int) -> NDArray[np.float32]:
@@ -124,7 +124,7 @@ def pairs(batches: Iterable[int]) -> list[Arrays]:
 
 
 def embeddings(batches: Iterable[int], engine: str) -> list[Arrays]:
-    """Return inputs of the integers model; MindSpore Lite makes 32 bits of them."""
+    """Return inputs of the integers model: int64 for ONNX Runtime, int32 for MindSpore Lite."""
     random = np.random.default_rng(9)
     dtype = np.int64 if engine == "onnxruntime" else np.int32
     return [{"ids": random.integers(0, 16, (batch, 3)).astype(dtype)} for batch in batches]
@@ -139,7 +139,7 @@ def assert_same(got: Arrays, expected: Arrays) -> None:
 
 
 def ask_all(client: Client, model: str, questions: Sequence[SampleRequest]) -> None:
-    """Ask all at once and check every answer."""
+    """Submit all requests at once and check every answer."""
     pending = [client.submit(model, question.inputs) for question in questions]
     for each, question in zip(pending, questions, strict=True):
         assert_same(each.result(), question.answer)
@@ -152,10 +152,10 @@ _PAUSE_S = 0.02
 
 
 class Load:
-    """Threads with a client each that keep requests in flight and check every answer, until the block ends.
+    """Client threads that keep requests in flight and check every answer, until the block ends.
 
-    The threads send requests at full speed for a moment after each `wait_for`, during which the test acts, and then
-    slower, to leave the machine to the awaited processes. The block fails unless every request got its right answer.
+    The threads send requests at full speed for a moment after each `wait_for`, while the test acts, and then more
+    slowly, to leave the CPU to the processes that the test waits for. The block fails unless every answer was right.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Load:
             assert self.answered
 
     def wait_for(self, more: int) -> None:
-        """Wait until so many more requests have been answered."""
+        """Wait until this many more requests have been answered."""
         enough = self.answered + more
         until(lambda: self.answered >= enough or self.wrong, f"{more} more answers")
         self._fast_until = time.monotonic() + _FAST_S
@@ -214,7 +214,7 @@ class Load:
 
 
 class DaemonPaths:
-    """Directories and an address for a daemon that the test itself starts."""
+    """Directories and an address for a daemon that the test starts."""
 
     def __init__(self, runtime: Path, cache: Path) -> None:
         self.runtime = runtime
@@ -228,7 +228,7 @@ class DaemonPaths:
         listeners: Mapping[str, str] = MappingProxyType({}),
         **daemon: object,
     ) -> Path:
-        """Write a configuration of these models, and of listeners at these addresses; return its path."""
+        """Write a configuration of these models and listeners; return its path."""
         directories = {"socket": self.zmq_address, "runtime_dir": self.runtime, "cache_dir": self.cache}
         lines = ["[daemon]", *_toml({**directories, **daemon})]
         for name, address in listeners.items():
@@ -256,20 +256,20 @@ class DaemonPaths:
 
 
 def with_interpreter(table: Mapping[str, object]) -> dict[str, object]:
-    """Return the table of a model with an interpreter that has its engine, unless it names one."""
+    """Return the model's table with an interpreter that has its engine, unless the table names one."""
     engine = {suffix: engine for engine, suffix in SUFFIX.items()}[Path(str(table["path"])).suffix]
     return {"python": interpreter(engine), **table}
 
 
 def _toml(table: Mapping[str, object]) -> list[str]:
-    """Text and numbers are written in TOML as in JSON."""
+    """Format a table as TOML; strings and numbers look the same in TOML and JSON."""
     return [f"{key} = {json.dumps(str(value) if isinstance(value, Path) else value)}" for key, value in table.items()]
 
 
 class Weightd:
-    """The command `weightd` with some arguments; killed at the end of the block if it still runs.
+    """The command `weightd` with arguments; killed at the end of the block if it still runs.
 
-    `under` is the beginning of the command line of a program that becomes, or starts, `weightd`.
+    `under` is the start of the command line: a program that executes or starts `weightd`.
     """
 
     def __init__(self, log: Path, *arguments: object, session: bool = False, under: Sequence[str] = ()) -> None:
@@ -292,31 +292,31 @@ class Weightd:
 
     @property
     def log(self) -> str:
-        """The text that the command has written."""
+        """The output of the command so far."""
         return self._log.read_text("utf-8", "replace")
 
     def wait(self, limit: float = LIMIT_S) -> int:
-        """Wait for its end and return its exit status."""
+        """Wait until the command exits; return its exit status."""
         return self._process.wait(limit)
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Send it a signal, and wait for its exit status."""
+        """Send a signal, wait for the exit, and return the exit status."""
         os.kill(self.pid, number)
         return self.wait()
 
     def wait_for(self, text: str) -> None:
-        """Wait until it has logged the text."""
+        """Wait until the command has logged the text."""
         until(lambda: text in self.log or self._process.poll() is not None, f"it logs {text!r}")
         assert text in self.log, self.log
 
     def client(self, address: str) -> Client:
-        """Connect as soon as it listens."""
+        """Connect as soon as the daemon listens."""
         self.wait_for("listens on")
         return Client(address, timeout=60)
 
 
 def weightd(*arguments: object, limit: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
-    """Run the command `weightd` to its end."""
+    """Run the command `weightd` until it exits."""
     command = [sys.executable, "-m", "weightd_daemon", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
 
@@ -337,7 +337,7 @@ def ready_workers(service: Service, name: str) -> list[ProcessStatus]:
 
 
 def kill_a_worker(service: Service, load: Load) -> None:
-    """Kill a worker of the model "mlp", and check that its replacement serves and shares the weights."""
+    """Kill a worker of the model "mlp"; check that its replacement serves requests and shares the weights."""
     before = {each.name: each for each in ready_workers(service, "mlp")}
     victim = next(iter(before.values()))
     os.kill(victim.pid, signal.SIGKILL)
@@ -346,7 +346,7 @@ def kill_a_worker(service: Service, load: Load) -> None:
         now = {each.name: each for each in ready_workers(service, "mlp")}
         return len(now) == len(before) and victim.name not in now and all(each.served for each in now.values())
 
-    until(successor_serves, "another one serves in its place")
+    until(successor_serves, "the replacement serves")
     load.wait_for(20)
     status = model_status(service, "mlp")
     assert (status.state, status.failed) == ("serving", 0)
@@ -356,7 +356,7 @@ def kill_a_worker(service: Service, load: Load) -> None:
 
 
 def cause_of_failure(service: Service, name: str) -> str:
-    """Wait until the model has FAILED, and return why."""
+    """Wait until the model has FAILED, and return the reason."""
 
     def cause() -> str:
         generation = model_status(service, name).generations[-1]
@@ -366,13 +366,13 @@ def cause_of_failure(service: Service, name: str) -> str:
 
 
 def left_behind(runtime: Path, cache: Path) -> list[str]:
-    """Return the files that a daemon has in its directories, but for its configuration, its log and its counters."""
+    """Return the files that a daemon has left in its directories, except configuration, log and counters."""
     paths = [path for path in [*runtime.rglob("*"), *cache.rglob("*")] if path.suffix != ".counters"]
     return sorted(str(path) for path in paths if path.name not in ("weightd.toml", "weightd.log"))
 
 
 def children_of(cache: Path) -> set[int]:
-    """Return the processes of a daemon with this cache directory, which their log path or command line contains."""
+    """Return the processes whose log path or command line contains this cache directory."""
     pids = {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()}
     return {pid for pid in pids if census.log(pid).startswith(f"{cache}/") or str(cache) in _command_line(pid)}
 
@@ -386,7 +386,7 @@ def _command_line(pid: int) -> str:
 
 @contextlib.contextmanager
 def core_dumps() -> Generator[None, None, None]:
-    """Let processes started in the block write core dumps with all memory, as far as their limits allow."""
+    """Allow processes started in the block to dump core with all memory, up to their hard limits."""
     limits, filter_file = resource.getrlimit(resource.RLIMIT_CORE), Path("/proc/self/coredump_filter")
     before = filter_file.read_text("ascii")
     resource.setrlimit(resource.RLIMIT_CORE, (limits[1], limits[1]))
@@ -405,7 +405,7 @@ def core_dump_of(pid: int) -> tuple[int, int]:
 
 
 class Watched:
-    """Processes watched by pidfds, which are safe against reused pids."""
+    """Processes watched by pidfd, so that a reused pid is not mistaken for one of them."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._pidfds = {pid: os.pidfd_open(pid) for pid in pids}

@@ -1,4 +1,4 @@
-"""What tenants use is counted, shown, logged, and goes on after a restart."""
+"""Accounting of tenants: counted, shown by status, logged, and continued after a restart."""
 
 from __future__ import annotations
 
@@ -24,21 +24,19 @@ TABLES = f'\n[tenants.research]\nuids = [{os.getuid()}]\nmay = ["infer", "status
 
 
 def accounts(client: Client) -> Mapping[str, AccountStatus]:
-    """Those of the tenant, by model."""
+    """Return the accounts of the tenant "research" by model."""
     tenant = next(each for each in client.status().tenants if each.name == "research")
     return {each.model: each for each in tenant.accounts}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["ended", "killed"])
-def test_accounts_survive_a_restart(
-    mlp: Path, bare: BareEngine, place: DaemonPaths, tmp_path: Path, number: int
-) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["sigterm", "sigkill"])
+def test_accounts_survive_restart(mlp: Path, bare: BareEngine, place: DaemonPaths, tmp_path: Path, number: int) -> None:
     config = place.config({"mlp": {"path": mlp}}, accounting_interval=1)
     with config.open("a", encoding="utf-8") as file:
         file.write(TABLES)
     questions = bare.questions(mlp, mlp_inputs((1, 2)))
     with Weightd(tmp_path / "one.log", "serve", config) as daemon, daemon.client(place.address) as client:
-        # Else they come in one second, and are answered in another one.
+        # Wait for the model, so that requests and answers fall into the same accounting interval.
         daemon.wait_for("mlp.1: serving")
         ask_all(client, "mlp", questions)
         before = accounts(client)["mlp"]
@@ -56,8 +54,8 @@ def test_accounts_survive_a_restart(
         command = [sys.executable, "-m", "weightctl", "--socket", place.address, "status"]
         shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
         assert "research: weight 2; 100% of the seconds of the last minute\n" in shown
-        told = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=False).stdout
-        assert [each["name"] for each in json.loads(told)["tenants"]] == ["research", "(operators)"]
+        printed = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=60, check=False).stdout
+        assert [each["name"] for each in json.loads(printed)["tenants"]] == ["research", "(operators)"]
         assert daemon.end() == 0
     assert [each.suffix for each in place.cache.iterdir()] == [".counters"]
     assert place.left == []

@@ -1,6 +1,7 @@
-"""Bytes that break the protocol: an error that names the field, flat memory, and everybody else is served on.
+"""Invalid bytes on the client sockets: the daemon replies with an error that names the field, serves the other clients,
+and its memory does not grow.
 
-No byte of these reaches an engine, so one engine is enough.
+These bytes never reach an engine, so the tests use only one.
 """
 
 from __future__ import annotations
@@ -38,12 +39,11 @@ TENSOR = np.ones((2, 4), "<f4").tobytes()
 
 
 def envelope(**changes: object) -> bytes:
-    """The good envelope with some fields changed."""
+    """Return a valid envelope with some fields changed."""
     return msgpack.packb({**GOOD, "id": "bad", **changes})
 
 
-# Frames, the id that the error must carry, and words that it must have. What else the decoder refuses, and by which
-# name, is told by its own tests.
+# Frames, the id that the error must carry, and words that it must contain. The decoder's tests cover the other errors.
 CASES: dict[str, tuple[Sequence[bytes], str, str]] = {
     "frame too short": (
         [envelope(), ASKED, TENSOR[:-1], TENSOR],
@@ -51,13 +51,13 @@ CASES: dict[str, tuple[Sequence[bytes], str, str]] = {
         "frames[2] (a): FP32 of shape [2, 4] is 32 bytes, got 31",
     ),
     "unknown field": ([envelope(color="red"), ASKED, TENSOR, TENSOR], "bad", "color"),
-    "a worker's message": ([envelope(type="hello"), ASKED, TENSOR, TENSOR], "bad", "hello"),
-    "memory to share, through a gate": (
+    "message of a worker": ([envelope(type="hello"), ASKED, TENSOR, TENSOR], "bad", "hello"),
+    "region through a ZeroMQ proxy": (
         [envelope(type="register")],
         "bad",
         "memory can be shared only on the unix socket",
     ),
-    "a tensor in such memory": (
+    "tensor in a region through a ZeroMQ proxy": (
         [
             envelope(parameters={"regions": {"inputs": [{"tensor_index": 0, "region": "0" * 32, "offset": 0}]}}),
             ASKED,
@@ -82,7 +82,7 @@ def service(zoo: Zoo) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def bystander(service: Service) -> Iterator[Client]:
-    """Connected all the time."""
+    """A client that stays connected during all tests."""
     with service.client() as client:
         yield client
 
@@ -94,7 +94,7 @@ def questions(zoo: Zoo, bare: BareEngine) -> list[SampleRequest]:
 
 @pytest.fixture
 def unharmed(service: Service, bystander: Client, questions: list[SampleRequest]) -> Iterator[None]:
-    """After the test the same daemon serves on, and has not grown."""
+    """Check after the test that the daemon serves old and new clients and has not grown."""
     ask_all(bystander, "two_inputs", questions)
     before = peak_bytes(service.pid)
     yield
@@ -106,14 +106,14 @@ def unharmed(service: Service, bystander: Client, questions: list[SampleRequest]
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory that the process has ever had resident."""
+    """Return the peak resident memory of the process."""
     lines = Path(f"/proc/{pid}/status").read_text("ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 @contextlib.contextmanager
 def dealer(service: Service) -> Generator[zmq.Socket[bytes]]:
-    """A socket that sends whatever it is given."""
+    """Connect a ZeroMQ socket that sends any frames."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.setsockopt(zmq.LINGER, 0)
         peer.setsockopt(zmq.RCVTIMEO, 10_000)
@@ -136,9 +136,7 @@ def assert_good_works(peer: zmq.Socket[bytes]) -> None:
 
 @pytest.mark.usefixtures("unharmed")
 @pytest.mark.parametrize("case", CASES)
-def test_a_bad_message_gets_an_error_that_names_the_field_and_the_next_good_one_works(
-    case: str, service: Service
-) -> None:
+def test_bad_message_gets_error_that_names_field(case: str, service: Service) -> None:
     frames, request_id, words = CASES[case]
     with dealer(service) as peer:
         assert_good_works(peer)
@@ -167,7 +165,7 @@ def stream(service: Service) -> Generator[socket.socket]:
 
 
 def shake_hands(connection: socket.socket) -> None:
-    """Do as a DEALER does (ZMTP 3.0)."""
+    """Complete the ZMTP 3.0 handshake of a DEALER."""
     connection.sendall(GREETING + READY)
     assert read(connection, 64)[:1] == b"\xff"
     flags, length = read(connection, 2)
@@ -176,17 +174,16 @@ def shake_hands(connection: socket.socket) -> None:
 
 
 def read(connection: socket.socket, size: int) -> bytes:
-    """Read exactly so many bytes."""
     data = b""
     while len(data) < size:
         part = connection.recv(size - len(data))
-        assert part, "the daemon has hung up"
+        assert part, "the daemon has closed the connection"
         data += part
     return data
 
 
 def assert_answered(connection: socket.socket) -> None:
-    """What is no message is answered with an error."""
+    """Send an invalid message and expect an error."""
     connection.sendall(bytes([0, 5]) + b"hello")
     flags, length = read(connection, 2)
     assert flags == 0
@@ -194,7 +191,7 @@ def assert_answered(connection: socket.socket) -> None:
 
 
 def hangs_up(connection: socket.socket) -> bool:
-    """Whether the daemon ends the connection."""
+    """Read until the daemon closes the connection."""
     try:
         while connection.recv(4096):
             pass
@@ -213,7 +210,7 @@ def hangs_up(connection: socket.socket) -> bool:
     ],
     ids=["too large", "huge", "too many frames"],
 )
-def test_frames_beyond_the_bounds_end_the_connection(wrong: bytes, service: Service) -> None:
+def test_oversized_frames_close_connection(wrong: bytes, service: Service) -> None:
     with stream(service) as connection:
         shake_hands(connection)
         assert_answered(connection)
@@ -223,7 +220,7 @@ def test_frames_beyond_the_bounds_end_the_connection(wrong: bytes, service: Serv
 
 
 @pytest.mark.usefixtures("unharmed")
-def test_frames_that_claim_as_much_as_they_may_and_never_come_cost_nothing(service: Service) -> None:
+def test_incomplete_frames_of_maximum_size_use_no_memory(service: Service) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(8):
             connection = stack.enter_context(stream(service))
@@ -232,7 +229,7 @@ def test_frames_that_claim_as_much_as_they_may_and_never_come_cost_nothing(servi
 
 
 @pytest.mark.usefixtures("unharmed")
-def test_garbage_on_the_socket_and_silence_harm_nobody(
+def test_garbage_and_silent_connections_harm_no_client(
     service: Service, bystander: Client, questions: list[SampleRequest]
 ) -> None:
     noise = random.Random(5)
@@ -246,7 +243,7 @@ def test_garbage_on_the_socket_and_silence_harm_nobody(
 
 
 @pytest.mark.usefixtures("unharmed")
-def test_strangers_on_the_childrens_socket_are_ignored(service: Service) -> None:
+def test_ignores_unknown_peers_on_socket_of_children(service: Service) -> None:
     [path] = [each for each in service.config.parent.glob("*.sock") if each.name != "weightd.sock"]
     assert path.stat().st_mode & 0o177 == 0
     noise = random.Random(6)
@@ -260,7 +257,7 @@ def test_strangers_on_the_childrens_socket_are_ignored(service: Service) -> None
                     peer.send(data)
 
 
-# --- memory that clients take -----------------------------------------------------------------------------------
+# --- memory limit of clients --------------------------------------------------------------------------------------
 
 MIB = 1024 * 1024
 ROOM = 64 * MIB
@@ -281,16 +278,16 @@ def private_bytes(pid: int) -> int:
 
 @contextlib.contextmanager
 def flat(service: Service, questions: list[SampleRequest]) -> Generator[None]:
-    """Clients that were there are served on, the memory has been bounded at all times, and is given back."""
+    """Check that old clients are served, that the daemon's memory stays bounded, and that it is freed in the end."""
     with service.client() as client:
         ask_all(client, "two_inputs", questions)
         before = private_bytes(service.pid)
         yield
         ask_all(client, "two_inputs", questions)
         assert peak_bytes(service.pid) - before < 6 * ROOM
-        until(lambda: private_bytes(service.pid) - before < ROOM // 4, "the memory is given back")
-        # A gate that a large answer is on its way to has to read it first.
-        until(lambda: client.status().buffered_bytes == 0, "nothing is held any more")
+        until(lambda: private_bytes(service.pid) - before < ROOM // 4, "the daemon frees the memory")
+        # A ZeroMQ proxy may still have to read a large answer.
+        until(lambda: client.status().buffered_bytes == 0, "no bytes are buffered")
 
 
 def send_for_ever(connection: socket.socket) -> None:
@@ -298,17 +295,17 @@ def send_for_ever(connection: socket.socket) -> None:
         connection.sendall(bytes([3]) + struct.pack(">Q", MIB) + bytes(MIB))
 
 
-def test_a_message_that_does_not_end_is_ended(tight: Service, questions: list[SampleRequest]) -> None:
+def test_closes_connection_of_endless_message(tight: Service, questions: list[SampleRequest]) -> None:
     with flat(tight, questions), stream(tight) as connection, stream(tight) as idle:
         shake_hands(idle)
         shake_hands(connection)
         with pytest.raises(ConnectionError):
             send_for_ever(connection)
-        # Who only waits was not taken for it.
+        # The daemon does not close the idle connection in its stead.
         assert_answered(idle)
 
 
-def test_what_many_clients_do_not_read_is_bounded_in_all(tight: Service, questions: list[SampleRequest]) -> None:
+def test_total_of_unread_answers_is_bounded(tight: Service, questions: list[SampleRequest]) -> None:
     large = np.ones((MIB // 4, 4), "<f4").tobytes()  # 4 MiB
     shapes = [{**each, "shape": [MIB // 4, 4]} for each in (A, B)]
     with flat(tight, questions), contextlib.ExitStack() as stack:
@@ -320,9 +317,9 @@ def test_what_many_clients_do_not_read_is_bounded_in_all(tight: Service, questio
             frames = [envelope(), asked, large, large]
             sent += [peer.send_multipart(frames, copy=False, track=True) for _ in range(10)]
         with tight.client() as newcomer:
-            # Whoever has most makes room for this one.
+            # The daemon makes room by disconnecting the client with the most unread bytes.
             ask_all(newcomer, "two_inputs", questions * 3)
-            # A peer that was hung up and does not read does not notice: not all is sent.
+            # A disconnected peer that does not read never notices, so some messages stay unsent.
             counts = [-1, 0]
             while len(set(counts[-5:])) > 1 or newcomer.status().models[0].queued:
                 counts.append(sum(each is not None and each.done for each in sent))

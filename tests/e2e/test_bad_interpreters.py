@@ -1,4 +1,4 @@
-"""Interpreters that cannot run an engine, and workers that cannot build: FAILED with the cause, no endless restarts."""
+"""Interpreters without an engine, and workers that cannot build: the model fails without endless restarts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
 WORKERS = 2
 
-# A holder, a worker, and the starts of a worker that may fail in a row.
+# A holder, a worker, and the three starts in a row that may fail.
 MOST_PROCESSES = 1 + 1 + 3
 
 NO_ONNX_RUNTIME = "No module named 'onnxruntime'; install it from a checkout: pip install './weightd[onnxruntime]'"
@@ -44,7 +44,7 @@ NO_MINDSPORE_LITE = "No module named 'mindspore_lite'; install the vendor's whee
 
 
 class Bad(NamedTuple):
-    """An interpreter, words that the cause must have, the engine of the model, and what else is in its table."""
+    """An interpreter, words of the reason, the model's engine, and more keys of the model's table."""
 
     python: Path
     words: Sequence[str]
@@ -59,7 +59,7 @@ def executable(path: Path, script: bytes) -> Path:
 
 
 def failing_workers(path: Path, which: str) -> Path:
-    """An interpreter that runs the holder, and exits for the workers whose names match; the arguments are on stdin."""
+    """Write an interpreter that runs the holder but exits for workers whose names match; it finds the name on stdin."""
     script = (
         f'#!/bin/sh\ncase "$(cat /proc/$$/fd/0)" in {which}) echo no luck >&2; exit 7;; esac\n'
         f'exec "{sys.executable}" "$@"\n'
@@ -98,7 +98,7 @@ def bad(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bad]:
 
 @pytest.fixture(scope="module")
 def without_pythonpath() -> Iterator[None]:
-    """Else weightd might be found even where it is not installed."""
+    """Unset PYTHONPATH; otherwise an interpreter without weightd would find it there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTHONPATH", raising=False)
         yield
@@ -106,7 +106,7 @@ def without_pythonpath() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def service(engine: str, zoo: Zoo, bad: dict[str, Bad], without_pythonpath: None) -> Iterator[Service]:
-    """One good model among those with bad interpreters."""
+    """A daemon with one good model and one model per bad interpreter."""
     path = {each.engine: zoo.path("two_inputs", each.engine) for each in bad.values()}
     tables = {name: {"path": path[each.engine], "python": each.python, **each.more} for name, each in bad.items()}
     with Service({**tables, "good": {"path": zoo.path("two_inputs", engine)}}, verbose=True) as service:
@@ -115,7 +115,7 @@ def service(engine: str, zoo: Zoo, bad: dict[str, Bad], without_pythonpath: None
 
 @pytest.fixture
 def good(engine: str, client: Client, zoo: Zoo, bare: BareEngine) -> Iterator[None]:
-    """After the test, the good model in the same daemon serves."""
+    """Check after the test that the good model in the same daemon serves."""
     yield
     ask_all(client, "good", bare.questions(zoo.path("two_inputs", engine), pairs((2, 1))))
 
@@ -127,33 +127,29 @@ def client(service: Service) -> Iterator[Client]:
 
 
 def started(log: str, name: str) -> int:
-    """How many processes of the model there have been."""
+    """Return the number of processes that the model has had."""
     return len(set(re.findall(rf"\b{name}\.1\.(?:holder|w\d+)\b", log)))
 
 
 @pytest.mark.usefixtures("good")
 @pytest.mark.parametrize("case", CASES)
-def test_a_bad_interpreter_fails_its_model_alone_and_the_cause_is_told(
-    case: str, service: Service, client: Client, bad: dict[str, Bad]
-) -> None:
+def test_bad_interpreter_fails_only_its_model(case: str, service: Service, client: Client, bad: dict[str, Bad]) -> None:
     if case not in bad:
         pytest.skip(mindir.HOW_TO_GET_IT)
     cause = cause_of_failure(service, case)
     for word in bad[case].words:
         assert word in cause
-    # A file that is missing may be on a file system that is mounted late: the daemon tries again.
+    # A missing file may appear when a file system is mounted later, so the daemon tries again.
     with pytest.raises(Unavailable if case == "missing" else FailedPrecondition) as caught:
         client.infer(case, {})
     assert re.sub(rf"\b{case}\.\d+\.", f"{case}.N.", str(caught.value)) == re.sub(
         rf"\b{case}\.\d+\.", f"{case}.N.", f"{case} failed: {cause}"
     )
-    until(lambda: not model_status(service, case).generations[0].processes, "its processes are gone")
+    until(lambda: not model_status(service, case).generations[0].processes, "its processes exit")
     assert started(service.log, case) <= MOST_PROCESSES
 
 
-def test_a_worker_that_fails_to_start_once_is_started_again(
-    engine: str, zoo: Zoo, bare: BareEngine, tmp_path: Path
-) -> None:
+def test_restarts_worker_that_failed_to_start_once(engine: str, zoo: Zoo, bare: BareEngine, tmp_path: Path) -> None:
     path = zoo.path("two_inputs", engine)
     python = failing_workers(tmp_path / "python", "*.w2*")
     with Service({"model": {"path": path, "python": python, "workers": WORKERS, "start": "spawn"}}) as service:
@@ -162,25 +158,25 @@ def test_a_worker_that_fails_to_start_once_is_started_again(
         assert status.models[0].generations[0].reason == ""
         with service.client() as client:
             ask_all(client, "model", bare.questions(path, pairs((2, 1))) * 5)
-        assert service.stop() == 2  # a process ended that nobody had asked to
+        assert service.stop() == 2  # a child process exited unexpectedly
 
 
-def test_a_model_some_of_whose_workers_cannot_build_serves_with_the_others_and_says_so(
-    engine: str, zoo: Zoo, bare: BareEngine, tmp_path: Path
-) -> None:
+def test_model_serves_while_some_workers_cannot_build(engine: str, zoo: Zoo, bare: BareEngine, tmp_path: Path) -> None:
     path = zoo.path("two_inputs", engine)
     python = failing_workers(tmp_path / "python", "*.w[2-9]*|*.w1[0-9]*")
     tables = {"model": {"path": path, "python": python, "workers": WORKERS, "start": "spawn"}}
     with Service(tables, verbose=True) as service, service.client() as client:
         questions = bare.questions(path, pairs((2, 1))) * 5
         ask_all(client, "model", questions)
-        until(lambda: "no luck" in model_status(service, "model").generations[0].reason, "the cause is told")
-        until(lambda: started(service.log, "model") >= 1 + 1 + 3, "the daemon has tried")
+        until(lambda: "no luck" in model_status(service, "model").generations[0].reason, "the status shows the reason")
+        until(lambda: started(service.log, "model") >= 1 + 1 + 3, "the daemon has restarted the worker")
         ask_all(client, "model", questions)
         assert [each.name for each in ready_workers(service, "model")] == ["model.1.w1"]
         backing_off = "serving 1/2, backing off"
-        until(lambda: model_status(service, "model").generations[0].progress == backing_off, "it waits again")
-        # It has served, and is not given up once it has none left; who waits in vain is told why.
+        until(
+            lambda: model_status(service, "model").generations[0].progress == backing_off, "the daemon backs off again"
+        )
+        # A model that has served does not fail when it loses its last worker; the error of a request gives the reason.
         os.kill(ready_workers(service, "model")[0].pid, signal.SIGKILL)
         with pytest.raises(Unavailable, match="no luck"):
             client.infer("model", questions[0].inputs, timeout=2)

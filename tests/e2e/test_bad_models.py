@@ -1,4 +1,4 @@
-"""Model files that cannot be served, and model files that change while they are: the daemon says why, and serves on."""
+"""Model files that cannot be served, and model files that change while they are served."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ pytestmark = pytest.mark.e2e
 
 MISSING, DIRECTORY, TRUNCATED, FOREIGN, MINDIR = "missing", "directory", "truncated", "foreign", "mindir"
 
-# What the cause says: the daemon's own words for what is no file, or no protobuf; the rest is for the engine to say.
-# For root there is no such thing as a file that it may not read.
+# Patterns of the reasons. The daemon itself rejects a path that is not a file or not protobuf; the engine reports the
+# rest. Unreadable files are not tested, because root may read every file.
 CAUSES = {
     MISSING: "No such file or directory",
     DIRECTORY: "expected a file, got a directory|Is a directory",
@@ -47,7 +47,7 @@ CAUSES = {
     MINDIR: r"\.holder: build_from_file failed.*: .*Failed to load MindIR model",
 }
 
-# As a MindIR begins.
+# The first bytes of a MindIR file.
 MINDIR_BYTES = b"\x0a\x050.1.1\x12\x09MindSpore*\x052.0.0:\x0a\x0a\x08\x0a\x01x\x0a\x01y\x1a\x00"
 
 
@@ -57,7 +57,7 @@ def bad_paths(mlp: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     paths = {name: made / f"{name}{'.mindir' if name == MINDIR else '.onnx'}" for name in CAUSES}
     paths[DIRECTORY].mkdir()
     paths[TRUNCATED].write_bytes(mlp.read_bytes()[: mlp.stat().st_size // 2])
-    # It was not written to shortly before, so it is not being copied.
+    # An old modification time, so that the daemon does not assume that the file is still being copied.
     os.utime(paths[TRUNCATED], (1e9, 1e9))
     paths[FOREIGN].write_bytes(MINDIR_BYTES)
     shutil.copyfile(mlp, paths[MINDIR])
@@ -68,7 +68,7 @@ def bad_paths(mlp: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 
 @pytest.fixture(scope="module")
 def service(zoo: Zoo, bad_paths: dict[str, Path]) -> Iterator[Service]:
-    """One good model among the bad ones."""
+    """A daemon with one good model and the bad ones."""
     tables = {name: {"path": path} for name, path in bad_paths.items()}
     tables["good"] = {"path": zoo.path("two_inputs", "onnxruntime")}
     with Service(tables, verbose=True) as service:
@@ -77,7 +77,7 @@ def service(zoo: Zoo, bad_paths: dict[str, Path]) -> Iterator[Service]:
 
 @ONE_ENGINE
 @pytest.mark.parametrize("name", CAUSES)
-def test_a_bad_file_fails_its_model_alone_and_the_cause_is_told(
+def test_bad_file_fails_only_its_model(
     name: str, engine: str, service: Service, bad_paths: dict[str, Path], zoo: Zoo, bare: BareEngine
 ) -> None:
     if name not in bad_paths:
@@ -91,7 +91,7 @@ def test_a_bad_file_fails_its_model_alone_and_the_cause_is_told(
             with pytest.raises(expected) as caught:
                 call()
             assert str(caught.value) == f"{name} failed: {cause}"
-        until(lambda: not model_status(service, name).generations[0].processes, "its processes are gone")
+        until(lambda: not model_status(service, name).generations[0].processes, "its processes exit")
         ask_all(client, "good", bare.questions(zoo.path("two_inputs", engine), pairs((2, 1))))
     assert f"{name}.1 failed: {cause[:40]}" in service.log
     # The holder and its worker, each started once.
@@ -99,7 +99,7 @@ def test_a_bad_file_fails_its_model_alone_and_the_cause_is_told(
 
 
 @ONE_ENGINE
-def test_run_ends_with_status_1_and_the_cause_when_the_model_cannot_be_served(
+def test_run_exits_with_status_1_if_model_fails(
     engine: str, bad_paths: dict[str, Path], place: DaemonPaths, tmp_path: Path
 ) -> None:
     options = ("--python", interpreter(engine), "--socket", place.address, "--cache-dir", place.cache)
@@ -111,7 +111,7 @@ def test_run_ends_with_status_1_and_the_cause_when_the_model_cannot_be_served(
 
 
 @ONE_ENGINE
-def test_a_model_is_served_once_the_cause_of_its_failure_is_gone(mlp: Path, tmp_path: Path) -> None:
+def test_serves_model_after_its_file_was_repaired(mlp: Path, tmp_path: Path) -> None:
     late, bad = tmp_path / "late.onnx", tmp_path / "bad.onnx"
     bad.write_bytes(b"not a model")
     os.utime(bad, (1e9, 1e9))
@@ -124,19 +124,17 @@ def test_a_model_is_served_once_the_cause_of_its_failure_is_gone(mlp: Path, tmp_
         for path in (late, bad):
             shutil.copyfile(mlp, path)
         with service.client() as client:
-            # A missing file is tried again by the daemon itself, an invalid one when an operator says so.
+            # The daemon retries a missing file by itself, an invalid one only at the operator's request.
             until(lambda: model_status(service, "late").state == "serving", "the late model serves")
             assert client.update("bad", str(bad)).path == str(bad)
             assert client.reload().retried == ("other",)
             until(lambda: model_status(service, "other").state == "serving", "the other model serves")
 
 
-# --- while it serves --------------------------------------------------------------------------------------------
+# --- files that change while they are served ----------------------------------------------------------------------
 
 
-def test_a_model_whose_files_change_is_served_on_as_it_was_even_by_new_workers(
-    bare: BareEngine, tmp_path: Path
-) -> None:
+def test_new_worker_serves_original_weights_after_file_change(bare: BareEngine, tmp_path: Path) -> None:
     path = models.with_external_data(tmp_path / "model.onnx")
     random = np.random.default_rng(1)
     questions = bare.questions(path, [{"x": random.standard_normal((2, 64), dtype=np.float32)}])
@@ -153,10 +151,10 @@ def test_a_model_whose_files_change_is_served_on_as_it_was_even_by_new_workers(
         assert successor.name != worker.name
 
 
-# --- models that are valid, but not as they seem ----------------------------------------------------------------
+# --- valid models with surprises ----------------------------------------------------------------------------------
 
 
-def test_a_model_that_kills_its_process_by_some_sizes_is_served_and_never_tried_with_these_again(
+def test_self_test_avoids_sizes_that_crash_the_engine(
     tmp_path: Path,
 ) -> None:
     python = mindir.interpreter()
@@ -179,7 +177,7 @@ def test_a_model_that_kills_its_process_by_some_sizes_is_served_and_never_tried_
         assert "the holder was lost while trying x [" in service.log
 
 
-def test_what_an_output_is_declared_to_be_costs_no_answer_and_no_worker(tmp_path: Path) -> None:
+def test_wrong_output_declaration_loses_no_answer_or_worker(tmp_path: Path) -> None:
     plain, random = tmp_path / "plain.onnx", tmp_path / "random.onnx"
     models.declared_for_one(plain)
     models.declared_for_one(random, "RandomNormalLike")

@@ -1,4 +1,4 @@
-"""Requests that can never succeed: a clear error for each, and the next good request of the same client works."""
+"""Invalid requests: each gets a clear error, and the next valid request of the same client succeeds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODELS = ("two_inputs", "integers", "fixed")
 
 
 class Bad(NamedTuple):
-    """A request, and words that its error must have."""
+    """A request and words that its error must contain."""
 
     model: str
     inputs: Arrays
@@ -66,14 +66,14 @@ def service(engine: str, zoo: Zoo) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def client(service: Service) -> Iterator[Client]:
-    """One client for all the tests: what a bad request of it leaves behind would harm the next test."""
+    """One client for all tests, so that leftovers of a rejected request would break the next test."""
     with service.client() as client:
         yield client
 
 
 @pytest.fixture
 def good(engine: str, client: Client, zoo: Zoo, bare: BareEngine) -> Iterator[None]:
-    """After the test, good requests of the same client work."""
+    """Check after the test that valid requests of the same client succeed."""
     yield
     ask_all(client, "two_inputs", bare.questions(zoo.path("two_inputs", engine), pairs((2, 1))))
     ask_all(client, "integers", bare.questions(zoo.path("integers", engine), embeddings((2, 1), engine)))
@@ -82,7 +82,7 @@ def good(engine: str, client: Client, zoo: Zoo, bare: BareEngine) -> Iterator[No
 
 @pytest.mark.usefixtures("good")
 @pytest.mark.parametrize("case", CASES)
-def test_a_bad_request_is_refused_by_name_and_the_next_good_one_works(case: str, client: Client) -> None:
+def test_error_of_bad_request_names_input(case: str, client: Client) -> None:
     bad = CASES[case]
     with pytest.raises(InvalidArgument) as caught:
         client.infer(bad.model, bad.inputs)
@@ -91,16 +91,16 @@ def test_a_bad_request_is_refused_by_name_and_the_next_good_one_works(case: str,
 
 
 @pytest.mark.usefixtures("good")
-def test_an_unknown_model_is_not_found_and_the_known_ones_are_named(client: Client) -> None:
+def test_error_for_unknown_model_lists_known_models(client: Client) -> None:
     for call in (lambda: client.infer("nope", {"x": A}), lambda: client.metadata("nope")):
         with pytest.raises(NotFound, match=r"'nope'.*two_inputs, integers, fixed"):
             call()
 
 
 @pytest.mark.usefixtures("good")
-def test_a_deadline_that_is_over_ends_the_request(service: Service, client: Client) -> None:
+def test_expired_deadline_ends_request(service: Service, client: Client) -> None:
     [worker] = ready_workers(service, "fixed")
-    # However short the time is, an answer could come in it.
+    # The worker is stopped, since it might answer within even the shortest timeout.
     os.kill(worker.pid, signal.SIGSTOP)
     try:
         for timeout in (1e-6, 0.1):
@@ -110,13 +110,13 @@ def test_a_deadline_that_is_over_ends_the_request(service: Service, client: Clie
         os.kill(worker.pid, signal.SIGCONT)
 
 
-def test_no_bad_request_reached_a_worker(service: Service) -> None:
+def test_bad_requests_crash_no_worker(service: Service) -> None:
     for name in MODELS:
         [generation] = model_status(service, name).generations
         assert [each.name.rsplit(".", 1)[1] for each in generation.processes] == ["w1"]
 
 
-def test_what_comes_while_a_model_loads_is_checked_when_it_is_known_what_it_takes(
+def test_validates_early_requests_after_model_has_loaded(
     engine: str, zoo: Zoo, bare: BareEngine, tmp_path: Path
 ) -> None:
     path = zoo.path("two_inputs", engine)

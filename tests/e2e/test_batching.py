@@ -1,4 +1,4 @@
-"""Requests that are run together: what each gets is what it would have got alone, whatever becomes of the others."""
+"""Batched requests: each gets the answer that it would get alone, even if others in its batch fail."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ BATCHING = {"batching": {"max_rows": 16}}
 
 
 def texts(lengths: tuple[int, ...]) -> list[Arrays]:
-    """Return inputs of lengths."""
+    """Return inputs of the lengths model: one array per length."""
     random = np.random.default_rng(10)
     return [{"x": random.standard_normal((1 + at % 3, length), np.float32)} for at, length in enumerate(lengths)]
 
 
-def test_requests_that_run_together_have_the_bits_that_each_has_alone(engine: str, zoo: Zoo, bare: BareEngine) -> None:
+def test_batched_answers_equal_single_answers(engine: str, zoo: Zoo, bare: BareEngine) -> None:
     mlp, lengths = zoo.path("mlp", engine), zoo.path("lengths", engine)
-    # Of two models, side by side; and of many forms: more rows than may be together, too, and other lengths.
+    # Two models at the same time; some requests exceed the batch limit, and some have different lengths.
     asked = bare.questions(mlp, mlp_inputs((1, 2, 1, 3, 7, 1, 16, 1, 5, 17, 1)))
     others = bare.questions(lengths, texts((5, 7, 5, 5, 7, 64, 5, 7)))
     with Service({"mlp": {"path": mlp, **BATCHING}, "lengths": {"path": lengths, **BATCHING}}) as service:
@@ -63,9 +63,7 @@ def test_requests_that_run_together_have_the_bits_that_each_has_alone(engine: st
             assert status.generations[0].batching_note == "requests are batched up to 16 rows, tested bit-equal"
 
 
-def test_a_model_whose_float_inputs_are_indices_is_batched(
-    engine: str, zoo: Zoo, bare: BareEngine, tmp_path: Path
-) -> None:
+def test_batches_model_with_float_index_inputs(engine: str, zoo: Zoo, bare: BareEngine, tmp_path: Path) -> None:
     path = zoo.path("embedding", engine)
     random = np.random.default_rng(12)
     rows = [{"x": random.integers(0, 12, (1 + at % 3, 9)).astype(np.float32)} for at in range(8)]
@@ -87,7 +85,7 @@ def test_a_model_whose_float_inputs_are_indices_is_batched(
 
 
 @ONE_ENGINE
-def test_nothing_is_lost_with_a_worker_that_runs_many_together(mlp: Path, questions: list[SampleRequest]) -> None:
+def test_killed_worker_loses_no_request_of_its_batch(mlp: Path, questions: list[SampleRequest]) -> None:
     with Service({"mlp": {"path": mlp, "workers": 2, "batching": {"max_rows": 64}}}) as service:
         service.ready()
         with Load(service.address, "mlp", questions, in_flight=IN_FLIGHT // 2) as load:
@@ -96,7 +94,7 @@ def test_nothing_is_lost_with_a_worker_that_runs_many_together(mlp: Path, questi
         assert model_status(service, "mlp").failed == 0
 
 
-# --- those of ONNX Runtime alone: one worker each, so that it is known what waits for it ---------------------------
+# --- ONNX Runtime only; one worker per model, so that the content of its queue is known -----------------------------
 
 ODD = ("integers", "patient", "negated", "batch_row_count", "quantized")
 
@@ -114,7 +112,7 @@ def odd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def of(name: str, *values: int) -> Arrays:
-    """Return a request of one row for each value."""
+    """Return a request with one row per value."""
     row = {"integers": ("ids", np.int64, 3), "patient": ("n", np.int64, 0), "negated": ("a", np.int64, 0)}
     tensor, dtype, width = row[name]
     array = np.array(values, dtype)
@@ -122,15 +120,15 @@ def of(name: str, *values: int) -> Arrays:
 
 
 def value(pending: Pending) -> Any:
-    """Return the answer, which has one output."""
+    """Return the only output of the answer."""
     [array] = pending.result().values()
     return array
 
 
 class Held:
-    """A block at the end of which the one worker of the model goes on: what is asked in it runs together.
+    """Stops the only worker of a model during the block, so that requests submitted in it run as one batch.
 
-    But for the first request, which the worker has already.
+    The first request does not: the worker has already received it.
     """
 
     def __init__(self, service: Service, client: Client, name: str, first: Arrays) -> None:
@@ -141,15 +139,15 @@ class Held:
         os.kill(self.worker.pid, signal.SIGSTOP)
         self.first = self._client.submit(self._name, self._first)
         for _ in range(2):
-            self._client.status()  # what came with it has been looked at, and nothing did
+            self._client.status()  # The daemon answers after it has handled the messages that arrived earlier.
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._client.status()  # whatever was asked before has come
+        self._client.status()  # The daemon has received the requests of the block once it answers.
         os.kill(self.worker.pid, signal.SIGCONT)
 
 
-def test_rows_that_hang_on_each_other_run_together_only_where_that_was_asked_for(odd: Service) -> None:
+def test_dependent_rows_are_batched_only_if_configured(odd: Service) -> None:
     random = np.random.default_rng(11)
     wide = [{"x": random.standard_normal((1 + at % 3, 64), np.float32) * 10**at} for at in range(4)]
     counted = {"x": np.zeros((1, 1), np.float32)}
@@ -169,7 +167,7 @@ def test_rows_that_hang_on_each_other_run_together_only_where_that_was_asked_for
         assert model_status(odd, name).generations[0].batching_note.startswith(why)
 
 
-def test_of_those_that_run_together_only_the_one_fails_that_would_alone(odd: Service) -> None:
+def test_invalid_request_fails_alone_in_its_batch(odd: Service) -> None:
     with odd.client() as client:
         expected = [client.infer("integers", of("integers", number % 16, 3)) for number in range(7)]
         with Held(odd, client, "integers", of("integers", 1)) as held:
@@ -185,8 +183,10 @@ def test_of_those_that_run_together_only_the_one_fails_that_would_alone(odd: Ser
     assert (status.failed, status.unexpected_exits) == (1, 0)
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere a division that overflows is no trap")
-def test_one_that_kills_costs_three_workers_and_no_answer_of_those_that_ran_with_it(odd: Service) -> None:
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="integer overflow in a division raises SIGFPE only on x86-64"
+)
+def test_crashing_request_loses_no_answer_of_its_batch(odd: Service) -> None:
     with odd.client() as client:
         with Held(odd, client, "negated", of("negated", 1)):
             pending = [client.submit("negated", of("negated", number, 5)) for number in range(4)]
@@ -200,27 +200,25 @@ def test_one_that_kills_costs_three_workers_and_no_answer_of_those_that_ran_with
     assert (status.failed, status.unexpected_exits) == (1, 3)
 
 
-# Of what was slow before it is known: each has a model of its own.
+# One model per case, so that durations learned in one case do not affect the other.
 @pytest.mark.parametrize(("model", "then"), [("patient", signal.SIGCONT), ("too_patient", signal.SIGKILL)])
-def test_members_end_by_themselves_while_their_job_runs_whatever_becomes_of_it(
-    odd: Service, model: str, then: int
-) -> None:
+def test_requests_expire_and_cancel_while_their_batch_runs(odd: Service, model: str, then: int) -> None:
     with odd.client() as client:
 
         def ask(number: int, timeout: float = 60.0) -> Pending:
             return client.submit(model, of("patient", number), timeout=timeout)
 
-        # Jobs are expected to be as quick as these, and as the first one below, which takes as long as it is held: a
-        # request with a sooner deadline would not be in a job with the others.
+        # The daemon expects a batch to take about as long as these requests and the first one below, which runs while
+        # the worker is stopped. A request with an earlier deadline would not join the batch.
         for each in [ask(1) for _ in range(4 * IN_FLIGHT)]:
             each.result()
         with Held(odd, client, model, of("patient", 2)) as held:
             pending = [ask(number) for number in (3, 200_000, 4)]
-            late, taken_back = ask(5, timeout=3.0), ask(6)
+            late, cancelled = ask(5, timeout=3.0), ask(6)
             pending.append(ask(7))
         assert value(held.first).tolist() == [2]
         os.kill(held.worker.pid, signal.SIGSTOP)
-        taken_back.cancel()
+        cancelled.cancel()
         with pytest.raises(DeadlineExceeded, match="was running at its deadline"):
             late.result()
         os.kill(held.worker.pid, then)

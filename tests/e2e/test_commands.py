@@ -1,4 +1,4 @@
-"""The commands weightd and weightctl, as an operator types them. Each command once: test_vocabulary."""
+"""The commands weightd and weightctl as an operator types them. test_vocabulary runs each command once."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SCRIPTS = Path(sys.executable).parent
 
 
 @pytest.mark.parametrize("name", ["weightd", "weightctl"])
-def test_the_commands_are_installed(name: str) -> None:
+def test_commands_are_installed(name: str) -> None:
     done = subprocess.run([SCRIPTS / name, "--version"], capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stdout) == (0, f"{name} {VERSION}\n")
 
 
-def test_serve_refuses_a_wrong_configuration_and_names_file_key_and_expectation(tmp_path: Path) -> None:
+def test_serve_rejects_bad_configuration_with_file_and_key(tmp_path: Path) -> None:
     config = tmp_path / "weightd.toml"
     config.write_text("[models.m]\npath = 'm.bin'\nworkers = 0", encoding="utf-8")
     done = weightd("serve", config)
@@ -37,10 +37,10 @@ def test_serve_refuses_a_wrong_configuration_and_names_file_key_and_expectation(
     assert [each for each in ("models.m.workers: ", "models.m.path: ") if each not in done.stderr] == [], lines
 
 
-def test_check_loads_each_model_and_leaves_nothing(zoo: Zoo, place: DaemonPaths, tmp_path: Path) -> None:
+def test_check_loads_each_model_and_leaves_no_files(zoo: Zoo, place: DaemonPaths, tmp_path: Path) -> None:
     path = zoo.path("two_inputs", "onnxruntime")
     bad = tmp_path / path.name
-    # What is a model for the daemon, and none for the engine.
+    # Valid protobuf for the daemon, but not a model for the engine.
     bad.write_bytes(b"\x08\x08")
     tables = {"sums": {"path": path}, "bad": {"path": bad}}
     config = place.config({**tables, "gone": {"path": path.with_stem("gone")}})
@@ -57,7 +57,7 @@ def test_check_loads_each_model_and_leaves_nothing(zoo: Zoo, place: DaemonPaths,
     assert place.left == []
 
 
-def test_check_names_the_sockets_of_the_unit_that_serves_the_file(
+def test_check_prints_sockets_of_unit_that_serves_file(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CONFIGURATION_DIRECTORY", str(tmp_path))
@@ -70,7 +70,7 @@ def test_check_names_the_sockets_of_the_unit_that_serves_the_file(
     assert done.stdout.splitlines()[-1] == f"{config}: valid for weightd@card0.service; clients connect to {where}"
 
 
-def test_check_tells_who_tenants_are_and_warns(zoo: Zoo, place: DaemonPaths) -> None:
+def test_check_prints_tenants_and_warnings(zoo: Zoo, place: DaemonPaths) -> None:
     config = place.config({"m": {"path": zoo.path("two_inputs", "onnxruntime")}})
     with config.open("a", encoding="utf-8") as file:
         file.write('\n[tenants.research]\nuids = ["root"]\nmodels = ["m", "gone"]\n')
@@ -80,7 +80,7 @@ def test_check_tells_who_tenants_are_and_warns(zoo: Zoo, place: DaemonPaths) -> 
     assert done.stderr == f"weightd: {config}: warning: tenants.research.models: there is no model 'gone'\n"
 
 
-def test_run_serves_one_model_without_a_configuration(
+def test_run_serves_one_model_without_configuration(
     engine: str, zoo: Zoo, bare: BareEngine, place: DaemonPaths, tmp_path: Path
 ) -> None:
     path = zoo.path("two_inputs", engine)
@@ -91,13 +91,13 @@ def test_run_serves_one_model_without_a_configuration(
             ask_all(client, "two_inputs", bare.questions(path, pairs((2, 1))))
             daemon.wait_for("two_inputs.1: serving")
             daemon.wait_for("ready; try: ")
-            said = (tmp_path / "log").read_text("utf-8").partition("ready; try: ")[2].splitlines()[0]
-            command = [str(SCRIPTS / "weightctl"), *shlex.split(said)[1:]]
+            suggestion = (tmp_path / "log").read_text("utf-8").partition("ready; try: ")[2].splitlines()[0]
+            command = [str(SCRIPTS / "weightctl"), *shlex.split(suggestion)[1:]]
             done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
             assert (done.returncode, done.stderr) == (0, "")
             [model] = client.status().models
             assert sum(each.role == "worker" for each in model.generations[0].processes) == 2
         assert daemon.end(signal.SIGINT) == 0
-    # Nor what it has counted: nobody goes on with that.
+    # `run` keeps no usage counters either, since no later daemon would read them.
     assert [*place.cache.iterdir()] == []
     assert place.left == []

@@ -1,4 +1,4 @@
-"""A model on two sets of cores: who runs where, and whose weights."""
+"""A model on two sets of cores: placement of holders and workers, and sharing of the weights."""
 
 from __future__ import annotations
 
@@ -34,35 +34,33 @@ def serve(mlp: Path, kind: type[S], **keys: object) -> S:
 
 
 def cores_of(pid: int) -> set[str]:
-    """Where the threads of a process may run."""
+    """Return the cores on which the threads of a process may run."""
     status = [(task / "status").read_text("ascii") for task in Path(f"/proc/{pid}/task").iterdir()]
     return {re.findall(r"Cpus_allowed_list:\s*(.+)", each)[0] for each in status}
 
 
-def assert_in_place(processes: list[ProcessStatus], places: Mapping[str, str]) -> None:
+def assert_placed(processes: list[ProcessStatus], places: Mapping[str, str]) -> None:
     for each in processes:
         assert cores_of(each.pid) == {places[each.device]}, each
 
 
 def kill_one(service: Service) -> None:
-    """Kill the worker on the second set; another one comes, and serves there."""
+    """Kill the worker on the second set; check that its replacement serves there."""
     victim = next(each for each in ready_workers(service, "mlp") if each.device == "cpu:1")
     os.kill(victim.pid, signal.SIGKILL)
 
-    def is_followed() -> bool:
+    def replacement_serves() -> bool:
         there = [each for each in ready_workers(service, "mlp") if each.device == "cpu:1"]
         return bool(there) and there[0].name != victim.name and there[0].served > 0
 
-    until(is_followed, "another one serves in its place")
+    until(replacement_serves, "the replacement serves")
     workers = ready_workers(service, "mlp")
     assert [each.device for each in workers] == list(SETS)
-    assert_in_place(workers, SETS)
+    assert_placed(workers, SETS)
 
 
 @pytest.mark.parametrize("threads", [pytest.param(1, marks=pytest.mark.long), 2])
-def test_one_copy_serves_on_both_and_who_dies_is_followed_on_its_own(
-    mlp: Path, questions: list[SampleRequest], threads: int
-) -> None:
+def test_one_copy_serves_on_both_core_sets(mlp: Path, questions: list[SampleRequest], threads: int) -> None:
     with serve(mlp, Service, threads=threads) as service:
         service.ready()
         [generation] = model_status(service, "mlp").generations
@@ -71,7 +69,7 @@ def test_one_copy_serves_on_both_and_who_dies_is_followed_on_its_own(
             ("worker", "cpu:0"),
             ("worker", "cpu:1"),
         ]
-        assert_in_place(list(generation.processes), {**SETS, "cpu": format_cpulist(CORES)})
+        assert_placed(list(generation.processes), {**SETS, "cpu": format_cpulist(CORES)})
         with Load(service.address, "mlp", questions) as load:
             load.wait_for(20)
             kill_one(service)
@@ -80,7 +78,7 @@ def test_one_copy_serves_on_both_and_who_dies_is_followed_on_its_own(
 
 
 @ONE_ENGINE
-def test_the_next_daemon_knows_who_is_where(mlp: Path, questions: list[SampleRequest]) -> None:
+def test_next_daemon_keeps_placement(mlp: Path, questions: list[SampleRequest]) -> None:
     with serve(mlp, ManagedService) as service:
         service.ready()
         before = [(each.pid, each.device) for each in ready_workers(service, "mlp")]
@@ -92,7 +90,7 @@ def test_the_next_daemon_knows_who_is_where(mlp: Path, questions: list[SampleReq
 
 
 @ONE_ENGINE
-def test_each_has_a_copy_of_its_own_that_its_holder_has_made_there(mlp: Path, questions: list[SampleRequest]) -> None:
+def test_each_core_set_has_its_own_copy(mlp: Path, questions: list[SampleRequest]) -> None:
     with serve(mlp, Service, workers=2, copies="each") as service, Load(service.address, "mlp", questions) as load:
         service.ready()
         load.wait_for(20)
@@ -103,4 +101,4 @@ def test_each_has_a_copy_of_its_own_that_its_holder_has_made_there(mlp: Path, qu
                 ("holder", each.device),
                 *[("worker", each.device)] * 2,
             ]
-            assert_in_place(list(each.processes), SETS)
+            assert_placed(list(each.processes), SETS)

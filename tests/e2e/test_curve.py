@@ -1,4 +1,4 @@
-"""Over TCP a client is who its key says: CURVE from the client's key to the tenant, and what a reload changes."""
+"""CURVE over TCP: a client's key identifies its tenant, and a reload can withdraw keys."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def client(address: str, keys: Path, name: str, server: str = "lan", tenant: str
 
 
 @pytest.mark.usefixtures("service")
-def test_a_key_makes_a_client_its_tenant(address: str, keys: Path) -> None:
+def test_key_identifies_tenant(address: str, keys: Path) -> None:
     with client(address, keys, "ann") as ann:
         assert ann.infer("negated", SOME)["y"].tolist() == [-3, -5]
         assert ann.server().models == ("negated",)
@@ -94,7 +94,7 @@ def test_a_key_makes_a_client_its_tenant(address: str, keys: Path) -> None:
 
 
 @pytest.mark.usefixtures("service")
-def test_who_has_no_key_that_is_known_does_not_get_in(address: str, keys: Path) -> None:
+def test_rejects_clients_with_unknown_or_missing_key(address: str, keys: Path) -> None:
     for name, server in (("eve", "lan"), ("ann", "eve")):
         with pytest.raises(Unauthenticated, match=f"handshake with {address} failed: no tenant"):
             client(address, keys, name, server)
@@ -110,10 +110,10 @@ def test_who_has_no_key_that_is_known_does_not_get_in(address: str, keys: Path) 
 
 
 @pytest.mark.usefixtures("service")
-def test_a_gateway_asks_for_those_alone_for_whom_it_acts(address: str, keys: Path) -> None:
+def test_gateway_acts_only_for_its_tenants(address: str, keys: Path) -> None:
     with client(address, keys, "gateway", tenant="ben") as gateway:
         assert gateway.infer("other", SOME)["y"].tolist() == [-3, -5]
-        # What ben may not see there is not for who acts for it.
+        # The gateway sees no more than the tenant for which it acts.
         with pytest.raises(NotFound):
             gateway.infer("negated", SOME)
         accounts = {each.name: each.accounts for each in gateway.status().tenants}
@@ -126,9 +126,7 @@ def test_a_gateway_asks_for_those_alone_for_whom_it_acts(address: str, keys: Pat
     assert len(texts) == 1
 
 
-def test_a_key_that_a_reload_takes_away_is_refused_from_the_next_message_on(
-    service: Service, address: str, keys: Path
-) -> None:
+def test_rejects_next_message_of_key_withdrawn_by_reload(service: Service, address: str, keys: Path) -> None:
     with client(address, keys, "ann") as ann:
         ann.infer("negated", SOME)
         tables = tenants(keys)
@@ -143,9 +141,7 @@ def test_a_key_that_a_reload_takes_away_is_refused_from_the_next_message_on(
     service.reload(tenants=tenants(keys))
 
 
-def test_thousands_with_no_key_cost_nobody_who_is_at_another_listener(
-    service: Service, address: str, keys: Path
-) -> None:
+def test_keyless_connections_harm_no_other_listener(service: Service, address: str, keys: Path) -> None:
     users.need_other_users()
     rng = random.Random(16)
     curve = CURVE_GREETING + b"\x04\xc8\x05HELLO\1\0" + rng.randbytes(193)
@@ -155,27 +151,27 @@ def test_thousands_with_no_key_cost_nobody_who_is_at_another_listener(
     answers = [{"y": np.array([-number], np.int64)} for number in range(100)]
     with User(BOB) as ben, User(ALICE) as eve:
         ben.connect(service.address)
-        served, refused = told_of_ben(service)
+        served, refused = counts_of_ben(service)
         ben.begin(loads.ask_until_stopped, *question, answers)
         ben.wait_for_report()
         eve.begin(loads.hold_connections, [(host, int(port))], HOSTILE, says)
         eve.wait_for_report()
         asked = ben.end()
         assert asked.outcomes.keys() == {OK}
-        assert told_of_ben(service) == (served + asked.outcomes[OK], refused)
+        assert counts_of_ben(service) == (served + asked.outcomes[OK], refused)
         opened = eve.end()
         assert opened["connected"] > HOSTILE // 2, opened
     with client(address, keys, "ann") as ann:
         assert ann.infer("negated", SOME)["y"].tolist() == [-3, -5]
 
 
-def told_of_ben(service: Service) -> tuple[int, int]:
-    """How many of its requests were answered, and refused."""
+def counts_of_ben(service: Service) -> tuple[int, int]:
+    """Return the numbers of served and failed requests of the tenant "ben"."""
     (ben,) = (each for each in service.status().tenants if each.name == "ben")
     return sum(each.served for each in ben.accounts), sum(sum(each.failed.values()) for each in ben.accounts)
 
 
-def test_no_secret_is_anywhere_that_others_could_read_it(service: Service, keys: Path) -> None:
+def test_secret_keys_are_not_in_log_or_process_arguments(service: Service, keys: Path) -> None:
     secrets = [(keys / f"{name}.key").read_text().split()[-1] for name in NAMES]
     shown = service.log
     for pid in service.pids():

@@ -1,4 +1,4 @@
-"""`weightd doctor` on simulated machines: its children are real workers, their library and cards are simulated."""
+"""`weightd doctor` on simulated machines: real worker processes with a simulated library and simulated cards."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from .support import LIMIT_S, children_of
 pytestmark = pytest.mark.e2e
 
 COMMAND = [sys.executable, "-m", "weightd_daemon", "doctor"]
-# Of files of the vendor's installers and of device nodes, which no test can put there; and there is no service.
+# Findings about files of the vendor's installers and device nodes, which a test cannot create, and about the service,
+# which does not exist here.
 UNSEEN = {"driver", "cann", "device nodes", "service"}
 
-# As npu-smi says it of a chip.
-NOBODY = "    No process in device.\n    Chip ID                        : {}\n"
+# The lines that npu-smi prints for a chip without processes.
+IDLE_CHIP = "    No process in device.\n    Chip ID                        : {}\n"
 
 
 class Done(NamedTuple):
-    """What the doctor said. `findings` are by name; each has result, detail and advice."""
+    """Exit status and findings of the doctor, by name; each finding has a result, a detail and advice."""
 
     status: int
     findings: dict[str, dict[str, str]]
@@ -61,7 +62,7 @@ def host(tmp_path: Path) -> Host:
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Callable[[str, str], None]:
-    """Write a program of the host, a script of the shell that says this text."""
+    """Write a program of the host: a shell script that prints the text."""
     folder = tmp_path / "bin"
     folder.mkdir()
 
@@ -74,7 +75,7 @@ def programs(tmp_path: Path) -> Callable[[str, str], None]:
 
 @pytest.fixture
 def variables(tmp_path: Path, host: Host, programs: Callable[[str, str], None]) -> dict[str, str]:
-    """The environment of the host, with an npu-smi that lists its card and no process."""
+    """The environment of the host, with an npu-smi that lists one card and no process."""
     programs("npu-smi", "  0  0  0  Ascend910\n    No process in device.\n    Chip ID                        : 0")
     return {**os.environ, **environment(host), "PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
 
@@ -93,14 +94,12 @@ def directories() -> set[Path]:
 
 
 def not_reached(done: Done, *but: str) -> None:
-    """Every step of the self-test but these was not reached."""
+    """Check that all steps of the self-test except these are reported as not reached."""
     steps = set(CHECK_NAMES) - set(but)
     assert {name for name in steps if done.text(name).startswith("not testable: not reached")} == steps
 
 
-def test_a_healthy_host_passes_everything_and_nothing_is_left(
-    tmp_path: Path, host: Host, model: Path, variables: dict[str, str]
-) -> None:
+def test_healthy_host_passes_all_checks(tmp_path: Path, host: Host, model: Path, variables: dict[str, str]) -> None:
     before = directories()
     done = doctor(variables, "--model", model, "--limit", LIMIT_S)
     assert (done.status, done.those("not testable")) == (0, UNSEEN)
@@ -115,9 +114,7 @@ def test_a_healthy_host_passes_everything_and_nothing_is_left(
     assert (children_of(tmp_path), directories(), host.card_state().used) == (set(), before, 0)
 
 
-def test_the_oldest_interpreter_and_answers_that_differ_within_the_models_keys(
-    host: Host, model: Path, variables: dict[str, str]
-) -> None:
+def test_oldest_interpreter_with_selftest_tolerance(host: Host, model: Path, variables: dict[str, str]) -> None:
     python = mindir.interpreter()
     if python is None:
         pytest.skip(mindir.HOW_TO_GET_IT)
@@ -129,7 +126,7 @@ def test_the_oldest_interpreter_and_answers_that_differ_within_the_models_keys(
     assert "strict: the worker cannot go on" in done.text(HOLDER_EXIT)
 
 
-def test_a_virtual_instance_refuses_imports(host: Host, model: Path, variables: dict[str, str]) -> None:
+def test_virtual_instance_fails_to_attach(host: Host, model: Path, variables: dict[str, str]) -> None:
     host.switch(vnpu=True)
     done = doctor(variables, "--model", model, "--limit", LIMIT_S)
     assert (done.status, done.those("fail")) == (1, {ATTACH})
@@ -138,7 +135,7 @@ def test_a_virtual_instance_refuses_imports(host: Host, model: Path, variables: 
     not_reached(done, BUILD, ATTACH)
 
 
-def test_as_a_table_without_a_model(host: Host, variables: dict[str, str]) -> None:
+def test_prints_table_without_model(host: Host, variables: dict[str, str]) -> None:
     done = subprocess.run(COMMAND, env=variables, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, host.count("build")) == (0, 0)
     lines = done.stdout.splitlines()
@@ -146,7 +143,7 @@ def test_as_a_table_without_a_model(host: Host, variables: dict[str, str]) -> No
     assert lines[-1] == "9 pass, 0 fail, 6 not testable"
 
 
-def test_the_environment_of_the_service_counts_and_not_that_of_the_shell(
+def test_judges_environment_of_service_instead_of_shell(
     host: Host, model: Path, variables: dict[str, str], programs: Callable[[str, str], None]
 ) -> None:
     def judged(service: dict[str, str], shell: dict[str, str]) -> Done:
@@ -165,23 +162,25 @@ def test_the_environment_of_the_service_counts_and_not_that_of_the_shell(
     not_reached(done)
 
 
-def test_what_ranks_need(tmp_path: Path, variables: dict[str, str], programs: Callable[[str, str], None]) -> None:
+def test_checks_requirements_of_ranks(
+    tmp_path: Path, variables: dict[str, str], programs: Callable[[str, str], None]
+) -> None:
     two = {**variables, **environment(Host(tmp_path / "two", cards=2)), "PATH": variables["PATH"]}
-    programs("npu-smi", "  0  0  0  Ascend910\n  0  1  1  Ascend910\n" + NOBODY.format(0) + NOBODY.format(1))
+    programs("npu-smi", "  0  0  0  Ascend910\n  0  1  1  Ascend910\n" + IDLE_CHIP.format(0) + IDLE_CHIP.format(1))
     (tmp_path / "libhccl.so").touch()
     two["LD_LIBRARY_PATH"] = str(tmp_path)
     table = tmp_path / "table.json"
     table.write_text(ranktable.generate([RankDevice(0), RankDevice(1)]))
     done = doctor(two, "--ranks", "--rank-table", table)
     assert done.status == 0, done
-    # Where this machine has no /etc/hccn.conf, no addresses are known.
+    # A machine without /etc/hccn.conf does not know the addresses of its devices.
     assert {*ranks.CHECKS} - done.those("pass") <= {"device addresses"}
     assert done.text(ranks.TABLE) == f"pass: {table}: 2 ranks on localhost -> "
     done = doctor({**two, "ASCEND_RT_VISIBLE_DEVICES": "1"}, "--ranks", "ascend:0,ascend:1", "--rank-table", table)
     assert (done.status, done.those("fail")) == (1, {"cards of ranks", ranks.TABLE})
 
 
-def test_it_says_how_the_daemon_learns_of_exits() -> None:
+def test_reports_how_daemon_detects_process_exits() -> None:
     pidfds, other = (
         doctor(dict(os.environ), under=each).text(PROCESS_EXITS) for each in ((), surroundings.command("ENOSYS"))
     )
@@ -190,7 +189,7 @@ def test_it_says_how_the_daemon_learns_of_exits() -> None:
 
 
 @pytest.mark.parametrize("python", [sys.executable, "/nonexistent/python"])
-def test_no_ascend_at_all(python: str) -> None:
+def test_host_without_ascend(python: str) -> None:
     if list(Path("/dev").glob("davinci[0-9]*")):
         pytest.skip("this machine has cards")
     done = doctor(dict(os.environ), "--model", "any.mindir", "--ranks", "--python", python)
@@ -202,22 +201,22 @@ def test_no_ascend_at_all(python: str) -> None:
     not_reached(done)
 
 
-def test_the_report_does_not_outlive_the_doctor(tmp_path: Path, variables: dict[str, str]) -> None:
+def test_report_exits_with_doctor(tmp_path: Path, variables: dict[str, str]) -> None:
     library = tmp_path / "sleeping" / "mindspore_lite" / "__init__.py"
     library.parent.mkdir(parents=True)
     library.write_text("import time\nopen(__file__ + '.begun', 'w').close()\ntime.sleep(999)\n")
     variables["PYTHONPATH"] = f"{tmp_path}/sleeping{os.pathsep}{variables['PYTHONPATH']}"
     with subprocess.Popen(COMMAND, env=variables, stdout=subprocess.DEVNULL) as process:
-        report = Path(f"weightd_worker.report --device 0 --parent {process.pid}")  # of its command line
-        until(Path(f"{library}.begun").exists, "the report begins")
+        report = Path(f"weightd_worker.report --device 0 --parent {process.pid}")
+        until(Path(f"{library}.begun").exists, "the report starts")
         assert children_of(report)
         process.kill()
         process.wait(LIMIT_S)
-    until(lambda: not children_of(report), "the report ends")
+    until(lambda: not children_of(report), "the report exits")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_no_child_outlives_the_doctor(
+def test_children_exit_with_doctor(
     host: Host, model: Path, variables: dict[str, str], tmp_path: Path, number: signal.Signals, status: int
 ) -> None:
     host.fault("build", "hang", "holder")
@@ -227,10 +226,10 @@ def test_no_child_outlives_the_doctor(
         until(lambda: host.count("build"), "the holder builds")
         process.send_signal(number)
         assert process.wait(LIMIT_S) == status
-    until(lambda: not children_of(tmp_path), "the children end")
+    until(lambda: not children_of(tmp_path), "the children exit")
     assert host.card_state().used == 0
     left = directories() - before
-    # Nobody can tidy up after SIGKILL.
+    # The doctor cannot clean up after SIGKILL.
     assert len(left) == (0 if number is signal.SIGTERM else 1)
     for each in left:
         shutil.rmtree(each)

@@ -1,4 +1,4 @@
-"""What goes wrong while clients use the service, other than a plain death: each request ends rightly all the same."""
+"""Faults other than a crash of a worker, while clients send requests: each request still ends correctly."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
 WORKERS = 2
 ENDLESS = {"n": np.array([2**40])}
-A_WHILE = 10**5  # some tenths of a second
+A_WHILE = 10**5  # runs for some tenths of a second
 
 
 @pytest.fixture(scope="module")
 def service(mlp: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     loop = models.loop(tmp_path_factory.mktemp("loop") / "loop.onnx")
     tables: dict[str, dict[str, object]] = {
-        # With two threads its workers cannot be forked of the holder: they share pages.
+        # With two threads, workers cannot be forked from the holder; they share the pages of its store.
         "mlp": {"path": mlp, "workers": WORKERS, "threads": 2, "predict_timeout": 2.0, "watchdog": 2.0},
         "loop": {"path": loop, "workers": WORKERS, "predict_timeout": 1.0},
     }
@@ -53,28 +53,30 @@ def service(mlp: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
 
 
 def submit_and_see_it_run(client: Client, service: Service) -> Pending:
-    """Return a request that a worker runs. On a busy machine one may end before the status shows it."""
+    """Return a request that a worker runs; on a busy machine a request may end before the status shows it."""
 
     def attempt() -> Pending | None:
         pending = client.submit("loop", {"n": np.array([A_WHILE])})
-        until(lambda: pending.done() or any(each.in_flight for each in ready_workers(service, "loop")), "it runs")
+        until(
+            lambda: pending.done() or any(each.in_flight for each in ready_workers(service, "loop")), "the request runs"
+        )
         return None if pending.done() else pending
 
-    return until(attempt, "a request is seen to run")
+    return until(attempt, "the status shows a running request")
 
 
 def pids(service: Service) -> set[int]:
     return {each.pid for each in ready_workers(service, "mlp")}
 
 
-def wait_for_others(service: Service, old: set[int]) -> None:
-    until(lambda: len(now := pids(service)) == WORKERS and not now & old, "others are there instead")
+def wait_for_new_workers(service: Service, old: set[int]) -> None:
+    until(lambda: len(now := pids(service)) == WORKERS and not now & old, "new workers are ready")
 
 
-# --- requests that nobody wants any more ------------------------------------------------------------------------------
+# --- requests that a client cancels or abandons -----------------------------------------------------------------------
 
 
-def test_what_is_taken_back_ends_at_once_and_the_next_is_served(service: Service) -> None:
+def test_cancelled_requests_end_at_once(service: Service) -> None:
     with service.client() as client:
         running = [client.submit("loop", {"n": np.array([A_WHILE + number])}) for number in range(2)]
         waiting = [client.submit("loop", {"n": np.array([number])}) for number in range(4)]
@@ -86,14 +88,14 @@ def test_what_is_taken_back_ends_at_once_and_the_next_is_served(service: Service
         assert [int(waiting[number].result()["y"][0]) for number in (0, 2, 3)] == [0, 2, 3]
 
 
-def test_what_a_client_asked_that_is_gone_is_dropped(service: Service) -> None:
-    """Should their workers be lost to them, too, all these tests together would be taken for an enemy."""
+def test_drops_requests_of_disconnected_client(service: Service) -> None:
+    """The requests do not hang: with more lost workers the daemon would isolate the user who runs the tests."""
     with service.client() as other:
         client = service.client()
         kept = [client.submit("loop", {"n": np.array([A_WHILE + number])}) for number in range(20)]
-        until(lambda: model_status(service, "loop").queued > 10, "they wait")
+        until(lambda: model_status(service, "loop").queued > 10, "the requests are queued")
         client.close()
-        until(lambda: model_status(service, "loop").queued == 0, "they are dropped")
+        until(lambda: model_status(service, "loop").queued == 0, "the requests are dropped")
         assert other.infer("loop", {"n": np.array([3])})["y"] == [3]
         assert len(kept) == 20
 
@@ -101,7 +103,7 @@ def test_what_a_client_asked_that_is_gone_is_dropped(service: Service) -> None:
 # --- core dumps -------------------------------------------------------------------------------------------------------
 
 
-def test_no_process_leaves_weights_or_inputs_in_a_core_dump(service: Service) -> None:
+def test_core_dumps_are_disabled_in_all_processes(service: Service) -> None:
     found = {f"{role} {pid}": core_dump_of(pid) for pid, role in service.roles().items()}
     assert {key.split(" ")[0] for key in found} >= {"daemon", "holder", "worker", "fork", "proxy"}, found
     assert [key for key, each in found.items() if each != (0, 0)] == []
@@ -111,13 +113,13 @@ def test_no_process_leaves_weights_or_inputs_in_a_core_dump(service: Service) ->
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["daemon", "daemon-and-workers"])
-def test_the_time_in_which_the_daemon_is_stopped_does_not_count_against_workers(service: Service, whole: bool) -> None:
-    """As by SIGSTOP, a debugger, `docker pause` or the freezer: each stop is longer than predict_timeout."""
+def test_stopped_daemon_does_not_time_out_workers(service: Service, whole: bool) -> None:
+    """Covers SIGSTOP, debuggers, `docker pause` and the freezer: each stop is longer than predict_timeout."""
     workers = [each.pid for each in ready_workers(service, "loop")]
     before = model_status(service, "loop")
     stopped = [service.pid, *(workers if whole else ())]
     with service.client() as client:
-        # Content that is lost with two workers would be refused.
+        # Only twice, because an input that has crashed two workers is quarantined.
         for _ in range(2):
             pending = submit_and_see_it_run(client, service)
             try:
@@ -141,28 +143,26 @@ def test_the_time_in_which_the_daemon_is_stopped_does_not_count_against_workers(
 # --- workers that hang ------------------------------------------------------------------------------------------------
 
 
-def test_an_endless_predict_is_ended_with_its_stacks_in_the_log_and_not_begun_a_third_time(service: Service) -> None:
+def test_kills_endless_predict_and_quarantines_input(service: Service) -> None:
     with service.client() as client:
         for _ in range(2):
             with pytest.raises(DeadlineExceeded, match="took longer than predict_timeout"):
                 client.infer("loop", ENDLESS)
         with pytest.raises(Internal, match="this content crashed or hung workers"):
             client.infer("loop", ENDLESS)
-        # Others are served all the time.
+        # The daemon keeps serving other requests.
         assert client.infer("loop", {"n": np.array([7])})["y"] == [7]
-        until(lambda: "sessions/base.py" in service.log, "the stacks are told")
+        until(lambda: "sessions/base.py" in service.log, "the log has the stacks")
         assert "Fatal Python error: Aborted" in service.log
         assert model_status(service, "loop").quarantined >= 1
 
 
-def test_a_stopped_worker_costs_at_most_the_request_that_it_runs(
-    service: Service, questions: list[SampleRequest]
-) -> None:
+def test_stopped_worker_loses_at_most_its_running_request(service: Service, questions: list[SampleRequest]) -> None:
     victim = ready_workers(service, "mlp")[0].pid
     before = model_status(service, "mlp")
     endings: list[str] = []
     with service.client() as client:
-        # More than the other worker has done by the time that the first one is stopped.
+        # More requests than the other worker answers before the first one is stopped.
         pending = [client.submit("mlp", each.inputs) for each in questions * 30]
         os.kill(victim, signal.SIGSTOP)
         for each, question in zip(pending, questions * 30, strict=True):
@@ -172,14 +172,12 @@ def test_a_stopped_worker_costs_at_most_the_request_that_it_runs(
                 endings.append(str(error))
     assert len(endings) <= 1
     assert all("predict_timeout" in each for each in endings)
-    wait_for_others(service, {victim})
+    wait_for_new_workers(service, {victim})
     after = model_status(service, "mlp")
     assert (after.failed - before.failed, after.unexpected_exits - before.unexpected_exits) == (len(endings), 1)
 
 
-def test_when_no_worker_answers_health_says_so_and_they_are_replaced(
-    service: Service, questions: list[SampleRequest]
-) -> None:
+def test_replaces_workers_that_do_not_answer_pings(service: Service, questions: list[SampleRequest]) -> None:
     stopped = pids(service)
     failed = model_status(service, "mlp").failed
     with service.client() as client:
@@ -187,8 +185,8 @@ def test_when_no_worker_answers_health_says_so_and_they_are_replaced(
         assert (client.ready("mlp").ready, client.ready("mlp").reason) == (True, "")
         for pid in stopped:
             os.kill(pid, signal.SIGSTOP)
-        assert "mlp" in until(lambda: client.ready("mlp").reason, "it is told that nobody answers")
-        wait_for_others(service, stopped)
+        assert "mlp" in until(lambda: client.ready("mlp").reason, "health reports that no worker answers")
+        wait_for_new_workers(service, stopped)
         assert "no reply to a ping" in service.log
         ask_all(client, "mlp", questions)
         assert (client.ready("mlp").ready, model_status(service, "mlp").failed) == (True, failed)
@@ -198,9 +196,7 @@ def test_when_no_worker_answers_health_says_so_and_they_are_replaced(
 
 
 @pytest.mark.parametrize("damage", ["truncated", "overwritten"])
-def test_a_damaged_store_costs_time_but_no_answer(
-    service: Service, questions: list[SampleRequest], damage: str
-) -> None:
+def test_damaged_page_store_loses_no_answer(service: Service, questions: list[SampleRequest], damage: str) -> None:
     [store] = service.cache.glob("*/mlp.*/pages")
     before, failed = pids(service), model_status(service, "mlp").failed
     with Load(service.address, "mlp", questions) as load:
@@ -211,7 +207,7 @@ def test_a_damaged_store_costs_time_but_no_answer(
             with store.open("r+b") as file:
                 file.seek(8192)
                 file.write(b"\xff" * (store.stat().st_size - 8192))
-        wait_for_others(service, before)
+        wait_for_new_workers(service, before)
         load.wait_for(30)
     assert "the page store was changed or truncated" in service.log
     assert model_status(service, "mlp").failed == failed
@@ -221,8 +217,8 @@ def test_a_damaged_store_costs_time_but_no_answer(
 # --- the daemon -------------------------------------------------------------------------------------------------------
 
 
-def test_a_client_learns_at_once_that_the_daemon_is_dead(service: Service, questions: list[SampleRequest]) -> None:
-    """The last one: nobody serves any more."""
+def test_client_notices_dead_daemon_at_once(service: Service, questions: list[SampleRequest]) -> None:
+    """Keep this test behind the others of this service: it kills the daemon."""
     with service.client() as client:
         ask_all(client, "mlp", questions)
         pending = [client.submit("mlp", questions[2].inputs) for _ in range(50)]
@@ -247,9 +243,7 @@ def ending(pending: Pending) -> str:
 # --- files that vanish ------------------------------------------------------------------------------------------------
 
 
-def test_a_cache_that_vanishes_costs_no_answer_and_another_model_is_not_loaded_for_it(
-    zoo: Zoo, bare: BareEngine, tmp_path: Path
-) -> None:
+def test_deleted_cache_loses_no_answer(zoo: Zoo, bare: BareEngine, tmp_path: Path) -> None:
     good, path = zoo.path("two_inputs", "onnxruntime"), tmp_path / "model.onnx"
     shutil.copyfile(good, path)
     asked = bare.questions(good, pairs((2, 1)))
@@ -274,7 +268,7 @@ def test_a_cache_that_vanishes_costs_no_answer_and_another_model_is_not_loaded_f
             ask_all(client, "m", asked)
             models.tiny(path)
             victim = loses_the_cache_and_a_worker()
-            note = until(lambda: model_status(service, "m").note, "the cause is told")
+            note = until(lambda: model_status(service, "m").note, "the status shows the reason")
             assert f"{path}: the file has changed since it was loaded: expected sha256 " in note
             assert "weightctl update" in note
             ask_all(client, "m", asked)

@@ -1,4 +1,4 @@
-"""A service never takes more memory than as many plain processes of the engine, whatever the size of the model."""
+"""Memory of a service compared with the same number of plain engine processes, for small and large models."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .support import Arrays, mlp_inputs
 
 pytestmark = pytest.mark.e2e
 
-REQUESTS = 5  # of each process, before its memory is read
+REQUESTS = 5  # of each process, before its memory is measured
 
 
 class Case(NamedTuple):
-    """A model, a request, and the workers beyond which it has to pay."""
+    """A model, a request, and a number of workers with which the service must not use more memory."""
 
     write: Callable[[Path], Path]
     inputs: Arrays
@@ -29,8 +29,8 @@ class Case(NamedTuple):
 
 
 CASES = {
-    # Nothing of the service is left out. What it is before its first worker (daemon, gate, what forks) is as much as
-    # three plain processes of a small model: so these have six workers.
+    # The whole service counts. Without workers (daemon, proxy, fork server) it takes as much memory as three plain
+    # processes of a small model, so the small models have six workers.
     "10 KB": Case(models.tiny, mlp_inputs((1,), 64)[0], 6),
     "10 MB": Case(models.convolutions, {"x": mlp_inputs((3 * 224,), 224)[0]["x"].reshape(1, 3, 224, 224)}, 6),
     "200 MB": Case(models.mlp, mlp_inputs((1,), 2048)[0], 3),
@@ -39,23 +39,21 @@ CASES = {
 
 @pytest.mark.engines("onnxruntime")
 @pytest.mark.parametrize("size", ["10 KB", pytest.param("200 MB", marks=pytest.mark.long)])
-def test_onnx_runtime_takes_no_more_memory_than_as_many_plain_processes(size: str, engine: str, tmp_path: Path) -> None:
+def test_onnx_runtime_uses_no_more_memory_than_plain_processes(size: str, engine: str, tmp_path: Path) -> None:
     compare(size, engine, tmp_path)
 
 
 @pytest.mark.engines("mindspore_lite")
 @pytest.mark.parametrize("size", [pytest.param("10 KB", marks=pytest.mark.long), "10 MB"])
-def test_mindspore_lite_takes_no_more_memory_than_as_many_plain_processes(
-    size: str, engine: str, tmp_path: Path
-) -> None:
+def test_mindspore_lite_uses_no_more_memory_than_plain_processes(size: str, engine: str, tmp_path: Path) -> None:
     compare(size, engine, tmp_path)
 
 
-SELF_TEST_BYTES = 128 * 2**20  # twice 4096 rows of 16 KiB, where all activations are there at once
+SELF_TEST_BYTES = 128 * 2**20  # two batches of 4096 rows of 16 KiB, with all activations in memory at once
 
 
 @pytest.mark.engines("onnxruntime")
-def test_what_the_self_test_took_is_given_back_before_a_worker_is_ready(engine: str, tmp_path: Path) -> None:
+def test_self_test_memory_is_freed_before_worker_is_ready(engine: str, tmp_path: Path) -> None:
     path = models.thick(tmp_path / "model.onnx")
     with Service({"m": {"path": path, "workers": 1}}) as service:
         service.ready()
@@ -87,7 +85,7 @@ def compare(size: str, engine: str, tmp_path: Path) -> None:
 
 
 def plain_processes(path: Path, engine: str, case: Case) -> int:
-    """Bytes that as many plain processes take at least: one, and what each further one has but for the libraries."""
+    """Return the minimum bytes of as many plain processes: the first one, plus the unshared memory of the others."""
     with PlainProcess(path, engine) as process:
         process.repeat(case.inputs, REQUESTS)
         return memory.pss(process.pid) + (case.workers - 1) * memory.pss_anonymous(process.pid)

@@ -1,4 +1,4 @@
-"""Clients of HTTP and of gRPC have the answers of each engine, bit for bit."""
+"""Bit-equal answers of each engine over HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def gateway(mlp: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gat
 
 
 @pytest.mark.parametrize("protocol", CLIENTS)
-def test_answers_are_those_of_the_engine(
+def test_answers_equal_those_of_engine(
     engine: str, gateway: GatewayProcess, questions: Sequence[SampleRequest], protocol: str
 ) -> None:
     library: Any = CLIENTS[protocol]

@@ -1,4 +1,4 @@
-"""gRPC in front of a real daemon: unmodified clients are answered as the native client is, bit for bit."""
+"""The gRPC gateway with a real daemon: third-party clients get the same answers as the native client."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
 LIMIT_S = 60.0
 
-# For the model that counts: it takes no time, or a second or more.
+# Loop counts for the model "patient": no time, and at least one second.
 QUICK, LONG = 3, 1_500_000
 
 
@@ -77,7 +77,7 @@ def tensor(name: str, array: NDArray[Any], datatype: str = "FP32") -> triton.Inf
 
 
 def of_each_datatype(rows: int) -> dict[str, NDArray[Any]]:
-    """Return any bits, but in a BOOL: NaN with payloads and negative zeros among them."""
+    """Return random bits of each datatype, including NaN payloads and negative zeros; BOOL is 0 or 1."""
     random = np.random.default_rng(3)
     arrays: dict[str, NDArray[Any]] = {}
     for name, dtype in DTYPES.items():
@@ -89,12 +89,12 @@ def of_each_datatype(rows: int) -> dict[str, NDArray[Any]]:
 X = np.random.default_rng(1).standard_normal((2, 64), dtype=np.float32)
 
 
-# --- what is asked and answered -------------------------------------------------------------------------------------
+# --- requests and answers -------------------------------------------------------------------------------------------
 
 
-# The larger one has inputs that the workers find in memory that they share with the gateway, and others beside.
+# With 20,000 rows, some inputs are large enough for the memory that gateway and workers share, others are not.
 @pytest.mark.parametrize("rows", [1, 20_000])
-def test_each_datatype_is_answered_as_the_native_client_is_bit_for_bit(
+def test_all_datatypes_equal_answers_of_native_client(
     service: Service, client: triton.InferenceServerClient, rows: int
 ) -> None:
     arrays = of_each_datatype(rows)
@@ -105,7 +105,7 @@ def test_each_datatype_is_answered_as_the_native_client_is_bit_for_bit(
     assert_same({name: result.as_numpy(name) for name in expected}, expected)
 
 
-def test_a_model_is_described_and_its_requests_are_counted(client: triton.InferenceServerClient) -> None:
+def test_metadata_and_statistics_of_model(client: triton.InferenceServerClient) -> None:
     client.infer("tiny", [tensor("x", X)])
     assert client.is_server_live()
     assert client.is_server_ready()
@@ -118,15 +118,15 @@ def test_a_model_is_described_and_its_requests_are_counted(client: triton.Infere
     assert {each.name for each in client.get_model_repository_index().models} == {"types", "tiny", "patient"}
 
     def is_counted() -> bool:
-        (told,) = client.get_inference_statistics("tiny").model_stats
-        success = told.inference_stats.success
-        return bool(success.count and success.ns and told.inference_count and told.execution_count)
+        (statistics,) = client.get_inference_statistics("tiny").model_stats
+        success = statistics.inference_stats.success
+        return bool(success.count and success.ns and statistics.inference_count and statistics.execution_count)
 
-    until(is_counted, "a request that is counted")
+    until(is_counted, "the request is counted")
     assert len(client.get_inference_statistics().model_stats) == 3
 
 
-def test_errors_are_told_by_code_and_text(client: triton.InferenceServerClient) -> None:
+def test_errors_have_code_and_text(client: triton.InferenceServerClient) -> None:
     for model, inputs, code, text in (
         ("other", [tensor("x", X)], "NOT_FOUND", "other"),
         ("tiny", [tensor("z", X)], "INVALID_ARGUMENT", "z"),
@@ -138,7 +138,7 @@ def test_errors_are_told_by_code_and_text(client: triton.InferenceServerClient) 
         assert refused.value.status() == f"StatusCode.{code}"
 
 
-def test_a_message_beyond_the_bound_is_refused_and_the_connection_lives(client: triton.InferenceServerClient) -> None:
+def test_rejects_oversized_message_and_keeps_connection(client: triton.InferenceServerClient) -> None:
     large = np.zeros((40_000, 64), np.float32)
     with pytest.raises(InferenceServerException) as refused:
         client.infer("tiny", [tensor("x", large)])
@@ -146,7 +146,7 @@ def test_a_message_beyond_the_bound_is_refused_and_the_connection_lives(client: 
     assert client.infer("tiny", [tensor("x", X)]).as_numpy("y").shape == X.shape
 
 
-def test_what_a_compressed_message_becomes_is_bounded_before_it_is_kept(gateway: GatewayProcess, address: str) -> None:
+def test_limits_size_of_decompressed_message(gateway: GatewayProcess, address: str) -> None:
     def most_bytes() -> int:
         (line,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{gateway.pid}/status").read_text())
         return int(line) * 1024
@@ -162,7 +162,7 @@ def test_what_a_compressed_message_becomes_is_bounded_before_it_is_kept(gateway:
     assert most_bytes() < before + 48 * 1024 * 1024
 
 
-def test_many_at_once_are_each_answered_with_their_own(service: Service, client: triton.InferenceServerClient) -> None:
+def test_concurrent_requests_get_their_own_answers(service: Service, client: triton.InferenceServerClient) -> None:
     questions = [np.full((rows, 64), rows, np.float32) for rows in range(1, 65)]
     with service.client() as native:
         expected = [native.infer("tiny", {"x": each})["y"] for each in questions]
@@ -196,11 +196,11 @@ async def _ask_all(address: str) -> None:
             np.testing.assert_array_equal(result.as_numpy("y"), single)
 
 
-def test_the_client_for_asyncio_is_answered(address: str) -> None:
+def test_asyncio_client(address: str) -> None:
     asyncio.run(_ask_all(address))
 
 
-# --- shared memory, as perf_analyzer has it --------------------------------------------------------------------------
+# --- shared memory, as perf_analyzer uses it ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -211,7 +211,7 @@ def region() -> Iterator[Any]:
     shm.destroy_shared_memory_region(handle)
 
 
-def test_tensors_may_be_in_shared_memory_with_all_that_perf_analyzer_asks(
+def test_shared_memory_as_perf_analyzer_uses_it(
     service: Service, client: triton.InferenceServerClient, region: Any
 ) -> None:
     name = region._triton_shm_name
@@ -242,14 +242,14 @@ def test_tensors_may_be_in_shared_memory_with_all_that_perf_analyzer_asks(
     assert refused.value.status() == "StatusCode.NOT_FOUND"
 
 
-# --- what takes long, or is not wanted any more ----------------------------------------------------------------------
+# --- deadlines and cancellation -------------------------------------------------------------------------------------
 
 
 def counting(to: int) -> list[triton.InferInput]:
     return [tensor("n", np.array([to]), "INT64")]
 
 
-def test_a_deadline_passes(client: triton.InferenceServerClient) -> None:
+def test_grpc_deadlines(client: triton.InferenceServerClient) -> None:
     with pytest.raises(InferenceServerException) as late:
         client.infer("patient", counting(LONG), client_timeout=0.2)
     assert late.value.status() == "StatusCode.DEADLINE_EXCEEDED"
@@ -258,18 +258,18 @@ def test_a_deadline_passes(client: triton.InferenceServerClient) -> None:
     assert late.value.status() == "StatusCode.DEADLINE_EXCEEDED"
 
 
-def test_what_is_cancelled_is_taken_back(service: Service, client: triton.InferenceServerClient) -> None:
+def test_cancelled_calls_leave_the_queue(service: Service, client: triton.InferenceServerClient) -> None:
     calls = [client.async_infer("patient", counting(LONG), lambda result, error: None) for _ in range(200)]
-    until(lambda: model_status(service, "patient").queued > 100, "requests that wait")
+    until(lambda: model_status(service, "patient").queued > 100, "requests are queued")
     for each in calls:
         each.cancel()
-    until(lambda: model_status(service, "patient").queued == 0, "none that waits")
+    until(lambda: model_status(service, "patient").queued == 0, "the queue is empty")
     np.testing.assert_array_equal(client.infer("patient", counting(QUICK)).as_numpy("y"), [QUICK])
 
 
-# --- other witnesses, and others -------------------------------------------------------------------------------------
+# --- other clients --------------------------------------------------------------------------------------------------
 
-# In a process of its own: its messages have the names that those of Triton's client have.
+# In a separate process, because its protobuf messages have the same names as those in Triton's client.
 _OPEN_INFERENCE = """
 import sys
 import grpc
@@ -292,11 +292,11 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
 """
 
 
-def test_a_client_with_typed_contents_is_answered(address: str) -> None:
+def test_client_with_typed_contents(address: str) -> None:
     subprocess.run([sys.executable, "-c", _OPEN_INFERENCE, address], check=True, timeout=LIMIT_S)
 
 
-def test_garbage_and_a_thousand_idle_connections_harm_nobody(
+def test_garbage_and_thousand_idle_connections_are_harmless(
     gateway: GatewayProcess, address: str, client: triton.InferenceServerClient
 ) -> None:
     host, _, port = address.rpartition(":")
@@ -304,7 +304,7 @@ def test_garbage_and_a_thousand_idle_connections_harm_nobody(
     with ExitStack() as stack:
         idle = [stack.enter_context(socket.create_connection((host, int(port)), LIMIT_S)) for _ in range(1000)]
         for content in (b"GET / HTTP/1.1\r\n\r\n", bytes(1000), b"\xff" * 100_000, b"\x16\x03\x01\x02\0\1"):
-            # Hung up in the middle of a sentence, or after it.
+            # The peer closes the connection within a frame or after it.
             with closing(socket.create_connection((host, int(port)), LIMIT_S)) as stranger, suppress(OSError):
                 stranger.sendall(content)
                 stranger.shutdown(socket.SHUT_WR)
@@ -314,4 +314,4 @@ def test_garbage_and_a_thousand_idle_connections_harm_nobody(
             assert another.infer("tiny", [tensor("x", X)]).as_numpy("y").shape == X.shape
         assert len(idle) == 1000
     assert client.infer("tiny", [tensor("x", X)]).as_numpy("y").shape == X.shape
-    assert gateway.log == before, "strangers fill no log"
+    assert gateway.log == before, "invalid connections are not logged"

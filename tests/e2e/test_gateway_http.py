@@ -1,4 +1,4 @@
-"""HTTP, as clients that others have written speak it, before a real daemon with a real engine."""
+"""The HTTP gateway with a real daemon and engine, used by third-party clients."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
 Arrays = dict[str, NDArray[Any]]
 
-# A request of the patient model that takes a while.
+# A request to the model "slow" that runs for a while.
 LONG = {"inputs": [{"name": "n", "datatype": "INT64", "shape": [1], "data": [1_000_000]}]}
 
 
@@ -79,7 +79,7 @@ def client(address: str) -> Iterator[triton.InferenceServerClient]:
 
 
 def every_datatype(rows: int) -> Arrays:
-    """Return any bits, but in a BOOL."""
+    """Return random bits of each datatype; BOOL is 0 or 1."""
     random = np.random.default_rng(rows)
     arrays: Arrays = {}
     for name, dtype in DTYPES.items():
@@ -107,7 +107,7 @@ def assert_the_same_bits(result: Any, expected: Mapping[str, NDArray[Any]]) -> N
 
 @pytest.mark.parametrize("compression", [None, "gzip", "deflate"])
 @pytest.mark.parametrize("rows", [1, 5000])
-def test_bits_are_those_of_the_native_client(
+def test_answers_equal_those_of_native_client(
     service: Service, client: triton.InferenceServerClient, rows: int, compression: str | None
 ) -> None:
     arrays = every_datatype(rows)
@@ -123,9 +123,7 @@ def test_bits_are_those_of_the_native_client(
     assert result.get_response()["id"] == "7"
 
 
-def test_a_scalar_and_an_array_of_one_element_are_the_same(
-    service: Service, client: triton.InferenceServerClient
-) -> None:
+def test_scalar_equals_array_of_one_element(service: Service, client: triton.InferenceServerClient) -> None:
     x = np.arange(4, dtype=np.float32).reshape(2, 2)
     exact: Arrays = {"x": x, "rate": np.array(16000), "offset": np.array([0.5], np.float32)}
     loose: Arrays = {"x": x, "rate": np.array([16000]), "offset": np.array(0.5, np.float32)}
@@ -142,7 +140,7 @@ def test_a_scalar_and_an_array_of_one_element_are_the_same(
         assert_the_same_bits(client.infer("scalar", asked(loose, binary=binary)), {"y": expected})
 
 
-def test_bits_are_the_same_in_json(client: triton.InferenceServerClient) -> None:
+def test_answers_are_bit_equal_in_json(client: triton.InferenceServerClient) -> None:
     arrays = {name: array for name, array in every_datatype(3).items() if name != "FP16"}
     for name in ("FP32", "FP64"):
         arrays[name] = np.random.default_rng(1).standard_normal((3, 2)).astype(DTYPES[name])
@@ -185,7 +183,7 @@ def test_every_method_of_tritonclient(client: triton.InferenceServerClient) -> N
     assert client.get_cuda_shared_memory_status() == []
 
 
-def test_what_perf_analyzer_asks_before_and_after(client: triton.InferenceServerClient) -> None:
+def test_requests_of_perf_analyzer(client: triton.InferenceServerClient) -> None:
     assert isinstance(client.get_server_metadata()["extensions"], list)
     config = client.get_model_config("tiny")
     assert config["max_batch_size"] == 0
@@ -206,7 +204,7 @@ def test_what_perf_analyzer_asks_before_and_after(client: triton.InferenceServer
     assert busier > busy
 
 
-def test_errors_are_those_of_the_daemon(client: triton.InferenceServerClient) -> None:
+def test_errors_of_daemon_as_http_status(client: triton.InferenceServerClient) -> None:
     ones = np.ones((1, 64), np.float32)
     more: dict[str, Any]
     for model, arrays, more, status, text in (
@@ -222,11 +220,11 @@ def test_errors_are_those_of_the_daemon(client: triton.InferenceServerClient) ->
             client.infer(model, asked(arrays), **more)
         assert caught.value.status() == status
         assert text in caught.value.message()
-    # A refused request does no harm: the next one on the same connection is served.
+    # The connection stays usable after rejected requests.
     client.infer("tiny", asked({"x": ones}))
 
 
-def test_requests_at_once_by_greenlets_and_by_asyncio(address: str) -> None:
+def test_concurrent_requests_by_greenlets_and_asyncio(address: str) -> None:
     arrays = [np.full((1, 64), each, np.float32) for each in range(20)]
     with triton.InferenceServerClient(address, concurrency=4) as client:
         expected = [client.infer("tiny", asked({"x": each})).as_numpy("y") for each in arrays]
@@ -273,7 +271,7 @@ def test_tensors_in_shared_memory(client: triton.InferenceServerClient) -> None:
         shared_memory.destroy_shared_memory_region(handle)
 
 
-def test_a_client_made_from_the_protocol_s_own_description(service: Service, address: str) -> None:
+def test_client_generated_from_openapi_description(service: Service, address: str) -> None:
     with httpx.Client() as connection:
         client = OpenInferenceClient(base_url=f"http://{address}", httpx_client=connection)
         client.check_server_liveness()
@@ -295,7 +293,7 @@ def test_a_client_made_from_the_protocol_s_own_description(service: Service, add
         assert np.array(got, np.float32).tobytes() == expected.tobytes()
 
 
-def test_what_kserve_s_client_sends(service: Service, address: str) -> None:
+def test_request_as_kserve_client_sends_it(service: Service, address: str) -> None:
     array = np.random.default_rng(5).standard_normal((2, 64)).astype(np.float32)
     described = {"name": "x", "shape": [2, 64], "datatype": "FP32", "parameters": {"binary_data_size": array.nbytes}}
     header = json.dumps({"id": "a-b", "model_name": "tiny", "inputs": [described]}).encode()
@@ -328,7 +326,7 @@ def test_metrics_and_page(address: str) -> None:
         connection.close()
 
 
-def test_who_hangs_up_during_a_predict_has_cancelled_it(service: Service, address: str) -> None:
+def test_disconnect_cancels_running_request(service: Service, address: str) -> None:
     def cancelled() -> int:
         with service.client() as native:
             accounts = [account for tenant in native.metrics().tenants for account in tenant.accounts]
@@ -345,14 +343,14 @@ def test_who_hangs_up_during_a_predict_has_cancelled_it(service: Service, addres
             with service.client() as native:
                 return any(model.running for model in native.metrics().models if model.name == "slow")
 
-        until(runs, "it runs")
-    until(lambda: cancelled() == before + 1, "it is taken back")
+        until(runs, "the predict runs")
+    until(lambda: cancelled() == before + 1, "the daemon counts a cancelled request")
 
 
 # --- the process ----------------------------------------------------------------------------------------------------
 
 
-def test_a_restart_of_the_daemon_under_load(tmp_path: Path) -> None:
+def test_restart_of_daemon_under_load(tmp_path: Path) -> None:
     tables = {"tiny": {"path": models.tiny(tmp_path / "tiny.onnx")}}
     array = np.ones((1, 64), np.float32)
     statuses: list[str] = []
@@ -374,12 +372,12 @@ def test_a_restart_of_the_daemon_under_load(tmp_path: Path) -> None:
         thread = threading.Thread(target=load)
         thread.start()
         try:
-            until(lambda: "200" in statuses, "it is answered")
+            until(lambda: "200" in statuses, "a request is answered")
             service.kill()
-            until(lambda: "503" in statuses, "it is told that nobody can answer")
+            until(lambda: "503" in statuses, "a request fails with status 503")
             service.start_again()
             begun = len(statuses)
-            until(lambda: "200" in statuses[begun:], "it is answered again")
+            until(lambda: "200" in statuses[begun:], "a request is answered again")
         finally:
             stopped.set()
             thread.join()
@@ -390,7 +388,7 @@ def token(secret: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {secret}"}
 
 
-def test_each_token_asks_for_its_tenant_and_a_reload_takes_it_away(tmp_path: Path) -> None:
+def test_tokens_identify_tenants_until_withdrawn(tmp_path: Path) -> None:
     digests = [hashlib.sha256(each).hexdigest() for each in (b"ann", b"ben", b"eve")]
     tokens = tmp_path / "tokens"
     tokens.write_text("".join(f"{each} {name}\n" for each, name in zip(digests, ("ann", "ben", "eve"), strict=True)))
@@ -423,20 +421,20 @@ def test_each_token_asks_for_its_tenant_and_a_reload_takes_it_away(tmp_path: Pat
                 assert status(ask) == "404"
             index = client.get_model_repository_index(headers=token("ann"))
             assert [each["name"] for each in index] == ["seen"]
-            # The gateway does not act for everybody whom its file names.
+            # eve has a token, but the gateway's tenant does not act for eve.
             assert status(lambda: client.infer("seen", asked(x), headers=token("eve"))) == "403"
             tokens.write_text(f"{digests[1]} ben\n")
             os.kill(gateway.pid, signal.SIGHUP)
-            until(lambda: "reloaded; number of tokens: 1" in gateway.log, "it has read them again")
+            until(lambda: "reloaded; number of tokens: 1" in gateway.log, "the gateway has read the tokens again")
             assert status(lambda: client.infer("seen", asked(x), headers=token("ann"))) == "401"
             client.infer("seen", asked(x), headers=token("ben"))
             tokens.write_text("nonsense\n")
             os.kill(gateway.pid, signal.SIGHUP)
-            until(lambda: "reload failed, configuration unchanged" in gateway.log, "it says what is wrong")
+            until(lambda: "reload failed, configuration unchanged" in gateway.log, "the gateway logs the error")
             client.infer("seen", asked(x), headers=token("ben"))
 
 
-def test_what_is_under_way_is_finished_before_the_end(service: Service, tmp_path: Path) -> None:
+def test_finishes_running_requests_before_exit(service: Service, tmp_path: Path) -> None:
     body = json.dumps(LONG).encode()
     with GatewayProcess(tmp_path, service.address) as gateway:
         port = gateway.port("http")
@@ -447,17 +445,17 @@ def test_what_is_under_way_is_finished_before_the_end(service: Service, tmp_path
             with service.client() as native:
                 return any(model.running for model in native.metrics().models if model.name == "slow")
 
-        until(runs, "it runs")
+        until(runs, "the predict runs")
         os.kill(gateway.pid, signal.SIGTERM)
         assert connection.getresponse().status == 200
         connection.close()
         with contextlib.suppress(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port)).close()
-        # It has been asked already.
+        # The gateway got SIGTERM above.
         assert gateway.wait() == 0
 
 
-def test_the_command_becomes_another_program_and_a_wrong_file_ends_it(tmp_path: Path) -> None:
+def test_gateway_command_rejects_invalid_configuration(tmp_path: Path) -> None:
     config = tmp_path / "gateway.toml"
     config.write_text("[gateway]\nhtpp = []\n")
     command = [sys.executable, "-m", "weightd_daemon", "gateway", str(config)]

@@ -1,4 +1,4 @@
-"""KServe's own clients ask a real gateway. They bring 67 packages, so they have an environment of their own."""
+"""KServe's clients with a real gateway. They depend on 67 packages, so they have a separate virtual environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ X = np.arange(64, dtype=np.float32).reshape(1, 64) / 64
 
 
 @pytest.mark.skipif(not PYTHON.exists(), reason="no kserve: `make test-kserve` installs it")
-def test_kserve_has_the_same_answers_by_each_of_its_ways(tmp_path: Path) -> None:
+def test_kserve_clients_get_answers_of_native_client(tmp_path: Path) -> None:
     with Service({"tiny": {"path": models.tiny(tmp_path / "tiny.onnx")}}) as service:
         service.ready()
         with GatewayProcess(tmp_path, service.address) as gateway, service.client() as native:
@@ -33,9 +33,9 @@ def test_kserve_has_the_same_answers_by_each_of_its_ways(tmp_path: Path) -> None
             text = json.dumps(X.tolist())
             done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=100, check=False)
             assert done.returncode == 0, done.stderr
-            told = json.loads(done.stdout)
+            answers = json.loads(done.stdout)
             expected = native.infer("tiny", {"x": X})["y"].tolist()
-    assert {way: told[way] for way in ("json", "binary", "typed", "raw")} == dict.fromkeys(
+    assert {way: answers[way] for way in ("json", "binary", "typed", "raw")} == dict.fromkeys(
         ("json", "binary", "typed", "raw"), expected
     )
-    assert told["rest"] == told["grpc"] == [True, True, True]
+    assert answers["rest"] == answers["grpc"] == [True, True, True]

@@ -1,4 +1,4 @@
-"""Processes that are killed while clients use the service. That of one worker, on each engine: test_main_path."""
+"""Killed processes while clients send requests. test_main_path kills one worker on each engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def names(service: Service) -> set[str]:
     return {each.name for each in ready_workers(service, "mlp")}
 
 
-def test_no_request_is_lost_when_the_last_workers_are_killed(service: Service, questions: list[SampleRequest]) -> None:
+def test_requeues_requests_of_last_killed_workers(service: Service, questions: list[SampleRequest]) -> None:
     service.ready()
     workers = [each.pid for each in ready_workers(service, "mlp")]
     for pid in workers:
@@ -59,23 +59,23 @@ def test_no_request_is_lost_when_the_last_workers_are_killed(service: Service, q
     service.ready()
 
 
-def test_nobody_notices_when_the_holder_is_killed(service: Service, questions: list[SampleRequest]) -> None:
+def test_killed_holder_interrupts_no_client(service: Service, questions: list[SampleRequest]) -> None:
     [holder] = processes(service, "mlp", "holder")
     before = names(service)
     with Load(service.address, "mlp", questions) as load:
         load.wait_for(50)
         os.kill(holder.pid, signal.SIGKILL)
-        until(lambda: not processes(service, "mlp", "holder"), "the holder is gone")
+        until(lambda: not processes(service, "mlp", "holder"), "the holder exits")
         load.wait_for(50)
         assert (model_status(service, "mlp").state, names(service)) == ("serving", before)
         kill_a_worker(service, load)
 
 
-@pytest.mark.parametrize("loads", [False, True], ids=["serves", "loads"])
-def test_no_child_survives_a_killed_daemon_and_the_next_one_cleans_up(
+@pytest.mark.parametrize("loads", [False, True], ids=["serving", "loading"])
+def test_children_exit_with_killed_daemon(
     loads: bool, mlp: Path, questions: list[SampleRequest], tmp_path: Path
 ) -> None:
-    # Where workers are forked of the holder there are none before that has built.
+    # With start = "fork" there are no workers to kill before the holder has built.
     with Service({"mlp": {"path": mlp, "workers": WORKERS, "start": "spawn" if loads else "fork"}}) as service:
         if loads:
             until(lambda: len(children_of(service.cache)) > WORKERS, "the children are spawned")

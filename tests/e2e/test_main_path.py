@@ -1,4 +1,4 @@
-"""The main job: several processes answer real requests from one copy of the weights, and answer as the engine does."""
+"""The main path: several processes share one copy of the weights and answer exactly as the engine does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.e2e
 
 WORKERS = {"mlp": 2, "large": 2, "two_inputs": 1, "integers": 1}
 
-# Some outputs are large enough that the worker hands them to ZeroMQ without a copy (64 KiB); sizes go up and down.
+# Some outputs exceed 64 KiB, above which the worker passes them to ZeroMQ without a copy; sizes go up and down.
 BATCHES = (1, 2, 40, 7, 64, 1, 3, 63)
 
 
@@ -62,7 +62,7 @@ def client(service: Service) -> Iterator[Client]:
 
 
 def inputs_of(name: str, engine: str) -> list[Arrays]:
-    """Different inputs of a model."""
+    """Return different inputs of a model."""
     if name == "two_inputs":
         return pairs(BATCHES)
     if name == "integers":
@@ -71,7 +71,7 @@ def inputs_of(name: str, engine: str) -> list[Arrays]:
 
 
 @pytest.mark.parametrize("name", ["mlp", "two_inputs", "integers"])
-def test_every_worker_answers_as_the_engine_does_bit_for_bit(
+def test_workers_answer_bit_equal_to_engine(
     name: str, engine: str, service: Service, client: Client, zoo: Zoo, bare: BareEngine
 ) -> None:
     questions = bare.questions(zoo.path(name, engine), inputs_of(name, engine))
@@ -83,15 +83,13 @@ def test_every_worker_answers_as_the_engine_does_bit_for_bit(
     until(all_have_served, f"each worker of {name} has served")
 
 
-def test_clients_in_threads_get_their_own_answers(service: Service, questions: list[SampleRequest]) -> None:
+def test_concurrent_clients_get_their_own_answers(service: Service, questions: list[SampleRequest]) -> None:
     with Load(service.address, "mlp", questions, clients=4) as load:
         load.wait_for(100)
 
 
 @pytest.mark.parametrize("over", ["unix", "ipc"])
-def test_one_client_is_used_by_many_threads_and_one_by_many_tasks(
-    over: str, service: Service, questions: list[SampleRequest]
-) -> None:
+def test_client_is_shared_by_threads_and_tasks(over: str, service: Service, questions: list[SampleRequest]) -> None:
     address = f"{over}://{service.address}"
 
     async def ask_in_tasks() -> list[Arrays]:
@@ -105,22 +103,22 @@ def test_one_client_is_used_by_many_threads_and_one_by_many_tasks(
         assert_same(got, question.answer)
 
 
-def test_an_answer_is_not_overwritten_by_later_ones(client: Client, questions: list[SampleRequest]) -> None:
+def test_later_answers_do_not_overwrite_earlier_ones(client: Client, questions: list[SampleRequest]) -> None:
     outputs = [client.infer("mlp", each.inputs) for each in questions]
     ask_all(client, "mlp", questions * 3)
     for got, question in zip(outputs, questions, strict=True):
         assert_same(got, question.answer)
 
 
-def test_large_answers_on_their_way_are_not_overwritten_by_the_next_predict(
+def test_next_predict_does_not_overwrite_answer_being_sent(
     engine: str, client: Client, zoo: Zoo, bare: BareEngine
 ) -> None:
-    """Megabytes take longer to send than to compute here, so that a worker has the next request meanwhile."""
+    """Sending megabytes takes longer than computing them here, so the worker starts the next predict meanwhile."""
     questions = bare.questions(zoo.path("two_inputs", engine), pairs((200_000,) * 3))
     ask_all(client, "two_inputs", questions * 3)
 
 
-def test_every_process_shares_the_weights(service: Service) -> None:
+def test_all_processes_share_weights(service: Service) -> None:
     generation = model_status(service, "mlp").generations[0]
     assert sorted(each.role for each in generation.processes) == ["holder", "worker", "worker"]
     for each in generation.processes:
@@ -129,25 +127,25 @@ def test_every_process_shares_the_weights(service: Service) -> None:
     assert (generation.saved_bytes or 0) >= 0.98 * (WORKERS["mlp"] - 1) * MLP_WEIGHT_BYTES
 
 
-def test_a_worker_needs_far_less_memory_than_a_plain_process(
+def test_worker_needs_less_memory_than_plain_process(
     engine: str, service: Service, client: Client, zoo: Zoo, bare: BareEngine
 ) -> None:
     path = zoo.path("large", engine)
     ask_all(client, "large", bare.questions(path, mlp_inputs((1, 2), LARGE_WIDTH)) * 10)
     workers = [each.pid for each in processes(service, "large", "worker")]
     largest = max(map(memory.pss, workers))
-    # Three processes share one copy, so each of them is spared two thirds of it.
+    # Three processes share one copy, so each saves two thirds of it.
     assert memory.pss(bare.process(path).pid) - largest > 0.6 * LARGE_WEIGHT_BYTES
 
-    def told() -> dict[int, int]:
+    def reported() -> dict[int, int]:
         return {each.pid: each.pss_bytes or 0 for each in processes(service, "large", "worker")}
 
-    assert set(told()) == set(workers)
-    # What the status tells may be a second old.
-    until(lambda: max(told().values()) == pytest.approx(largest, rel=0.1), "the status tells it")
+    assert set(reported()) == set(workers)
+    # The status may show values that are a second old.
+    until(lambda: max(reported().values()) == pytest.approx(largest, rel=0.1), "the status shows the memory")
 
 
-def test_the_daemon_is_the_last_to_go_when_memory_runs_out(service: Service) -> None:
+def test_oom_scores_protect_daemon(service: Service) -> None:
     def score(pid: int) -> int:
         return int(Path(f"/proc/{pid}/oom_score_adj").read_text("ascii"))
 
@@ -158,7 +156,7 @@ def test_the_daemon_is_the_last_to_go_when_memory_runs_out(service: Service) -> 
         assert score(each.pid) == min(own + above[each.role], 1000), each
 
 
-def test_metadata_says_what_a_model_takes_and_gives(engine: str, client: Client) -> None:
+def test_metadata_describes_inputs_and_outputs(engine: str, client: Client) -> None:
     ids = "INT64" if engine == "onnxruntime" else "INT32"
     expected = {
         "mlp": ([("x", "FP32", (-1, MLP_WIDTH))], [("y", "FP32", (-1, MLP_WIDTH))]),
@@ -179,7 +177,7 @@ def limits(memory: MemoryLimit | None) -> tuple[int | None, int | None] | None:
     return None if memory is None else (memory.limit_bytes, memory.high_bytes)
 
 
-def test_status_tells_the_truth(
+def test_status_matches_observed_state(
     engine: str, service: Service, client: Client, mlp: Path, questions: list[SampleRequest]
 ) -> None:
     before = model_status(service, "mlp")
@@ -195,16 +193,16 @@ def test_status_tells_the_truth(
     assert 0 < (after.p50_us or 0) <= (after.p99_us or 0)
     assert generation.sha256 == hashlib.sha256(mlp.read_bytes()).hexdigest()
     assert (generation.state, generation.reason) == ("serving", "")
-    # The daemon is in the test's own control group.
+    # The daemon runs in the same control group as the test.
     assert limits(status.memory) == limits(cgroup.memory())
     for each in generation.processes:
-        # Every user of the host may read it: it names no model.
+        # Every user of the host may read the command line, so it must not name a model.
         command = Path(f"/proc/{each.pid}/cmdline").read_bytes()
         assert f"\0--role\0{each.role}\0".encode() in command
         assert not any(name in command for name in (b"mlp", each.name.encode(), bytes(service.cache)))
 
 
-def test_no_request_is_lost_when_a_worker_is_killed(service: Service, questions: list[SampleRequest]) -> None:
+def test_requeues_requests_of_killed_worker(service: Service, questions: list[SampleRequest]) -> None:
     with Load(service.address, "mlp", questions, in_flight=6) as load:
         load.wait_for(50)
         kill_a_worker(service, load)

@@ -1,4 +1,4 @@
-"""Tensors that are in memory of clients while everything around them ends, and while they change."""
+"""Tensors in shared memory of clients, while workers, clients or the daemon exit and while clients overwrite them."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def service(mlp: Path) -> Iterator[ManagedService]:
 
 @pytest.fixture(scope="module")
 def question(mlp: Path, bare: BareEngine) -> SampleRequest:
-    """One whose tensors are large."""
+    """A request with large tensors."""
     return bare.questions(mlp, mlp_inputs((64,)))[0]
 
 
 def regions_of(pid: int) -> set[str]:
-    """The memory of clients that a process has mapped."""
+    """Return the regions of clients that a process has mapped."""
     lines = Path(f"/proc/{pid}/maps").read_text("ascii").splitlines()
     return {line.split()[4] for line in lines if "/memfd:weightd" in line}
 
@@ -58,15 +58,15 @@ def ask(client: Client, question: SampleRequest, count: int = 4) -> None:
 
 
 def in_arena(client: Client, arrays: Any) -> dict[str, Any]:
-    """The same arrays, in the client's arena."""
+    """Copy the arrays into the client's arena."""
     made = {name: client.empty(array.shape, array.dtype) for name, array in arrays.items()}
     for name, array in arrays.items():
         made[name][...] = array
     return made
 
 
-def test_memory_is_shared_by_itself_and_gone_with_its_client(service: ManagedService, question: SampleRequest) -> None:
-    until(lambda: mapped(service) == 0, "nobody shares memory")
+def test_shares_memory_until_client_disconnects(service: ManagedService, question: SampleRequest) -> None:
+    until(lambda: mapped(service) == 0, "no region is mapped")
     with service.client() as client:
         ask(client, question, 20)
         assert mapped(service)
@@ -78,14 +78,14 @@ def test_memory_is_shared_by_itself_and_gone_with_its_client(service: ManagedSer
             assert all(outputs[name] is array for name, array in out.items())
             assert_same(out, question.answer)
     with service.client() as client:
-        until(lambda: mapped(service) == 0, "the workers forget it")
+        until(lambda: mapped(service) == 0, "the workers unmap the regions")
         ask(client, question)
     with Client(service.zmq_address) as client:
         ask(client, question)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_next_daemon_is_told_of_it_by_itself(
+def test_client_registers_regions_with_next_daemon(
     service: ManagedService, question: SampleRequest, number: signal.Signals
 ) -> None:
     with service.client() as client:
@@ -102,13 +102,13 @@ def test_the_next_daemon_is_told_of_it_by_itself(
         for _ in range(6):
             kept.append(client.infer("mlp", question.inputs))
             assert_same(client.infer("mlp", inputs, out=out), question.answer)
-        # A worker that had begun for the daemon before has long ended by now.
+        # By now, a worker that started a predict for the previous daemon has finished it.
         for each in kept:
             assert_same(each, question.answer)
         assert mapped(service)
 
 
-def test_another_worker_reads_it_again_when_one_is_killed(service: ManagedService, question: SampleRequest) -> None:
+def test_other_worker_reads_region_of_killed_worker(service: ManagedService, question: SampleRequest) -> None:
     service.ready()
     with service.client() as client:
         inputs, out = in_arena(client, question.inputs), in_arena(client, question.answer)
@@ -121,7 +121,7 @@ def test_another_worker_reads_it_again_when_one_is_killed(service: ManagedServic
     service.ready()
 
 
-def test_what_is_written_late_lands_nowhere_else(service: ManagedService, question: SampleRequest) -> None:
+def test_late_output_does_not_overwrite_new_arrays(service: ManagedService, question: SampleRequest) -> None:
     service.ready()
     workers = [each.pid for each in ready_workers(service, "mlp")]
     with service.client() as client:
@@ -132,7 +132,7 @@ def test_what_is_written_late_lands_nowhere_else(service: ManagedService, questi
         for each in pending:
             with pytest.raises(DeadlineExceeded):
                 each.result()
-        # Cut after these have ended, from what is free: the workers still have two of them.
+        # These arrays are allocated after the requests have ended, but the workers still hold two of the requests.
         arrays = [client.empty((64, MLP_WIDTH), np.float32) for _ in range(20)]
         for array in arrays:
             array[...] = 7
@@ -142,7 +142,7 @@ def test_what_is_written_late_lands_nowhere_else(service: ManagedService, questi
         assert all((array == 7).all() for array in arrays)
 
 
-def test_who_scribbles_spoils_its_own_answers_only(service: ManagedService, question: SampleRequest) -> None:
+def test_overwritten_inputs_affect_only_their_client(service: ManagedService, question: SampleRequest) -> None:
     workers = {each.pid for each in ready_workers(service, "mlp")}
     stop = threading.Event()
     with service.client() as client, service.client() as other:
@@ -181,9 +181,7 @@ sys.stdin.read()
 """
 
 
-def test_nothing_is_left_of_a_client_that_is_killed_with_a_hundred_requests(
-    service: ManagedService, question: SampleRequest
-) -> None:
+def test_frees_regions_of_killed_client(service: ManagedService, question: SampleRequest) -> None:
     with service.client() as client:
         ask(client, question)
         before = len(list(Path(f"/proc/{service.pid}/fd").iterdir()))
@@ -194,14 +192,14 @@ def test_nothing_is_left_of_a_client_that_is_killed_with_a_hundred_requests(
             assert killed.stdout.readline() == "asked\n"
             killed.kill()
         ask(client, question)
-        until(lambda: len(list(Path(f"/proc/{service.pid}/fd").iterdir())) <= before, "the daemon closes it")
-        until(lambda: mapped(service) <= regions + WORKERS - 1, "the workers forget it")
+        until(
+            lambda: len(list(Path(f"/proc/{service.pid}/fd").iterdir())) <= before, "the daemon closes the descriptors"
+        )
+        until(lambda: mapped(service) <= regions + WORKERS - 1, "the workers unmap the regions")
         ask(client, question)
 
 
-def test_workers_allocate_no_page_of_memory_that_the_client_has_not_written_to(
-    service: ManagedService, question: SampleRequest
-) -> None:
+def test_workers_allocate_no_pages_of_sparse_regions(service: ManagedService, question: SampleRequest) -> None:
     service.ready()
     nbytes = question.inputs["x"].nbytes
     (answer,) = question.answer.values()

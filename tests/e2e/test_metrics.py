@@ -1,4 +1,4 @@
-"""Metrics of a real daemon: what a scrape has, what dashboard and alerts make of it, and who is in whose way."""
+"""Metrics of a real daemon: content of a scrape, and the dashboard and alert rules that use it."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
 CONTRIB = Path(__file__).parents[2] / "contrib"
 PROMTOOL = shutil.which("promtool")
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not here: apt-get install prometheus")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed: apt-get install prometheus")
 
 ROW = np.zeros((1, 64), np.float32)
 TENANTS = {"research": {"uids": [os.getuid()], "may": ["infer", "status"], "max_rows": 4}}
 
-# What Prometheus adds to each sample: where that is from.
+# Labels that Prometheus adds to each sample.
 TARGET = {"instance", "job"}
 
-# In no panel and in no alert.
+# Metrics that no panel and no alert uses.
 UNUSED: set[str] = set()
 
 NOT_NAMES = {"by", "on", "group_left", "and", "or", "unless"}
@@ -60,7 +60,7 @@ def scrape(port: int) -> str:
 
 
 class World(NamedTuple):
-    """A daemon of whose metrics each has a sample."""
+    """A daemon with at least one sample for each of its metrics."""
 
     service: Service
     port: int
@@ -95,14 +95,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
                 client.infer(name, {"x": ROW})
             with pytest.raises(ResourceExhausted, match="max_rows"):
                 client.infer("rows", {"x": np.zeros((5, 64), np.float32)})
-        # The first one has memory measured, for those that come later.
+        # The first scrape starts the memory measurement for later ones.
         scrape(port)
-        until(lambda: "weightd_model_pss_bytes" in scrape(port), "the memory is measured")
+        until(lambda: "weightd_model_pss_bytes" in scrape(port), "the scrape has the memory")
         yield World(service, port, scrape(port))
 
 
 def labels_of(text: str) -> dict[str, set[str]]:
-    """The labels of each metric of a scrape, as an expression calls it."""
+    """Return the labels of each metric of a scrape, by the name used in expressions."""
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -127,7 +127,7 @@ EXPRESSIONS = [*(target["expr"] for panel in panels() for target in panel.get("t
 
 
 def names_in(expression: str) -> set[str]:
-    """The metrics of an expression: what is neither a function nor a label nor a word of the language."""
+    """Return the metrics of an expression: all names except functions, labels and keywords."""
     bare = re.sub(r'"[^"]*"|\{[^}]*\}|\[[^\]]*\]', " ", re.sub(r'"[^"]*"', "", expression))
     bare = re.sub(r"\b(?:by|on|group_left|without)\s*\([^)]*\)", " ", bare)
     return set(re.findall(r"\b[a-z_][a-z_0-9]*\b(?!\s*\()", bare)) - NOT_NAMES
@@ -140,12 +140,12 @@ def names_in(expression: str) -> set[str]:
         ('a / on (instance) group_left sum by (instance) (b{x="1"}) > 0.8', {"a", "b"}),
     ],
 )
-def test_the_metrics_of_an_expression_are_found(expression: str, expected: set[str]) -> None:
+def test_finds_metrics_in_expression(expression: str, expected: set[str]) -> None:
     assert names_in(expression) == expected
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS, ids=[f"{number}" for number in range(len(EXPRESSIONS))])
-def test_each_expression_is_of_what_a_scrape_has(expression: str, world: World) -> None:
+def test_expressions_use_existing_metrics_and_labels(expression: str, world: World) -> None:
     there = {**labels_of(world.text), "up": set[str]()}
     assert names_in(expression)
     for name in names_in(expression):
@@ -159,7 +159,7 @@ def test_each_expression_is_of_what_a_scrape_has(expression: str, world: World) 
         assert label in known | TARGET, f"no label {label}"
 
 
-def test_each_legend_has_the_labels_that_its_expression_leaves() -> None:
+def test_legends_use_labels_of_their_expression() -> None:
     for panel in panels():
         for target in panel.get("targets", ()):
             named = set(re.findall(r"\{\{(\w+)\}\}", target.get("legendFormat", "")))
@@ -168,15 +168,15 @@ def test_each_legend_has_the_labels_that_its_expression_leaves() -> None:
                 assert named <= {each.strip() for each in groups[0].split(",")}, target
 
 
-def test_whatever_is_told_is_shown_or_known_not_to_be(world: World) -> None:
+def test_all_exported_metrics_are_used(world: World) -> None:
     families = {each.name for each in FAMILIES}
-    told = {re.sub("_(bucket|sum|count)$", "", name) for name in labels_of(world.text)}
-    assert told == families
+    exported = {re.sub("_(bucket|sum|count)$", "", name) for name in labels_of(world.text)}
+    assert exported == families
     used = {re.sub("_(bucket|sum|count)$", "", name) for each in EXPRESSIONS for name in names_in(each)}
     assert families - used == UNUSED
 
 
-def test_the_metrics_of_a_tenant_are_its_own(world: World) -> None:
+def test_metrics_of_tenant(world: World) -> None:
     assert 'weightd_requests_total{model="rows",tenant="research",code="RESOURCE_EXHAUSTED"} 1\n' in world.text
     assert 'weightd_refused_total{tenant="research",reason="max_rows"} 1\n' in world.text
     assert 'weightd_requests_total{model="tiny",tenant="research",code="OK"} 1\n' in world.text
@@ -184,13 +184,13 @@ def test_the_metrics_of_a_tenant_are_its_own(world: World) -> None:
 
 
 @needs_promtool
-def test_promtool_finds_nothing_to_say(world: World, tmp_path: Path) -> None:
+def test_promtool_accepts_metrics_and_rules(world: World, tmp_path: Path) -> None:
     assert PROMTOOL is not None
     done = subprocess.run(
         [PROMTOOL, "check", "metrics"], input=world.text, capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    # What it takes for a rule it can parse: the dashboard's expressions, too.
+    # promtool can parse expressions only in rules, so the dashboard's expressions become rules too.
     plain = [each.replace("$__rate_interval", "5m").replace("$__interval", "5m") for each in EXPRESSIONS]
     rules = [{"record": f"r{number}", "expr": each} for number, each in enumerate(plain)]
     (tmp_path / "rules.yml").write_text(json.dumps({"groups": [{"name": "all", "rules": rules}]}), "utf-8")
@@ -201,11 +201,11 @@ def test_promtool_finds_nothing_to_say(world: World, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_strangers_are_in_nobodys_way(world: World) -> None:
+def test_invalid_connections_do_not_block_scrapes(world: World) -> None:
     with contextlib.ExitStack() as stack, world.service.client() as client:
         peers = [stack.enter_context(socket.create_connection(("127.0.0.1", world.port), 60)) for _ in range(300)]
         for number, peer in enumerate(peers):
-            # Who came first may be gone again already.
+            # The exporter may already have closed the oldest connections.
             with contextlib.suppress(ConnectionError):
                 peer.sendall((b"", b"G", b"\0" * 100, b"GET /metrics HTTP/1.1\r\nx: y\r\n")[number % 4])
         client.infer("tiny", {"x": ROW})
@@ -213,8 +213,8 @@ def test_strangers_are_in_nobodys_way(world: World) -> None:
         client.infer("tiny", {"x": ROW})
 
 
-def test_counters_and_histograms_go_on_after_a_restart(place: DaemonPaths, tmp_path: Path) -> None:
-    """Without any tenant."""
+def test_counters_and_histograms_survive_restart(place: DaemonPaths, tmp_path: Path) -> None:
+    """Counters of the default tenant, in a configuration without tenants."""
     config = place.config({"tiny": {"path": models.tiny(tmp_path / "tiny.onnx")}})
     command = [sys.executable, "-m", "weightctl", "--socket", place.address, "metrics"]
     for served in (2, 4):

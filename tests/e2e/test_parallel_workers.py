@@ -1,4 +1,4 @@
-"""Workers of MindSpore Lite that run several predicts at once, by parallel workers of the library's own."""
+"""MindSpore Lite workers that run several predicts at once, with the library's parallel workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .support import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.engines("mindspore_lite")]
 
-PARALLEL = 3  # one more than a worker has that runs one and has one ready
+PARALLEL = 3  # one more than a worker usually has: one running, one prefetched
 WORKERS = 2
 
 
@@ -40,7 +40,7 @@ def service(mlp: Path) -> Iterator[Service]:
         yield service
 
 
-def test_answers_are_a_models_while_several_run_at_once(service: Service, questions: list[SampleRequest]) -> None:
+def test_concurrent_predicts_give_right_answers(service: Service, questions: list[SampleRequest]) -> None:
     with Load(service.address, "mlp", questions, clients=2 * WORKERS * PARALLEL) as load:
         load.wait_for(200)
     workers = processes(service, "mlp", "worker")
@@ -48,7 +48,7 @@ def test_answers_are_a_models_while_several_run_at_once(service: Service, questi
     assert all(each.served for each in workers)
 
 
-def test_each_has_as_many_at_once(service: Service, questions: list[SampleRequest]) -> None:
+def test_worker_gets_as_many_requests_as_it_can_run(service: Service, questions: list[SampleRequest]) -> None:
     workers = ready_workers(service, "mlp")
     for each in workers:
         os.kill(each.pid, signal.SIGSTOP)
@@ -59,7 +59,7 @@ def test_each_has_as_many_at_once(service: Service, questions: list[SampleReques
             def in_flight() -> list[int]:
                 return [each.in_flight for each in processes(service, "mlp", "worker")]
 
-            until(lambda: min(in_flight()) >= PARALLEL, "each has what it can run")
+            until(lambda: min(in_flight()) >= PARALLEL, "each worker has as many requests as it can run")
             for each in workers:
                 os.kill(each.pid, signal.SIGCONT)
             for done, question in zip(pending, questions * 3, strict=True):
@@ -69,8 +69,8 @@ def test_each_has_as_many_at_once(service: Service, questions: list[SampleReques
             os.kill(each.pid, signal.SIGCONT)
 
 
-def test_one_that_fails_costs_no_other_its_right_answer(zoo: Zoo, bare: BareEngine) -> None:
-    """The library would answer later ones with what was asked before it."""
+def test_failed_predict_spoils_no_other_answer(zoo: Zoo, bare: BareEngine) -> None:
+    """After a failed predict, the library itself would answer later requests with inputs of earlier ones."""
     path = zoo.path("two_batches", "mindspore_lite")
     questions = bare.questions(path, pairs((1, 2, 3, 5)))
     table = {"path": path, "workers": WORKERS, "mindspore_lite": {"parallel_workers": PARALLEL}}
@@ -83,7 +83,7 @@ def test_one_that_fails_costs_no_other_its_right_answer(zoo: Zoo, bare: BareEngi
             load.wait_for(50)
 
 
-def test_no_request_is_lost_with_a_worker_that_is_killed(service: Service, questions: list[SampleRequest]) -> None:
+def test_requeues_requests_of_killed_parallel_worker(service: Service, questions: list[SampleRequest]) -> None:
     service.ready()
     with Load(service.address, "mlp", questions, clients=2 * WORKERS * PARALLEL) as load:
         load.wait_for(20)

@@ -1,4 +1,4 @@
-"""Requests that fail, or kill: only whoever sends them has errors, and no later answer is wrong."""
+"""Requests that fail or crash workers: only their sender gets errors, and later answers stay right."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .support import Arrays, BareEngine, Load, SampleRequest, Zoo, ask_all, mode
 
 pytestmark = pytest.mark.e2e
 
-# The engine cannot add 2 rows to 3, which no signature tells.
+# The engine cannot add 2 rows to 3; the model's signature does not show this.
 POISON: Arrays = {"a": np.ones((2, 4), np.float32), "b": np.ones((3, 4), np.float32)}
 ERROR: dict[str, type[RequestError]] = {"onnxruntime": InvalidArgument, "mindspore_lite": Internal}
 
 
 @pytest.fixture(scope="module")
 def questions(engine: str, zoo: Zoo, bare: BareEngine) -> list[SampleRequest]:
-    """Of the shapes that the failing request has, and of others."""
+    """Requests with the shapes of the failing request, and with other shapes."""
     return bare.questions(zoo.path("two_batches", engine), pairs((2, 3, 1, 2, 3, 8)))
 
 
@@ -38,18 +38,14 @@ def service(engine: str, zoo: Zoo) -> Iterator[Service]:
         yield service
 
 
-def test_after_a_failed_predict_every_answer_is_right(
-    engine: str, service: Service, questions: list[SampleRequest]
-) -> None:
+def test_answers_are_right_after_failed_predict(engine: str, service: Service, questions: list[SampleRequest]) -> None:
     with service.client() as client:
         with pytest.raises(ERROR[engine], match=r"(?i)broadcast|shape|dim"):
             client.infer("two_batches", POISON)
         ask_all(client, "two_batches", questions * 4)
 
 
-def test_other_clients_have_right_answers_while_predicts_fail(
-    engine: str, service: Service, questions: list[SampleRequest]
-) -> None:
+def test_failing_predicts_harm_no_other_client(engine: str, service: Service, questions: list[SampleRequest]) -> None:
     before = model_status(service, "two_batches").failed
     with Load(service.address, "two_batches", questions, in_flight=8) as load:
         load.wait_for(50)
@@ -64,7 +60,7 @@ def test_other_clients_have_right_answers_while_predicts_fail(
     assert (status.state, status.failed) == ("serving", before + 2)
 
 
-# A client whose requests all take a worker away, each with another content, until it is refused.
+# A client whose requests all cost a worker, each with different content, until the daemon rejects the client.
 HOSTILE = """
 import sys
 import numpy as np
@@ -86,12 +82,12 @@ with Client(sys.argv[1], timeout=60) as client:
 
 
 def hostile(service: Service, model: str) -> list[str]:
-    """Return the codes that it gets."""
+    """Run the hostile client; return the error codes that it gets."""
     command = [sys.executable, "-c", HOSTILE, service.address, model]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
-def test_a_client_whose_failing_requests_make_workers_leave_is_refused(engine: str, service: Service) -> None:
+def test_rejects_client_whose_requests_make_workers_exit(engine: str, service: Service) -> None:
     codes = hostile(service, "two_batches")
     leaves = engine == "mindspore_lite"
     assert (codes[-1] == "RESOURCE_EXHAUSTED") == leaves
@@ -99,8 +95,10 @@ def test_a_client_whose_failing_requests_make_workers_leave_is_refused(engine: s
     assert (model_status(service, "two_batches").note != "") == leaves
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere a division that overflows is no trap")
-def test_a_client_whose_requests_kill_workers_is_refused_and_the_others_are_answered(tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="integer overflow in a division raises SIGFPE only on x86-64"
+)
+def test_rejects_client_whose_requests_crash_workers(tmp_path: Path) -> None:
     path = models.negated(tmp_path / "negated.onnx")
     numbers = [np.array([number, -number], np.int64) for number in range(50)]
     questions = [SampleRequest({"a": each}, {"y": -each}) for each in numbers]

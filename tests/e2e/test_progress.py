@@ -1,4 +1,4 @@
-"""How far a real load is, and what the next daemon knows of that."""
+"""Load progress of a real model, estimated from the measurements of the previous daemon."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 PAUSE_S = 0.02
 
 
-def test_what_one_daemon_has_seen_of_a_load_the_next_one_tells_while_it_loads_again(mlp: Path) -> None:
+def test_progress_uses_measurements_of_previous_daemon(mlp: Path) -> None:
     with ManagedService({"mlp": {"path": mlp, "workers": 1}}) as service:
         service.ready()
         service.restart(signal.SIGTERM)
@@ -36,6 +36,6 @@ def test_what_one_daemon_has_seen_of_a_load_the_next_one_tells_while_it_loads_ag
         assert 0 < done[-1] < 1
         assert any(each.remaining_s for each in shares)
         assert all((each.load_fraction is None) == (each.state == "serving") for each in shares), shares
-        # Of the one that serves nothing is left to tell.
+        # A serving generation has no progress.
         (generation,) = [each for each in model_status(service, "mlp").generations if each.number == 2]
         assert (generation.load_fraction, generation.remaining_s) == (None, None)

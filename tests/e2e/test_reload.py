@@ -1,4 +1,4 @@
-"""Another configuration while clients use the service: no request is lost, and a wrong file changes nothing."""
+"""Reload while clients send requests: no request is lost, and an invalid file changes nothing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def service(mlp: Path) -> Iterator[Service]:
 
 @pytest.fixture
 def text(service: Service) -> Iterator[str]:
-    """What the configuration file says before the test, and after it."""
+    """The content of the configuration file, restored after the test."""
     text = service.config.read_text("utf-8")
     yield text
     service.config.write_text(text, "utf-8")
@@ -50,7 +50,7 @@ WRONG = [
 ]
 
 
-def test_a_wrong_file_changes_nothing_and_says_why(service: Service, text: str) -> None:
+def test_invalid_file_changes_nothing(service: Service, text: str) -> None:
     before = pids(service)
     with service.client() as client:
         for old, new, problems in WRONG:
@@ -68,30 +68,30 @@ def test_a_wrong_file_changes_nothing_and_says_why(service: Service, text: str) 
         with pytest.raises(InvalidArgument, match=r"models\.mlp\.path: .*none.onnx: No such file or directory"):
             client.reload()
     os.kill(service.pid, signal.SIGHUP)
-    until(lambda: "reload failed, nothing changed" in service.log, "the log says so")
+    until(lambda: "reload failed, nothing changed" in service.log, "the log has the error")
     assert pids(service) == before
 
 
-def test_a_change_that_cannot_be_loaded_leaves_what_serves(
+def test_keeps_serving_if_changed_model_fails_to_load(
     service: Service, text: str, questions: list[SampleRequest]
 ) -> None:
     bad = service.config.with_name("bad.onnx")
     bad.write_bytes(b"not a model")
     os.utime(bad, (1e9, 1e9))
     with service.client() as client:
-        # The engine refuses it, or what looks at the file before a process is started.
+        # The daemon rejects the file before it starts a process; the second file fails in the engine.
         service.config.write_text(re.sub(r'path = ".*mlp.onnx"', f'path = "{bad}"', text), "utf-8")
         with pytest.raises(InvalidArgument, match=r"models\.mlp\.path: .*bad.onnx: expected an ONNX model"):
             client.reload()
         bad.write_bytes(b"\x08\x08")
         client.reload()
-        note = until(lambda: model_status(service, "mlp").note, "it is told")
+        note = until(lambda: model_status(service, "mlp").note, "the status has a note")
         assert "the changed configuration is not in force" in note
         assert "onnxruntime" in note
         ask_all(client, "mlp", questions)
 
 
-def test_a_reload_loses_no_request(service: Service, zoo: Zoo, questions: list[SampleRequest], text: str) -> None:
+def test_reload_loses_no_request(service: Service, zoo: Zoo, questions: list[SampleRequest], text: str) -> None:
     before = pids(service)
     other = f'[models.other]\npath = "{zoo.path("two_inputs", "onnxruntime")}"\n'
     service.config.write_text(text.replace("predict_timeout = 2.0", "predict_timeout = 3.0\nthreads = 2") + other)
@@ -110,5 +110,5 @@ def test_a_reload_loses_no_request(service: Service, zoo: Zoo, questions: list[S
         assert client.infer("other", {"a": np.ones((1, 4), np.float32), "b": np.ones((1, 4), np.float32)})
         service.config.write_text(text, "utf-8")
         os.kill(service.pid, signal.SIGHUP)
-        until(lambda: client.server().models == ("mlp",), "the other one is not served any more")
-        until(lambda: not list(service.cache.glob("*/other*")), "the removed model leaves, and its files with it")
+        until(lambda: client.server().models == ("mlp",), "the other model is removed")
+        until(lambda: not list(service.cache.glob("*/other*")), "the files of the removed model are deleted")

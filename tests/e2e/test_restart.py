@@ -1,4 +1,4 @@
-"""A daemon after another one, as under systemd: what is loaded stays loaded, and whoever asks is told the truth."""
+"""Restart of the daemon under a service manager: models stay loaded, and clients get right answers or an error."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def service(mlp: Path) -> Iterator[ManagedService]:
         yield service
 
 
-def who(service: ManagedService) -> dict[str, int]:
-    """Name and pid of each process of the generation that serves."""
+def processes_by_name(service: ManagedService) -> dict[str, int]:
+    """Return the name and pid of each process of the serving generation."""
     (generation,) = model_status(service, "mlp").generations
     return {each.name: each.pid for each in generation.processes}
 
 
-class Customers:
-    """Threads that ask all the time, and note how it ends; a wrong answer is worse than none."""
+class Clients:
+    """Client threads that send requests all the time and count the results; a wrong answer fails the test."""
 
     def __init__(self, address: str, questions: list[SampleRequest]) -> None:
         self.ends: Counter[str] = Counter()
@@ -60,7 +60,7 @@ class Customers:
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(address, questions)) for _ in range(2)]
 
-    def __enter__(self) -> Customers:
+    def __enter__(self) -> Clients:
         for thread in self._threads:
             thread.start()
         return self
@@ -72,7 +72,7 @@ class Customers:
 
     def wait_for_more(self) -> None:
         enough = self.ends["OK"] + 30
-        until(lambda: self.ends["OK"] >= enough or self.wrong, "they are answered")
+        until(lambda: self.ends["OK"] >= enough or self.wrong, "30 more requests are answered")
 
     def _ask(self, address: str, questions: list[SampleRequest]) -> None:
         while not self._stop.is_set():
@@ -84,12 +84,12 @@ class Customers:
             except RequestError as error:
                 self.ends[error.code] += 1
                 self._stop.wait(0.05)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the test fails with it
+            except Exception as error:  # noqa: BLE001 - any error fails the test
                 self.wrong.append(f"{type(error).__name__}: {error}")
                 return
 
 
-def test_it_is_told_what_a_service_manager_wants_to_know(service: ManagedService) -> None:
+def test_notifies_service_manager(service: ManagedService) -> None:
     first = service.manager.wait_for_notification("READY=1")
     loading = [each for each in service.manager.notifications[:first] if each.startswith("STATUS=")]
     assert any("1 model is attaching" in each for each in loading), service.manager.notifications
@@ -107,57 +107,56 @@ def test_it_is_told_what_a_service_manager_wants_to_know(service: ManagedService
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_processes_outlive_the_daemon_and_nobody_gets_a_wrong_answer(
+def test_processes_outlive_daemon(
     service: ManagedService, questions: list[SampleRequest], number: signal.Signals
 ) -> None:
-    before = who(service)
-    with Customers(service.address, questions) as customers:
+    before = processes_by_name(service)
+    with Clients(service.address, questions) as clients:
         for _ in range(2):
-            customers.wait_for_more()
+            clients.wait_for_more()
             assert service.restart(number) == (0 if number == signal.SIGTERM else -number)
-        customers.wait_for_more()
-    assert not customers.wrong
-    assert set(customers.ends) <= {"OK", "UNAVAILABLE"}
+        clients.wait_for_more()
+    assert not clients.wrong
+    assert set(clients.ends) <= {"OK", "UNAVAILABLE"}
     service.ready()
-    assert who(service) == before
+    assert processes_by_name(service) == before
 
 
-def test_a_worker_that_does_not_come_back_is_replaced(service: ManagedService, questions: list[SampleRequest]) -> None:
-    before = who(service)
+def test_replaces_worker_that_does_not_reconnect(service: ManagedService, questions: list[SampleRequest]) -> None:
+    before = processes_by_name(service)
     hung = ready_workers(service, "mlp")[0]
     os.kill(hung.pid, signal.SIGSTOP)
     service.restart(signal.SIGKILL)
     with service.client() as client:
-        ask_all(client, "mlp", questions)  # by the other one
-    until(lambda: len(ready_workers(service, "mlp")) == WORKERS and hung.name not in who(service), "it is replaced")
-    after = who(service)
+        ask_all(client, "mlp", questions)  # by the other worker
+    until(
+        lambda: len(ready_workers(service, "mlp")) == WORKERS and hung.name not in processes_by_name(service),
+        "the worker is replaced",
+    )
+    after = processes_by_name(service)
     assert {name: pid for name, pid in before.items() if name != hung.name}.items() <= after.items()
 
 
-def test_workers_that_speak_another_protocol_are_loaded_anew(
-    service: ManagedService, questions: list[SampleRequest]
-) -> None:
-    before = who(service)
+def test_reloads_models_of_workers_with_other_protocol(service: ManagedService, questions: list[SampleRequest]) -> None:
+    before = processes_by_name(service)
     os.kill(service.pid, signal.SIGTERM)
     service.wait()
     (handover,) = service.cache.glob("*/handover")
     handover.write_text(json.dumps({**json.loads(handover.read_text()), "protocol": 99, "version": "9.9"}))
     with Watched(set(before.values())) as watched:
         service.start_again()
-        until(lambda: not watched.survivors(), "they are gone")
+        until(lambda: not watched.survivors(), "the processes exit")
     service.ready()
     with service.client() as client:
         ask_all(client, "mlp", questions)
-    assert not set(who(service).values()) & set(before.values())
+    assert not set(processes_by_name(service).values()) & set(before.values())
     assert "loading every model again: weightd 9.9 speaks protocol 99 with its workers" in service.log
 
 
-def test_a_lost_keeper_is_replaced_and_everything_loaded_anew(
-    service: ManagedService, questions: list[SampleRequest]
-) -> None:
-    before = who(service)
-    (keeper,) = census.shims(service.cache)
-    os.kill(keeper, signal.SIGKILL)
+def test_replaces_killed_shim_and_reloads_models(service: ManagedService, questions: list[SampleRequest]) -> None:
+    before = processes_by_name(service)
+    (shim,) = census.shims(service.cache)
+    os.kill(shim, signal.SIGKILL)
     with service.client() as client:
 
         def served() -> bool:
@@ -167,31 +166,31 @@ def test_a_lost_keeper_is_replaced_and_everything_loaded_anew(
                 return False
             return True
 
-        until(served, "it serves again")
+        until(served, "the daemon serves again")
     service.ready()
-    assert not set(who(service).values()) & set(before.values())
+    assert not set(processes_by_name(service).values()) & set(before.values())
     service.restart(signal.SIGKILL)
     service.ready()
 
 
-def test_an_update_outlives_the_daemon(service: ManagedService, zoo: Zoo, bare: BareEngine, mlp: Path) -> None:
+def test_update_survives_restart(service: ManagedService, zoo: Zoo, bare: BareEngine, mlp: Path) -> None:
     other = zoo.path("other_mlp", "onnxruntime")
     questions = bare.questions(other, mlp_inputs((1, 3)))
     with service.client() as client:
         client.update("mlp", path=str(other))
-    until(lambda: len(model_status(service, "mlp").generations) == 1, "the old one has left")
-    before = who(service)
+    until(lambda: len(model_status(service, "mlp").generations) == 1, "the old generation exits")
+    before = processes_by_name(service)
     service.restart(signal.SIGKILL)
     with service.client() as client:
         ask_all(client, "mlp", questions)
         service.ready()
-        assert who(service) == before
+        assert processes_by_name(service) == before
         client.update("mlp", rollback=True)
         ask_all(client, "mlp", bare.questions(mlp, mlp_inputs((1, 3))))
 
 
-def test_the_end_of_the_service_ends_everything(service: ManagedService) -> None:
-    until(lambda: len(model_status(service, "mlp").generations) == 1, "the old one has left")
+def test_end_of_service_ends_all_processes(service: ManagedService) -> None:
+    until(lambda: len(model_status(service, "mlp").generations) == 1, "the old generation exits")
     service.ready()
     assert len(census.shims(service.cache)) == 1
     service.restart(signal.SIGKILL)
@@ -200,16 +199,16 @@ def test_the_end_of_the_service_ends_everything(service: ManagedService) -> None
     assert service.wait() == 0
     with Watched(children_of(service.cache)) as watched:
         service.manager.forget()
-        until(lambda: not watched.survivors(), "they are gone")
+        until(lambda: not watched.survivors(), "the processes exit")
     runtime = service.config.parent
     others = [str(runtime / name) for name in ("notify", "weightd.sock", "weightd.sock.unix")]
-    until(lambda: left_behind(runtime, service.cache) == others, "clean")
+    until(lambda: left_behind(runtime, service.cache) == others, "no files are left")
     service.start_again()
     service.ready()
     assert model_status(service, "mlp").generations[0].number == 1
 
 
-def test_a_required_model_that_cannot_be_loaded_ends_the_start(tmp_path: Path, engine: str) -> None:
+def test_start_fails_if_required_model_fails(tmp_path: Path, engine: str) -> None:
     broken = tmp_path / "broken.onnx"
     broken.write_bytes(b"no model")
     with ManagedService({"broken": {"path": broken, "required": True}}) as service:

@@ -1,4 +1,4 @@
-"""A disk that is full or read-only, no descriptors left, no /dev/shm: named, survived where it can be, never silent."""
+"""Resource shortage: a full or read-only disk, no file descriptors, no /dev/shm. The daemon reports each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .support import MLP_WEIGHT_BYTES, MLP_WIDTH, ONE_ENGINE, DaemonPaths, Sampl
 pytestmark = [
     pytest.mark.e2e,
     ONE_ENGINE,
-    pytest.mark.skipif(os.getuid() != 0, reason="only root can mount, and give others limits"),
+    pytest.mark.skipif(os.getuid() != 0, reason="only root can mount, and change limits of other processes"),
 ]
 
 MODEL_MIB = MLP_WEIGHT_BYTES // 2**20 + 1
@@ -36,7 +36,7 @@ MODEL_MIB = MLP_WEIGHT_BYTES // 2**20 + 1
 
 @contextlib.contextmanager
 def disk(place: DaemonPaths, mib: int, *options: str) -> Generator[None, None, None]:
-    """Have a disk of so many MiB where the daemon has its cache."""
+    """Mount a disk of this size at the daemon's cache directory."""
     more = ",".join([f"size={mib}m", *options])
     subprocess.run(["mount", "-t", "tmpfs", "-o", more, "tmpfs", str(place.cache)], check=True)
     try:
@@ -49,22 +49,20 @@ def model(client: Client) -> ModelStatus:
     return client.status().models[0]
 
 
-def test_a_disk_without_room_for_the_snapshot_is_the_cause_of_a_failure(mlp: Path, place: DaemonPaths) -> None:
+def test_full_disk_fails_snapshot(mlp: Path, place: DaemonPaths) -> None:
     with disk(place, MODEL_MIB - 2), place.serve({"mlp": {"path": mlp}}) as daemon:
         with daemon.client(place.address) as client:
-            until(lambda: model(client).state == "failed", "it fails")
+            until(lambda: model(client).state == "failed", "the model fails")
             [generation] = model(client).generations
             assert "No space left on device" in generation.reason
             assert "cannot copy" in generation.reason
-            # There is room now: the next attempt succeeds.
+            # The disk has space now, so the next attempt succeeds.
             subprocess.run(["mount", "-o", f"remount,size={4 * MODEL_MIB}m", str(place.cache)], check=True)
-            until(lambda: model(client).state == "serving", "it is loaded again by itself")
+            until(lambda: model(client).state == "serving", "the daemon loads the model again")
         assert daemon.end() == 0
 
 
-def test_a_disk_without_room_for_the_store_costs_memory_and_says_so(
-    mlp: Path, questions: list[SampleRequest], place: DaemonPaths
-) -> None:
+def test_full_disk_prevents_sharing_of_weights(mlp: Path, questions: list[SampleRequest], place: DaemonPaths) -> None:
     with disk(place, MODEL_MIB + 1), place.serve({"mlp": {"path": mlp, "workers": 2, "threads": 2}}) as daemon:
         with daemon.client(place.address) as client:
             ask_all(client, "mlp", questions)
@@ -72,15 +70,13 @@ def test_a_disk_without_room_for_the_store_costs_memory_and_says_so(
             [generation] = model(client).generations
             assert "weights are not shared" in generation.note
             assert "No space left on device" in generation.note
-            # It would hold a copy that nobody uses.
+            # A holder would keep a copy that no worker shares.
             assert {each.role for each in generation.processes} == {"worker"}
             assert generation.saved_bytes == 0
         assert daemon.end() == 0
 
 
-def test_a_disk_that_becomes_full_while_it_serves_costs_no_answer(
-    mlp: Path, questions: list[SampleRequest], place: DaemonPaths
-) -> None:
+def test_disk_full_while_serving_loses_no_answer(mlp: Path, questions: list[SampleRequest], place: DaemonPaths) -> None:
     with (
         disk(place, 3 * MODEL_MIB),
         place.serve({"mlp": {"path": mlp, "workers": 2}}) as daemon,
@@ -93,25 +89,25 @@ def test_a_disk_that_becomes_full_while_it_serves_costs_no_answer(
                 filler.write(bytes(4096))
         victim = next(each for each in model(client).generations[0].processes if each.role == "worker")
         os.kill(victim.pid, 9)
-        until(lambda: "w3" in str(model(client)), "a worker is started in its place")
+        until(lambda: "w3" in str(model(client)), "a replacement is started")
         ask_all(client, "mlp", questions * 5)
         assert model(client).failed == 0
 
 
-def test_a_read_only_disk_is_named_before_anything_is_started(mlp: Path, place: DaemonPaths) -> None:
+def test_read_only_disk_ends_start_with_error(mlp: Path, place: DaemonPaths) -> None:
     with disk(place, 1, "ro"), place.serve({"mlp": {"path": mlp}}) as daemon:
         assert daemon.wait() == 73
         assert f"cannot make the directory {place.cache}" in daemon.log
         assert "Read-only file system" in daemon.log
 
 
-def test_clients_that_take_every_descriptor_keep_nobody_else_from_being_served(
+def test_serves_others_when_clients_exhaust_descriptors(
     mlp: Path, questions: list[SampleRequest], place: DaemonPaths
 ) -> None:
     with place.serve({"mlp": {"path": mlp}}) as daemon, daemon.client(place.address) as client:
         ask_all(client, "mlp", questions)
         soft, hard = resource.prlimit(daemon.pid, resource.RLIMIT_NOFILE, (1400, 1400))
-        assert soft == hard, "it takes as many as the system allows"
+        assert soft == hard, "the daemon raises its soft limit to the hard limit"
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(OSError):
                 for _ in range(900):
@@ -119,14 +115,14 @@ def test_clients_that_take_every_descriptor_keep_nobody_else_from_being_served(
                     greedy.connect(unix_path(place.zmq_address))
             daemon.wait_for("disconnecting some")
             ask_all(client, "mlp", questions * 5)
-        # They are gone, and all is as before.
-        until(lambda: "accepting connections again" in daemon.log, "the door is open")
+        # The clients have disconnected; the daemon accepts connections again.
+        until(lambda: "accepting connections again" in daemon.log, "the daemon accepts connections")
         with daemon.client(place.address) as another:
             ask_all(another, "mlp", questions)
         assert daemon.end() == 0
 
 
-def test_descriptors_in_flight_beyond_the_limit_of_a_gate_have_new_clients_wait(
+def test_new_clients_wait_while_too_many_descriptors_in_flight(
     mlp: Path, questions: list[SampleRequest], place: DaemonPaths
 ) -> None:
     with (
@@ -135,9 +131,9 @@ def test_descriptors_in_flight_beyond_the_limit_of_a_gate_have_new_clients_wait(
         daemon.client(place.zmq_address) as late,
     ):
         ask_all(client, "mlp", questions)
-        [gate] = [pid for pid in census.families([daemon.pid]) if census.role(pid) == "proxy"]
-        resource.prlimit(gate, resource.RLIMIT_NOFILE, (1400, 1400))
-        # The kernel counts those of all processes of a user, here root.
+        [proxy] = [pid for pid in census.families([daemon.pid]) if census.role(pid) == "proxy"]
+        resource.prlimit(proxy, resource.RLIMIT_NOFILE, (1400, 1400))
+        # The kernel counts the descriptors in flight of all processes of a user, here root.
         ours, theirs = socket.socketpair()
         with ours, theirs:
             for _ in range(8):
@@ -146,7 +142,7 @@ def test_descriptors_in_flight_beyond_the_limit_of_a_gate_have_new_clients_wait(
             ask_all(client, "mlp", questions)
             assert not pending.done()
         assert_same(pending.result(), questions[0].answer)
-        assert gate in census.families([daemon.pid])
+        assert proxy in census.families([daemon.pid])
 
 
 def closed(descriptor: int) -> None:
@@ -154,8 +150,8 @@ def closed(descriptor: int) -> None:
         os.close(descriptor)
 
 
-@pytest.mark.skipif(not fuse.is_available(), reason="there is no FUSE here")
-def test_descriptors_whose_close_never_ends_keep_no_process_from_being_started(
+@pytest.mark.skipif(not fuse.is_available(), reason="FUSE is not available")
+def test_starts_processes_despite_blocking_close(
     mlp: Path, questions: list[SampleRequest], place: DaemonPaths, tmp_path: Path
 ) -> None:
     table = {"path": mlp, "workers": 1, "start": "spawn"}
@@ -167,30 +163,30 @@ def test_descriptors_whose_close_never_ends_keep_no_process_from_being_started(
         ask_all(client, "mlp", questions)
         descriptor = os.open(tmp_path / "file", os.O_RDONLY)
         try:
-            # The daemon closes the first one for as long as the file system lives, and the others stay open.
+            # The daemon's close of the first descriptor blocks as long as the file system exists; the others stay open.
             for _ in range(8):
                 loads.pass_descriptor(f"{place.address}.unix", descriptor)
             os.kill(model(client).generations[0].processes[-1].pid, signal.SIGKILL)
             ask_all(client, "mlp", questions)
-            # A process that reads the configuration, and one that copies a model.
+            # The reload starts a process that reads the configuration and a process that copies the model.
             place.config({"mlp": {**table, "threads": 2}})
             assert client.reload().changed == ("mlp",)
             until(lambda: "mlp.2: serving" in daemon.log, "the changed model serves")
-            # The process that makes those that serve ZeroMQ, and one of them.
+            # The zygote, and the ZeroMQ proxies forked from it.
             family = census.families([daemon.pid])
             [zygote] = [pid for pid in family if census.role(pid) == "zygote"]
-            gates = [pid for pid in family if census.role(pid) == "proxy"]
-            assert gates
+            proxies = [pid for pid in family if census.role(pid) == "proxy"]
+            assert proxies
             os.kill(zygote, signal.SIGKILL)
-            # A gate that is about to die may still accept a connection.
-            until(lambda: not {*gates} & {*census.families([daemon.pid])}, "the gates are gone")
+            # A proxy that is about to exit may still accept a connection.
+            until(lambda: not {*proxies} & {*census.families([daemon.pid])}, "the proxies exit")
             with daemon.client(place.zmq_address) as another:
                 ask_all(another, "mlp", questions)
         finally:
             threading.Thread(target=closed, args=(descriptor,)).start()
 
 
-def test_it_does_without_dev_shm(mlp: Path, questions: list[SampleRequest], place: DaemonPaths, tmp_path: Path) -> None:
+def test_serves_without_dev_shm(mlp: Path, questions: list[SampleRequest], place: DaemonPaths, tmp_path: Path) -> None:
     unshare = shutil.which("unshare")
     assert unshare
     config = place.config({"mlp": {"path": mlp, "workers": 2}})
@@ -199,7 +195,7 @@ def test_it_does_without_dev_shm(mlp: Path, questions: list[SampleRequest], plac
     with (tmp_path / "log").open("wb") as log:
         daemon = subprocess.Popen([unshare, "-m", "sh", str(script)], stdout=log, stderr=log)
     try:
-        until(lambda: Path(place.address).exists(), "it listens")
+        until(lambda: Path(place.address).exists(), "the daemon listens")
         with Client(place.address, timeout=60.0) as client:
             ask_all(client, "mlp", questions)
             until(lambda: model(client).generations[0].progress == "serving", "every worker is READY")
@@ -211,7 +207,7 @@ def test_it_does_without_dev_shm(mlp: Path, questions: list[SampleRequest], plac
 
 UID = 61235
 
-# Another user than root, whom the limit of processes does not concern, and who may read what is installed all the same.
+# Root has no process limit, so the daemon runs as another user, who may still read the installed files.
 AS_A_USER = [
     "setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups",
     "--inh-caps=-all,+dac_override", "--ambient-caps=-all,+dac_override",
@@ -219,14 +215,14 @@ AS_A_USER = [
 
 
 def limit_processes(most: int, pids: list[int]) -> None:
-    """Change the soft limit; gates have none that can be changed, and some have ended."""
+    """Change the soft limit; it fails for the ZeroMQ proxies and for processes that have exited."""
     for pid in pids:
         subprocess.run(
             [*AS_A_USER, "prlimit", f"--nproc={most}:", f"--pid={pid}"], check=False, stderr=subprocess.DEVNULL
         )
 
 
-def test_a_limit_of_processes_that_lets_no_daemon_start_is_named(mlp: Path, place: DaemonPaths, tmp_path: Path) -> None:
+def test_process_limit_ends_start_with_error(mlp: Path, place: DaemonPaths, tmp_path: Path) -> None:
     config = place.config({"mlp": {"path": mlp}})
     with Weightd(tmp_path / "log", "serve", config, under=[*AS_A_USER, "prlimit", "--nproc=1"]) as daemon:
         assert daemon.wait() == 73
@@ -236,7 +232,7 @@ def test_a_limit_of_processes_that_lets_no_daemon_start_is_named(mlp: Path, plac
         )
 
 
-def test_a_limit_of_processes_that_lets_no_worker_start_is_named_and_waited_for(
+def test_replaces_worker_when_process_limit_is_raised(
     mlp: Path, questions: list[SampleRequest], place: DaemonPaths, tmp_path: Path
 ) -> None:
     # In /tmp, because the checkout may lie in a directory that no other user may enter.
@@ -255,7 +251,7 @@ def test_a_limit_of_processes_that_lets_no_worker_start_is_named_and_waited_for(
         assert "cannot start a process or thread: the limit of processes and threads is reached" in daemon.log
         assert "raise LimitNPROC= or ulimit -u" in daemon.log
         ask_all(client, "mlp", questions)
-        # These take a thread of the daemon.
+        # The daemon serves metrics and large shared tensors in threads.
         assert client.metrics().models
         with daemon.client(place.address) as another:
             another.infer("mlp", {"x": another.empty((256, MLP_WIDTH), np.float32)})

@@ -1,4 +1,4 @@
-"""Where the daemon listens: one daemon to a socket, paths that are too long, and clients that may not connect."""
+"""Listen sockets: one daemon per socket, long paths, and clients without permission."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .support import BareEngine, DaemonPaths, SampleRequest, Zoo, ask_all, left_
 
 pytestmark = pytest.mark.e2e
 
-# What the socket does has nothing to do with the engine.
+# The sockets do not depend on the engine.
 ENGINE = "onnxruntime"
 NOBODY = 65534
 CANNOT_CREATE = 73
@@ -47,9 +47,7 @@ def client(service: Service) -> Iterator[Client]:
         yield client
 
 
-def test_a_second_daemon_on_the_same_socket_names_the_first_and_does_it_no_harm(
-    service: Service, client: Client, questions: list[SampleRequest]
-) -> None:
+def test_second_daemon_on_same_socket_exits(service: Service, client: Client, questions: list[SampleRequest]) -> None:
     before = left_behind(service.config.parent, service.cache)
     second = weightd("serve", service.config)
     assert second.returncode == CANNOT_CREATE
@@ -60,7 +58,7 @@ def test_a_second_daemon_on_the_same_socket_names_the_first_and_does_it_no_harm(
         ask_all(newcomer, "two_inputs", questions)
 
 
-def test_a_second_daemon_on_the_same_port_is_refused(table: dict[str, dict[str, object]], place: DaemonPaths) -> None:
+def test_second_daemon_on_same_port_exits(table: dict[str, dict[str, object]], place: DaemonPaths) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         done = weightd("serve", place.config(table, {"lan": address}))
@@ -69,7 +67,7 @@ def test_a_second_daemon_on_the_same_port_is_refused(table: dict[str, dict[str, 
     assert place.left == []
 
 
-def test_a_socket_path_that_leaves_room_for_the_suffix_of_the_unix_socket_works(
+def test_longest_possible_socket_path(
     table: dict[str, dict[str, object]], place: DaemonPaths, questions: list[SampleRequest]
 ) -> None:
     path = place.runtime / ("x" * (107 - len(".unix") - len(str(place.runtime)) - 1))
@@ -83,7 +81,7 @@ def test_a_socket_path_that_leaves_room_for_the_suffix_of_the_unix_socket_works(
     assert place.left == []
 
 
-def test_clients_connect_wherever_a_listener_is_and_not_at_the_daemons_socket(
+def test_listeners_replace_default_ipc_socket(
     table: dict[str, dict[str, object]], place: DaemonPaths, questions: list[SampleRequest]
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -111,14 +109,14 @@ except PermissionDenied as error:
 
 
 def as_nobody(address: str) -> str:
-    """Connect as a user who may not, and return the error."""
+    """Connect as a user without permission; return the error."""
     command = [sys.executable, "-c", _AS_NOBODY, address]
     return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
 
 
 @pytest.mark.parametrize("scheme", ["ipc://", "unix://", ""])
 @pytest.mark.parametrize("barrier", ["socket", "directory"])
-def test_a_client_without_permission_says_so_at_once(
+def test_client_without_permission_fails_at_once(
     barrier: str, scheme: str, service: Service, client: Client, questions: list[SampleRequest]
 ) -> None:
     path = Path(service.address)
@@ -129,19 +127,17 @@ def test_a_client_without_permission_says_so_at_once(
         for each in sockets if barrier == "socket" else [path.parent]:
             each.chmod(0)
     try:
-        said = as_nobody(f"{scheme}{path}")
+        output = as_nobody(f"{scheme}{path}")
     finally:
         path.parent.chmod(0o700)
         for each in sockets:
             each.chmod(0o660)
-    assert said.startswith("PERMISSION_DENIED ")
-    assert str(path) in said
+    assert output.startswith("PERMISSION_DENIED ")
+    assert str(path) in output
     ask_all(client, "two_inputs", questions)
 
 
-def test_a_client_goes_by_zeromq_where_the_unix_socket_cannot_be_used(
-    service: Service, questions: list[SampleRequest]
-) -> None:
+def test_client_falls_back_to_zeromq(service: Service, questions: list[SampleRequest]) -> None:
     path = Path(service.address)
     unix = Path(f"{path}.unix")
     unix.rename(path.with_name("away"))
@@ -156,7 +152,7 @@ def test_a_client_goes_by_zeromq_where_the_unix_socket_cannot_be_used(
         ask_all(client, "two_inputs", questions)
 
 
-def test_operating_goes_by_the_unix_socket_alone(service: Service, zoo: Zoo) -> None:
+def test_reload_and_update_need_unix_socket(service: Service, zoo: Zoo) -> None:
     path = service.address
     with Client(f"ipc://{path}") as client:
         for operate in (client.reload, lambda: client.update("two_inputs", str(zoo.path("two_inputs", ENGINE)))):
@@ -166,9 +162,7 @@ def test_operating_goes_by_the_unix_socket_alone(service: Service, zoo: Zoo) -> 
         client.reload()
 
 
-def test_a_unix_socket_that_another_program_has_ends_the_start(
-    table: dict[str, dict[str, object]], place: DaemonPaths
-) -> None:
+def test_start_fails_if_unix_socket_is_in_use(table: dict[str, dict[str, object]], place: DaemonPaths) -> None:
     path = f"{place.address}.unix"
     with socket.create_server(path, family=socket.AF_UNIX):
         done = weightd("serve", place.config(table))

@@ -1,4 +1,4 @@
-"""A request that runs in parts on two sets of cores: it has the answer that it has in one piece, or one error."""
+"""Requests that are split between two sets of cores: same answer as unsplit, or one error."""
 
 from __future__ import annotations
 
@@ -44,32 +44,35 @@ def service(mlp: Path) -> Iterator[Service]:
 
 @pytest.fixture(scope="module")
 def asked(mlp: Path, bare: BareEngine) -> list[SampleRequest]:
-    """No remainder, one, less than there are devices or than a part has, and what may run with others."""
+    """Requests with and without a remainder, smaller than a part, and small enough to be batched."""
     return bare.questions(mlp, mlp_inputs((64, 61, 1, 8, 9, 2, 16)))
 
 
 class Stopped:
-    """The worker of one device stands still: what is asked ends only with what that runs, or without it."""
+    """Stops the worker of one device, so that a split request cannot end before this worker continues or is lost.
+
+    Requests of the test end only after the stopped worker runs again, exits, or is taken out of service.
+    """
 
     def __init__(self, service: Service, client: Client) -> None:
         self._service, self._client = service, client
-        until(lambda: not any(each.in_flight for each in ready_workers(service, "mlp")), "nothing runs")
+        until(lambda: not any(each.in_flight for each in ready_workers(service, "mlp")), "the workers are idle")
         self.pid = next(each.pid for each in ready_workers(service, "mlp") if each.device == "cpu:1")
         os.kill(self.pid, signal.SIGSTOP)
 
     def submit(self, question: SampleRequest, timeout: float = 60.0) -> Pending:
-        """Ask; return when the other device has nothing left to do."""
+        """Submit a request; return when the other device is idle."""
         pending = self._client.submit("mlp", question.inputs, timeout=timeout)
 
-        def is_alone() -> bool:
+        def only_stopped_worker_is_busy() -> bool:
             busy = {each.device: each.in_flight for each in ready_workers(self._service, "mlp")}
             return busy["cpu:1"] > 0 and busy["cpu:0"] == 0
 
-        until(is_alone, "only what the stopped worker has is left")
+        until(only_stopped_worker_is_busy, "only the stopped worker is busy")
         return pending
 
 
-def test_in_parts_it_has_the_bits_of_one_piece(service: Service, asked: list[SampleRequest]) -> None:
+def test_split_request_has_answer_of_unsplit_request(service: Service, asked: list[SampleRequest]) -> None:
     with service.client() as client:
         ask_all(client, "mlp", asked * 3)
         with pytest.raises(InvalidArgument, match=r"input x: expected at most 64 rows \(split.max_rows of the model"):
@@ -81,7 +84,7 @@ def test_in_parts_it_has_the_bits_of_one_piece(service: Service, asked: list[Sam
     assert status.generations[0].batching_note.endswith("requests of more than 8 rows are split, tested bit-equal")
 
 
-def test_what_a_lost_device_had_runs_on_the_other(service: Service, asked: list[SampleRequest]) -> None:
+def test_parts_of_lost_worker_run_on_other_device(service: Service, asked: list[SampleRequest]) -> None:
     with service.client() as client:
         stopped = Stopped(service, client)
         pending = stopped.submit(asked[1])
@@ -93,7 +96,7 @@ def test_what_a_lost_device_had_runs_on_the_other(service: Service, asked: list[
 
 
 @ONE_ENGINE
-def test_all_of_it_has_one_deadline_and_is_taken_back_at_once(service: Service, asked: list[SampleRequest]) -> None:
+def test_deadline_and_cancel_apply_to_all_parts(service: Service, asked: list[SampleRequest]) -> None:
     with service.client() as client:
         stopped = Stopped(service, client)
         stopped.submit(asked[1]).cancel()
@@ -110,7 +113,7 @@ def test_all_of_it_has_one_deadline_and_is_taken_back_at_once(service: Service, 
 
 
 @ONE_ENGINE
-def test_an_input_without_rows_goes_with_each_part(tmp_path: Path) -> None:
+def test_input_without_rows_is_sent_with_each_part(tmp_path: Path) -> None:
     path = models.scaled(tmp_path / "scaled.onnx")
     x, s = np.arange(61 * 4, dtype=np.float32).reshape(61, 4), np.array([1, -2, 3, -4], np.float32)
     with Service({"mlp": {"path": path, "workers": 2, **SPLIT}}) as service, service.client() as client:

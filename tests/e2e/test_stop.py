@@ -1,4 +1,4 @@
-"""A clean stop: what was accepted is answered, and no process and no file is left."""
+"""A clean stop: accepted requests are answered, and no process or file remains."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WORKERS = 2
 
 @pytest.fixture(scope="module")
 def question(mlp: Path, bare: BareEngine) -> SampleRequest:
-    """One that keeps a worker busy for some milliseconds."""
+    """A request that keeps a worker busy for some milliseconds."""
     return bare.questions(mlp, mlp_inputs((256,)))[0]
 
 
@@ -48,13 +48,13 @@ def config(mlp: Path, place: DaemonPaths) -> Path:
 
 @pytest.fixture
 def daemon(config: Path, tmp_path: Path) -> Iterator[Weightd]:
-    """In a session of its own, as in a terminal of its own."""
+    """A daemon in a separate session, like in a separate terminal."""
     with Weightd(tmp_path / "weightd.log", "--verbose", "serve", config, session=True) as daemon:
         yield daemon
 
 
 def submit(client: Client, question: SampleRequest, count: int) -> Sequence[Pending]:
-    """Submit so many requests; they have been accepted on return."""
+    """Submit this many requests; return when the daemon has accepted them."""
     pending = [client.submit("mlp", question.inputs) for _ in range(count)]
     client.status()
     return pending
@@ -65,7 +65,7 @@ def to_process(pid: int, number: int) -> None:
 
 
 def to_group(pid: int, number: int) -> None:
-    """As a terminal does on Ctrl-C."""
+    """Signal the process group, as a terminal does on Ctrl-C."""
     os.killpg(pid, number)
 
 
@@ -74,19 +74,19 @@ def _exactly(count: int, pids: set[int]) -> set[int]:
 
 
 @pytest.mark.parametrize(("number", "to"), [(signal.SIGTERM, to_process), (signal.SIGINT, to_group)])
-def test_a_stop_answers_what_was_accepted_and_leaves_nothing(
+def test_stop_answers_accepted_requests(
     number: int, to: Callable[[int, int], None], daemon: Weightd, question: SampleRequest, place: DaemonPaths
 ) -> None:
     with daemon.client(place.address) as client:
         assert_same(client.infer("mlp", question.inputs), question.answer)
-        # A library that loads may call another program: for a moment there is one process more.
-        # Besides the workers there are the holder and the fork server.
-        children = until(lambda: _exactly(WORKERS + 2, children_of(place.cache)), "all are there")
+        # The workers, the holder and the fork server. A library may run another program while it loads, so the
+        # count may be higher for a moment.
+        children = until(lambda: _exactly(WORKERS + 2, children_of(place.cache)), "all processes run")
         with Watched(children) as watched:
             pending = submit(client, question, 40)
             to(daemon.pid, number)
             daemon.wait_for("stopping; finishing accepted requests")
-            # On a busy host it has finished, and gone, before this one asks.
+            # On a busy host the daemon may have exited before the client sends the request.
             with pytest.raises(Unavailable, match=r"stopping|no daemon"):
                 client.infer("mlp", question.inputs)
             for each in pending:
@@ -94,10 +94,10 @@ def test_a_stop_answers_what_was_accepted_and_leaves_nothing(
             assert daemon.wait() == 0
             assert watched.survivors() == []
     assert place.left == []
-    assert_workers_left_before_the_holder(daemon.log)
+    assert_workers_exited_before_holder(daemon.log)
 
 
-def assert_workers_left_before_the_holder(log: str) -> None:
+def assert_workers_exited_before_holder(log: str) -> None:
     steps = re.findall(r"mlp\.1\.(\w+): (\w+) -> (\w+)", log)
     holder_stops = steps.index(("holder", "holding", "stopping"))
     gone = [index for index, (_, _, state) in enumerate(steps) if state == "gone"]
@@ -107,7 +107,7 @@ def assert_workers_left_before_the_holder(log: str) -> None:
 
 
 @pytest.mark.parametrize("moment", ["snapshotting", "building", "attaching"])
-def test_a_stop_while_a_model_loads_leaves_nothing(moment: str, daemon: Weightd, place: DaemonPaths) -> None:
+def test_stop_while_model_loads(moment: str, daemon: Weightd, place: DaemonPaths) -> None:
     daemon.wait_for(f"mlp.1: {moment}")
     with Watched(children_of(place.cache)) as watched:
         assert daemon.end() == 0
@@ -116,7 +116,7 @@ def test_a_stop_while_a_model_loads_leaves_nothing(moment: str, daemon: Weightd,
     assert place.left == []
 
 
-def test_a_second_signal_kills_at_once(daemon: Weightd, question: SampleRequest, place: DaemonPaths) -> None:
+def test_second_signal_stops_at_once(daemon: Weightd, question: SampleRequest, place: DaemonPaths) -> None:
     with daemon.client(place.address) as client:
         assert_same(client.infer("mlp", question.inputs), question.answer)
         until(lambda: "mlp.1: serving" in daemon.log, "every worker is READY")
@@ -143,9 +143,7 @@ def ending_of(pending: Pending, question: SampleRequest) -> str:
     return "right"
 
 
-def test_requests_that_take_longer_than_the_drain_are_refused_and_the_stop_goes_on(
-    mlp: Path, place: DaemonPaths, question: SampleRequest
-) -> None:
+def test_drain_timeout_rejects_remaining_requests(mlp: Path, place: DaemonPaths, question: SampleRequest) -> None:
     tables = {"mlp": {"path": mlp}}
     with place.serve(tables, drain_timeout=0.2) as daemon, daemon.client(place.address) as client:
         assert_same(client.infer("mlp", question.inputs), question.answer)
@@ -156,7 +154,7 @@ def test_requests_that_take_longer_than_the_drain_are_refused_and_the_stop_goes_
     assert place.left == []
 
 
-# Has the terminal for its own and is in its foreground, as a program that was started from a shell.
+# Takes the terminal and runs in its foreground, like a program started from a shell.
 IN_THE_FOREGROUND = """
 import fcntl, os, signal, sys, termios
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -170,7 +168,7 @@ class InTerminal:
 
     Args:
         hangup: SIG_DFL, or SIG_IGN as under nohup.
-        arguments: of the command.
+        arguments: arguments of the command.
     """
 
     def __init__(self, hangup: str, *arguments: object) -> None:
@@ -183,10 +181,10 @@ class InTerminal:
         self.pid = self._process.pid
 
     def wait_for(self, text: str) -> None:
-        """Wait until it has written the text to its terminal."""
-        said = b""
-        while text.encode() not in said:
-            said += os.read(self._master, 65536)
+        """Wait until the command has written the text to its terminal."""
+        output = b""
+        while text.encode() not in output:
+            output += os.read(self._master, 65536)
 
     def close_terminal(self) -> None:
         os.close(self._master)
@@ -210,9 +208,7 @@ class InTerminal:
             self.close_terminal()
 
 
-def test_what_runs_in_the_foreground_ends_with_its_terminal(
-    mlp: Path, place: DaemonPaths, config: Path, tmp_path: Path
-) -> None:
+def test_foreground_commands_exit_with_terminal(mlp: Path, place: DaemonPaths, config: Path, tmp_path: Path) -> None:
     gateway = tmp_path / "gateway.toml"
     gateway.write_text("[gateway]\nhttp = ['127.0.0.1:0']\ngrpc = []\nanonymous = '-'\n", "utf-8")
     run = ("run", mlp, "--workers", 1, "--cache-dir", place.cache, "--socket", f"{place.runtime}/run.sock")
@@ -231,7 +227,7 @@ def test_what_runs_in_the_foreground_ends_with_its_terminal(
     assert place.left == []
 
 
-def test_nohup_keeps_a_daemon_which_reloads_on_sighup(
+def test_daemon_under_nohup_reloads_on_sighup(
     mlp: Path, place: DaemonPaths, config: Path, question: SampleRequest
 ) -> None:
     run = ("run", mlp, "--workers", 1, "--cache-dir", place.cache, "--socket", f"{place.runtime}/run.sock")
@@ -244,5 +240,5 @@ def test_nohup_keeps_a_daemon_which_reloads_on_sighup(
         with Client(f"{place.runtime}/run.sock") as one, Client(place.address) as other:
             for client in (one, other):
                 assert_same(client.infer("mlp", question.inputs), question.answer)
-            until(lambda: other.metrics().reloads.succeeded, "it has read the file again")
+            until(lambda: other.metrics().reloads.succeeded, "the daemon has reloaded the file")
         assert [each.end() for each in programs] == [0, 0]

@@ -1,4 +1,4 @@
-"""A daemon serves, replaces its workers and stops, whatever its parent, its kernel and its container have passed on."""
+"""Unusual process environments: inherited signal masks, old kernels, and orphans in containers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .support import (
 pytestmark = [pytest.mark.e2e, ONE_ENGINE]
 
 PROCESS_DIED = 2
-# In a pid namespace of its own, where the command is PID 1.
+# A new PID namespace, in which the command is PID 1.
 UNSHARE = [
     "unshare",
     "--pid",
@@ -47,7 +47,7 @@ UNSHARE = [
 
 
 def zombies(pids: Sequence[int]) -> list[int]:
-    """The children of these processes that have exited and were not waited for."""
+    """Return the children of these processes that have exited but were not reaped."""
     found: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -60,14 +60,14 @@ def zombies(pids: Sequence[int]) -> list[int]:
     return found
 
 
-def serves_and_replaces(daemon: Weightd, place: DaemonPaths, question: SampleRequest) -> None:
+def assert_serves_and_replaces_worker(daemon: Weightd, place: DaemonPaths, question: SampleRequest) -> None:
     with daemon.client(place.address) as client:
         assert_same(client.infer("mlp", question.inputs), question.answer)
         workers = functools.partial(_workers, client)
         before = until(lambda: _of(2, workers()), "both workers serve")
         victim = next(iter(before))
         os.kill(before[victim], signal.SIGKILL)
-        until(lambda: _of(2, workers()) if victim not in workers() else None, "another one serves in its place")
+        until(lambda: _of(2, workers()) if victim not in workers() else None, "the replacement serves")
         assert_same(client.infer("mlp", question.inputs), question.answer)
     assert f"{victim} lost: killed by SIGKILL" in daemon.log
     until(lambda: not zombies(census.families([daemon.pid])), "every child is reaped")
@@ -84,12 +84,12 @@ def _workers(client: Client) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("how", ["ignored,blocked", "ENOSYS", "EPERM"])
-def test_a_daemon_serves_and_stops(
+def test_daemon_serves_and_stops(
     how: str, mlp: Path, place: DaemonPaths, questions: list[SampleRequest], tmp_path: Path
 ) -> None:
     config = place.config({"mlp": {"path": mlp, "workers": 2}})
     with Weightd(tmp_path / "log", "--verbose", "serve", config, under=surroundings.command(how)) as daemon:
-        serves_and_replaces(daemon, place, questions[0])
+        assert_serves_and_replaces_worker(daemon, place, questions[0])
         with Watched(children_of(place.cache)) as watched:
             assert daemon.end() == PROCESS_DIED
             assert watched.survivors() == []
@@ -97,7 +97,7 @@ def test_a_daemon_serves_and_stops(
     assert place.left == []
 
 
-def test_a_check_loads_and_says_good_of_what_can_be_served(mlp: Path, place: DaemonPaths, tmp_path: Path) -> None:
+def test_check_loads_models_without_pidfds(mlp: Path, place: DaemonPaths, tmp_path: Path) -> None:
     config = place.config({"mlp": {"path": mlp}})
     with Weightd(tmp_path / "log", "check", "--load", config, under=surroundings.command("ENOSYS")) as check:
         assert check.wait() == 0
@@ -105,7 +105,7 @@ def test_a_check_loads_and_says_good_of_what_can_be_served(mlp: Path, place: Dae
 
 
 class Surrounded(ManagedService):
-    """A managed service whose daemons have unusual surroundings."""
+    """A managed service whose daemons start in an unusual environment."""
 
     def __init__(self, how: str, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -115,7 +115,7 @@ class Surrounded(ManagedService):
         return super()._popen([*surroundings.command(self._how), *command])
 
 
-def test_processes_outlive_a_daemon_and_are_watched_by_the_next_one(mlp: Path, questions: list[SampleRequest]) -> None:
+def test_next_daemon_watches_surviving_processes(mlp: Path, questions: list[SampleRequest]) -> None:
     how = "ignored,blocked,ENOSYS"
     with contextlib.ExitStack() as stack:
         service = stack.enter_context(Surrounded(how, {"mlp": {"path": mlp, "workers": 2}}, verbose=True))
@@ -133,60 +133,58 @@ def test_processes_outlive_a_daemon_and_are_watched_by_the_next_one(mlp: Path, q
         assert "Traceback" not in service.log
         with Watched(everything) as watched:
             stack.close()
-            until(lambda: not watched.survivors(), "the keeper ends everything")
+            until(lambda: not watched.survivors(), "the shim ends all processes")
 
 
 def _adopting(how: str, seconds: str) -> list[str]:
-    """Run a command as a process that adopts orphans, and has one already: `sleep` for so many seconds."""
+    """Return a command prefix: a process that adopts orphans and already has one, `sleep` for this many seconds."""
     if how == "PID 1":
         if subprocess.run([*UNSHARE, "true"], stderr=subprocess.DEVNULL, check=False).returncode != 0:
-            pytest.skip("no pid namespaces here")
+            pytest.skip("PID namespaces are not available")
         return [*UNSHARE, *surroundings.command(f"orphan={seconds}")]
     return surroundings.command(f"subreaper,orphan={seconds}")
 
 
 @pytest.mark.parametrize("how", ["subreaper", "PID 1"])
-def test_a_process_that_adopts_orphans_reaps_them(
+def test_daemon_reaps_adopted_orphans(
     how: str, mlp: Path, place: DaemonPaths, questions: list[SampleRequest], tmp_path: Path
 ) -> None:
-    """In a container nobody else does."""
-    # It is known by its argument: in another namespace it has another pid.
+    """In a container, no other process would reap them."""
+    # The test finds the orphan by its argument, because its pid differs in another namespace.
     seconds = f"600.{os.getpid()}"
     config = place.config({"mlp": {"path": mlp, "workers": 2}})
     with Weightd(tmp_path / "log", "--verbose", "serve", config, under=_adopting(how, seconds)) as daemon:
         if how == "subreaper":
-            # The exit status of its own child is known to the daemon.
-            serves_and_replaces(daemon, place, questions[0])
-            reaps_and_stops(daemon, how, seconds, PROCESS_DIED)
+            # The daemon still learns the exit status of its own child.
+            assert_serves_and_replaces_worker(daemon, place, questions[0])
+            assert_reaps_and_stops(daemon, how, seconds, PROCESS_DIED)
         else:
             with daemon.client(place.address) as client:
                 assert_same(client.infer("mlp", questions[0].inputs), questions[0].answer)
-            reaps_and_stops(daemon, how, seconds)
+            assert_reaps_and_stops(daemon, how, seconds)
     assert place.left == []
 
 
-def test_so_does_a_gateway(tmp_path: Path) -> None:
+def test_gateway_reaps_adopted_orphans(tmp_path: Path) -> None:
     how, seconds = "subreaper", f"600.{os.getpid()}"
     config = tmp_path / "gateway.toml"
     config.write_text("[gateway]\nhttp = ['127.0.0.1:0']\ngrpc = []\nanonymous = '-'\n", "utf-8")
     with Weightd(tmp_path / "log", "gateway", config, under=_adopting(how, seconds)) as gateway:
         gateway.wait_for("serving at")
-        reaps_and_stops(gateway, how, seconds)
+        assert_reaps_and_stops(gateway, how, seconds)
 
 
-def reaps_and_stops(program: Weightd, how: str, seconds: str, status: int = 0) -> None:
+def assert_reaps_and_stops(program: Weightd, how: str, seconds: str, status: int = 0) -> None:
     [orphan] = [pid for pid in census.families([program.pid]) if command_line(pid) == ["sleep", seconds]]
     os.kill(orphan, signal.SIGKILL)
-    until(lambda: not Path(f"/proc/{orphan}").exists(), "it is reaped")
+    until(lambda: not Path(f"/proc/{orphan}").exists(), "the orphan is reaped")
     init = program.pid if how == "subreaper" else census.families([program.pid])[1]
     os.kill(init, signal.SIGTERM)
     assert program.wait() == status
     assert "Traceback" not in program.log
 
 
-def test_other_users_see_no_model_of_a_process_and_children_no_variable_that_no_engine_reads(
-    mlp: Path, tmp_path: Path
-) -> None:
+def test_processes_hide_model_names_and_environment(mlp: Path, tmp_path: Path) -> None:
     tables = {"private": {"path": mlp, "workers": 1}, "spawned": {"path": mlp, "workers": 1, "start": "spawn"}}
     env = {"A_PASSWORD": "secret", "A_LIBRARY_HOME": "/somewhere", "ASCEND_HOME_PATH": "/none"}
     more = {"pass_environment": ["A_LIBRARY_*"]}
@@ -200,13 +198,14 @@ def test_other_users_see_no_model_of_a_process_and_children_no_variable_that_no_
                 seen = Path(f"/proc/{pid}/{name}").read_text("utf-8", "replace")
                 assert not any(each in seen for each in ("private", "spawned", "mlp", ".onnx")), (pid, name)
             seen = Path(f"/proc/{pid}/environ").read_text("utf-8", "replace")
-            # The zygote and its gates are forked from the daemon: the kernel shows what that was started with.
+            # The zygote and its proxies are forked from the daemon, so the kernel shows the daemon's initial
+            # environment.
             if roles[pid] not in ("zygote", "proxy"):
                 inherited = [name for name in env if name in seen]
                 assert inherited == ["A_LIBRARY_HOME", "ASCEND_HOME_PATH"], roles[pid]
 
 
-def test_weightctl_ends_as_it_is_told(mlp: Path, place: DaemonPaths) -> None:
+def test_weightctl_exits_on_sigterm(mlp: Path, place: DaemonPaths) -> None:
     with place.serve({"mlp": {"path": mlp, "workers": 1}}) as daemon:
         daemon.wait_for("listens on")
         command = [sys.executable, "-m", "weightctl", "--socket", place.address, "events", "--follow"]

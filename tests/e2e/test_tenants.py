@@ -1,4 +1,4 @@
-"""Tenants are users of this host, in processes of their own: what each may, and how much of it."""
+"""Tenants that are separate users of the host, each in a separate process: permissions, quotas and accounting."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ANN: Mapping[str, object] = {"uids": [ALICE], "models": ["slow"]}
 BEN: Mapping[str, object] = {"groups": [BOB], "may": ["infer", "status", "operate"]}
 TENANTS: Tables = {"ann": ANN, "ben": BEN}
 
-# Of "slow": it counts up to the largest, about a million a second.
+# Inputs of the model "slow", which counts up to the largest value at about a million per second.
 SOME: Arrays = {"n": np.array([3, 5], np.int64)}
 LONG: Arrays = {"n": np.array([200_000], np.int64)}
 LONGER: Arrays = {"n": np.array([600_000], np.int64)}
@@ -48,7 +48,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         "slow": {"path": models.patient(directory / "slow.onnx"), "workers": 1},
         "fatal": {"path": models.negated(directory / "fatal.onnx"), "workers": 2},
     }
-    # Requests take long while the worker is stopped. That is not to count.
+    # Requests take long while the worker is stopped; this must not count against their tenant.
     daemon = {"max_user_connections": 64, "max_user_connection_rate": 64.0, "max_batch_seconds": 60.0}
     with Service(tables, daemon, tenants=TENANTS, gid=users.CLIENTS_GID) as service:
         service.ready()
@@ -62,8 +62,8 @@ def tables(service: Service) -> None:
 
 @pytest.fixture(scope="module")
 def crowd(service: Service) -> Iterator[Mapping[int, User]]:
-    with User(ALICE) as ann, User(BOB) as ben, User(CAROL) as nobody:
-        yield {ALICE: ann, BOB: ben, CAROL: nobody}
+    with User(ALICE) as ann, User(BOB) as ben, User(CAROL) as stranger:
+        yield {ALICE: ann, BOB: ben, CAROL: stranger}
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def ben(service: Service, crowd: Mapping[int, User]) -> User:
 
 @pytest.fixture
 def open_directory() -> Iterator[Path]:
-    """A directory that every user may search, unlike those of pytest."""
+    """A directory that every user may search, unlike pytest's directories."""
     with tempfile.TemporaryDirectory(prefix="weightd-", dir="/tmp") as directory:
         Path(directory).chmod(0o711)
         yield Path(directory)
@@ -92,9 +92,9 @@ def bounded(service: Service, **bounds: object) -> None:
 
 @contextlib.contextmanager
 def stopped_worker(service: Service, user: User) -> Iterator[None]:
-    """Stop the worker of "slow", so that no request ends however long the block takes.
+    """Stop the worker of "slow" during the block, so that no request ends however long the block takes.
 
-    Its last request took so long that it gets one at a time.
+    The worker's last request took so long that the daemon sends it one request at a time.
     """
     user.ask("infer", "slow", LONGER)
     [worker] = ready_workers(service, "slow")
@@ -113,18 +113,14 @@ def codes(outcomes: Sequence[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("address", ["unix://{}", "ipc://{}"])
-def test_who_is_in_no_table_is_told_who_the_kernel_says_it_is(
-    service: Service, crowd: Mapping[int, User], address: str
-) -> None:
+def test_error_for_user_without_tenant_has_uid(service: Service, crowd: Mapping[int, User], address: str) -> None:
     crowd[CAROL].connect(address.format(service.address))
     with pytest.raises(Unauthenticated, match=rf"uid {CAROL} belongs to no tenant: .*\[tenants.NAME\]"):
         crowd[CAROL].ask("infer", "slow", SOME)
 
 
 @pytest.mark.parametrize("address", ["unix://{}", "ipc://{}"])
-def test_a_tenant_has_its_answers_and_sees_its_models_alone(
-    service: Service, crowd: Mapping[int, User], address: str
-) -> None:
+def test_tenant_sees_only_its_models(service: Service, crowd: Mapping[int, User], address: str) -> None:
     ann, ben = crowd[ALICE], crowd[BOB]
     for each in (ann, ben):
         each.connect(address.format(service.address))
@@ -143,20 +139,18 @@ def test_a_tenant_has_its_answers_and_sees_its_models_alone(
     assert {"ann", "ben"} <= {each.name for each in ben.ask("status").tenants}
 
 
-def test_only_who_may_operates_or_asks(service: Service, ann: User, ben: User) -> None:
+def test_permissions_to_operate_and_infer(service: Service, ann: User, ben: User) -> None:
     with pytest.raises(PermissionDenied, match='a tenant that may "operate"'):
         ann.ask("reload")
     assert ben.ask("reload").changed == ()
     service.reload(tenants={**TENANTS, "ann": {**ANN, "may": ["status"]}})
-    told = 'tenant ann may not send inference requests: "infer" is not in its `may`'
-    with pytest.raises(PermissionDenied, match=told):
+    message = 'tenant ann may not send inference requests: "infer" is not in its `may`'
+    with pytest.raises(PermissionDenied, match=message):
         ann.ask("infer", "slow", SOME)
     assert len(ann.ask("status").tenants) > 1
 
 
-def test_what_a_reload_takes_away_is_gone_with_the_next_message_and_what_waits_ends(
-    service: Service, ann: User, ben: User
-) -> None:
+def test_reload_withdraws_permissions_at_once(service: Service, ann: User, ben: User) -> None:
     with stopped_worker(service, ann):
         ann.begin(loads.hold, "slow", [LONG] * 3)
         ann.wait_for_report()
@@ -185,7 +179,7 @@ def test_what_a_reload_takes_away_is_gone_with_the_next_message_and_what_waits_e
     ],
 )
 @pytest.mark.usefixtures("ann", "ben")
-def test_more_than_a_bound_is_refused_and_nobody_else_is(
+def test_quota_rejects_only_requests_of_its_tenant(
     service: Service, crowd: Mapping[int, User], bound: str, most: int, asked: tuple[Any, Any], refused: int
 ) -> None:
     ann, ben = crowd[ALICE], crowd[BOB]
@@ -199,7 +193,7 @@ def test_more_than_a_bound_is_refused_and_nobody_else_is(
     assert codes(ben.do(loads.at_once, "slow", [SOME] * 4)) == [OK] * 4
 
 
-def test_messages_of_any_kind_have_one_rate(service: Service, ann: User, ben: User) -> None:
+def test_rate_limit_counts_all_messages(service: Service, ann: User, ben: User) -> None:
     bounded(service, max_rate=3)
     for method in ("server", "status", "server"):
         ann.ask(method)
@@ -218,9 +212,9 @@ def test_messages_of_any_kind_have_one_rate(service: Service, ann: User, ben: Us
         (loads.pass_unclosable, (), "expected a memfd, got a descriptor of something else"),
         (loads.hoard, ("slow", 400), f"new connection of uid {CAROL} refused"),
     ],
-    ids=["connections", "descriptors", "answers that nobody reads"],
+    ids=["connections", "descriptors", "unread answers"],
 )
-def test_a_stranger_that_attacks_the_unix_socket_is_refused_and_nobody_else_is(
+def test_attack_on_unix_socket_harms_no_tenant(
     service: Service, crowd: Mapping[int, User], ben: User, attack: Any, arguments: Sequence[Any], says: str
 ) -> None:
     stranger = crowd[CAROL]
@@ -231,24 +225,22 @@ def test_a_stranger_that_attacks_the_unix_socket_is_refused_and_nobody_else_is(
     ended = stranger.end()
     assert asked.outcomes == {OK: sum(asked.outcomes.values())}
     assert sum(ended.values()) > 50
-    # The log has one line for each user and kind in ten seconds.
-    until(lambda: says in service.log, "the log says so")
+    # The daemon logs one line per user and kind every ten seconds.
+    until(lambda: says in service.log, "the log has the rejection")
 
 
-def test_one_connection_too_many_is_told_so_and_ends(service: Service, ann: User, ben: User) -> None:
+def test_excess_connection_is_closed_with_error(service: Service, ann: User, ben: User) -> None:
     before = other_refusals(ben, "ann").get("max_connections", 0)
     bounded(service, max_connections=1)
     assert ann.ask("infer", "slow", SOME)["y"].tolist() == [3, 5]
     with pytest.raises(RemoteProtocolError, match="closed this connection: max_connections of this tenant is 1"):
         ann.do(loads.with_another, "slow", SOME)
     assert ben.do(loads.with_another, "slow", SOME) == [3, 5]
-    # Refused over the unix socket, its client may have tried ZeroMQ.
+    # After the rejection over the Unix socket, the client may have tried ZeroMQ as well.
     assert other_refusals(ben, "ann")["max_connections"] > before
 
 
-def test_memory_beyond_a_bound_is_not_shared_and_the_answer_comes_all_the_same(
-    service: Service, ann: User, ben: User
-) -> None:
+def test_answers_without_shared_memory_beyond_quota(service: Service, ann: User, ben: User) -> None:
     bounded(service, max_shared_bytes=100_000)
     large: Arrays = {"n": np.ones(50_000, np.int64)}
     refused = {name: other_refusals(ben, name).get("max_shared_bytes", 0) for name in ("ann", "ben")}
@@ -263,20 +255,18 @@ def test_memory_beyond_a_bound_is_not_shared_and_the_answer_comes_all_the_same(
 
 
 def other_refusals(user: User, name: str) -> Mapping[str, int]:
-    """Return what a user is told of a tenant's messages that were refused and are no requests of a model."""
-    [told] = [each for each in user.ask("status").tenants if each.name == name]
-    return next((each for each in told.accounts if not each.model), NONE).failed
+    """Return the rejected messages of a tenant that are not requests to a model, as the status shows them to a user."""
+    [tenant] = [each for each in user.ask("status").tenants if each.name == name]
+    return next((each for each in tenant.accounts if not each.model), NONE).failed
 
 
 def account(user: User, name: str) -> AccountStatus:
-    """Return what a user is told of a tenant and the model "slow"."""
-    [told] = [each for each in user.ask("status").tenants if each.name == name]
-    return next((each for each in told.accounts if each.model == "slow"), NONE)
+    """Return the account of a tenant for the model "slow", as the status shows it to a user."""
+    [tenant] = [each for each in user.ask("status").tenants if each.name == name]
+    return next((each for each in tenant.accounts if each.model == "slow"), NONE)
 
 
-def test_what_each_asks_is_on_its_own_account_and_refusals_are_there_by_their_bound(
-    service: Service, ann: User, ben: User
-) -> None:
+def test_accounts_count_requests_and_rejections(service: Service, ann: User, ben: User) -> None:
     bounded(service, max_rows=1)
     before = {name: account(ben, name) for name in ("ann", "ben")}
     assert codes(ann.do(loads.at_once, "slow", [LONG, SOME, SOME], loads.NOTHING)).count(OK) == 1
@@ -290,10 +280,10 @@ def test_what_each_asks_is_on_its_own_account_and_refusals_are_there_by_their_bo
     assert account(ann, "ann") == after["ann"]
 
 
-# --- suspicion ------------------------------------------------------------------------------------------------------
+# --- fault isolation ------------------------------------------------------------------------------------------------
 
 
-def test_poison_of_one_tenant_costs_the_others_nothing(service: Service, ann: User, ben: User) -> None:
+def test_crashing_requests_harm_no_other_tenant(service: Service, ann: User, ben: User) -> None:
     bounded(service, models=["*"])
     inputs = [{"a": np.array([2, 3, number], np.int64)} for number in range(4)]
     answers = [{"y": -each["a"]} for each in inputs]
@@ -305,9 +295,7 @@ def test_poison_of_one_tenant_costs_the_others_nothing(service: Service, ann: Us
     assert asked.outcomes[OK] >= 3
 
 
-def test_long_requests_over_zeromq_leave_one_worker_to_another_tenant(
-    crowd: Mapping[int, User], tmp_path: Path
-) -> None:
+def test_long_requests_leave_worker_to_other_tenant(crowd: Mapping[int, User], tmp_path: Path) -> None:
     ann, ben = crowd[ALICE], crowd[BOB]
     tables = {"slow": {"path": models.patient(tmp_path / "slow.onnx"), "workers": 2}}
     with Service(tables, tenants=TENANTS, gid=users.CLIENTS_GID) as service:
@@ -317,22 +305,21 @@ def test_long_requests_over_zeromq_leave_one_worker_to_another_tenant(
         one, second = {"n": np.array([1], np.int64)}, {"n": np.array([1_000_000], np.int64)}
         ben.ask("infer", "slow", one)
         ann.begin(loads.keep, "slow", [second], 4)
-        # One of these has run, and four wait or run.
+        # One of these requests has run; four are queued or running.
         ann.wait_for_report()
         took = ben.do(loads.time_of, "slow", one, 10)
         ann.end()
-    # Without a worker left to it, some of them wait for a second and more.
+    # Without a worker reserved for ben, some of these requests would take more than a second.
     assert sum(took) < 0.5, took
 
 
 # --- files ----------------------------------------------------------------------------------------------------------
 
-# Last: after a pause in which no other tenant asks, a worker is given requests ahead, which the tests of quotas count.
+# Keep this test last: after a pause without requests of other tenants, a worker gets requests ahead of time, which
+# would change the counts in the quota tests.
 
 
-def test_an_update_takes_what_the_user_may_read_and_what_lies_below_the_tenants_directories(
-    service: Service, ben: User, open_directory: Path
-) -> None:
+def test_update_checks_access_to_model_file(service: Service, ben: User, open_directory: Path) -> None:
     private, given = open_directory / "private", open_directory / "given"
     for each in (private, given):
         each.mkdir()
@@ -342,7 +329,7 @@ def test_an_update_takes_what_the_user_may_read_and_what_lies_below_the_tenants_
             FailedPrecondition, match=rf"m\.onnx: uid {BOB}, which names the file .* may not read m\.onnx"
         ):
             ben.ask("update", "fatal", str(path))
-    # Whether there are files in a directory of others is not told.
+    # The error does not reveal whether files exist in another user's directory.
     private.chmod(0o700)
     texts: list[str] = []
     for name in ("m.onnx", "none.onnx"):
@@ -358,7 +345,7 @@ def test_an_update_takes_what_the_user_may_read_and_what_lies_below_the_tenants_
     readable.chmod(0o644)
     assert ben.ask("update", "fatal", str(readable)).path == str(readable)
     assert ben.ask("update", "fatal", rollback=True).path == str(given / "m.onnx")
-    # The audit log has it, for who may see events.
+    # Users who may see events see the entry of the audit log.
     text = "\n".join(each.text for each in ben.ask("events").events if each.text.startswith("audit "))
     who = f'user="uid {BOB}" tenant="ben" model="fatal"'
     assert f'audit action="update" result="failed" {who} path="{private}/m.onnx" detail="not updated: ' in text

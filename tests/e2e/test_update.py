@@ -1,4 +1,4 @@
-"""An update on the CPU, by real engines: one copy of the weights of each generation, and no request lost."""
+"""Updates on the CPU with real engines: one copy of the weights per generation, and no lost request."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ pytestmark = pytest.mark.e2e
 
 
 @ONE_ENGINE
-def test_the_same_model_takes_over_from_itself_without_a_lost_request(
-    mlp: Path, questions: list[SampleRequest], tmp_path: Path
-) -> None:
+def test_update_and_rollback_lose_no_request(mlp: Path, questions: list[SampleRequest], tmp_path: Path) -> None:
     copy = Path(shutil.copyfile(mlp, tmp_path / mlp.name))
     with Service({"mlp": {"path": mlp, "workers": 1, "spares": 1}}) as service, service.client() as client:
         service.ready()
@@ -41,19 +39,19 @@ def test_the_same_model_takes_over_from_itself_without_a_lost_request(
             load.wait_for(50)
             assert client.update("mlp", rollback=True).generations == (3,)
             load.wait_for(50)
-        until(lambda: len(model_status(service, "mlp").generations) == 1, "the old generations are gone")
+        until(lambda: len(model_status(service, "mlp").generations) == 1, "the old generations exit")
         status = model_status(service, "mlp")
         assert (status.failed, status.generations[0].number) == (0, 3)
-        # Who is READY first works, in whatever order they are.
+        # The first processes that are READY become workers, in any order.
         roles = sorted(each.role for each in status.generations[0].processes)
         assert roles == ["holder", "spare", "worker"]
         for each in status.generations[0].processes:
             assert (each.shared_bytes or 0) >= 0.98 * MLP_WEIGHT_BYTES, each
-        # What is no longer needed is no longer on the disk.
+        # Snapshots of the old generations are deleted.
         assert len(list(service.cache.rglob("model/*"))) == 1
 
 
-def test_who_comes_by_tcp_may_ask_but_not_update(zoo: Zoo, bare: BareEngine, place: DaemonPaths) -> None:
+def test_tcp_client_may_infer_but_not_update(zoo: Zoo, bare: BareEngine, place: DaemonPaths) -> None:
     path = zoo.path("fixed", "onnxruntime")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

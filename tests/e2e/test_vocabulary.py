@@ -1,6 +1,6 @@
-"""Each verb is used once for real, and one that has no row here fails: message types, commands of both programs.
+"""One real use of each message type and of each command of weightd and weightctl.
 
-What a verb does in each case is tested elsewhere. This is for a new one: a row is all that it takes.
+A message type or command without a row in these tables fails a test. Other tests cover the details.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from .support import LIMIT_S
 
 pytestmark = pytest.mark.e2e
 
-# Here a real session is told each order, that of a worker or of a rank.
+# Tests in which a real session receives each message of the daemon, as a worker or as a rank.
 WORKER = Path(__file__).parents[1] / "worker"
 SESSIONS = WORKER / "test_session.py", WORKER / "ranks" / "test_rank.py", WORKER.parent / "support/testkit/script.py"
 
@@ -62,10 +62,10 @@ MODEL = "tiny"
 X = TensorSpec("x", "FP32", (1, 64))
 ROW = bytes(X.nbytes)
 
-# What is sent, what comes back, and what the answer says.
+# Messages to send, type of the answer, and words in it.
 MESSAGES: Sequence[tuple[Sequence[ClientMessage], type[DaemonMessage], str]] = (
     ([Infer("1", RequestDescription(MODEL, (X,)))], InferResponse, "FP32"),
-    # The model never serves: its request waits until it is taken back.
+    # This model never serves, so its request stays queued until it is cancelled.
     ([Infer("1", RequestDescription("asleep", (X,))), Cancel("1")], Error, "CANCELLED"),
     ([ServerReady("1")], ReadyResponse, "asleep"),
     ([ModelReady("1", MODEL)], ReadyResponse, "ready=True"),
@@ -81,7 +81,7 @@ MESSAGES: Sequence[tuple[Sequence[ClientMessage], type[DaemonMessage], str]] = (
 
 
 class Use(NamedTuple):
-    """A command: its arguments behind the verb, its exit status, and words of what it prints; {names} are filled in."""
+    """A command: arguments after its name, exit status, and words of its output; {names} stand for files."""
 
     arguments: str
     status: int
@@ -141,7 +141,7 @@ def filled(message: ClientMessage, names: dict[str, Path]) -> ClientMessage:
     return Update(message.id, message.model_name, str(names["other"])) if isinstance(message, Update) else message
 
 
-def test_every_message_of_a_client_and_every_answer(service: Service, names: dict[str, Path]) -> None:
+def test_every_client_message_and_answer(service: Service, names: dict[str, Path]) -> None:
     assert {type(each) for sent, *_ in MESSAGES for each in sent} == {*FROM_CLIENT.values()} - {Register, Unregister}
     assert {answer for _, answer, _ in MESSAGES} == {*TO_CLIENT.values()} - {Registered, Released}
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as peer:
@@ -157,14 +157,13 @@ def test_every_message_of_a_client_and_every_answer(service: Service, names: dic
 
 
 def received(stream: Stream) -> Sequence[Any]:
-    """Wait for one message."""
     while select.select([stream], [], [], LIMIT_S)[0]:
         for message in stream.receive():
             return message.frames
     raise TimeoutError
 
 
-def test_who_speaks_zeromq_asks_and_looks_and_does_not_operate(service: Service, names: dict[str, Path]) -> None:
+def test_zeromq_clients_may_not_operate(service: Service, names: dict[str, Path]) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.setsockopt(zmq.LINGER, 0)
         peer.setsockopt(zmq.RCVTIMEO, int(LIMIT_S * 1000))
@@ -183,7 +182,7 @@ PROGRAMS = {"weightd": (parser(), WEIGHTD), "weightctl": (ctl_parser(), WEIGHTCT
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_each_command_has_a_row(program: str) -> None:
+def test_commands_have_rows(program: str) -> None:
     arguments, uses = PROGRAMS[program]
     assert {command.name for command in read_parser(arguments).commands} == set(uses)
 
@@ -191,7 +190,7 @@ def test_each_command_has_a_row(program: str) -> None:
 @pytest.mark.parametrize(
     ("program", "verb"), [(program, verb) for program in PROGRAMS for verb in PROGRAMS[program][1]]
 )
-def test_every_command(program: str, verb: str, service: Service, names: dict[str, Path]) -> None:
+def test_commands_run_once(program: str, verb: str, service: Service, names: dict[str, Path]) -> None:
     use = PROGRAMS[program][1][verb]
     module = {"weightd": ["weightd_daemon"], "weightctl": ["weightctl", "--socket", service.address]}[program]
     command = [sys.executable, "-m", *module, verb, *use.arguments.format_map(names).split()]
@@ -200,9 +199,9 @@ def test_every_command(program: str, verb: str, service: Service, names: dict[st
     assert use.words in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("table", [TO_CHILD, FROM_CHILD], ids=["orders", "words of a child"])
-def test_every_message_of_a_child_is_in_the_tests_of_its_session(table: dict[str, type[object]]) -> None:
-    # What is only imported is no name in this sense.
+@pytest.mark.parametrize("table", [TO_CHILD, FROM_CHILD], ids=["to child", "from child"])
+def test_session_tests_use_every_message_of_children(table: dict[str, type[object]]) -> None:
+    # An import alone is not an ast.Name, so it does not count as a use.
     nodes = [node for path in SESSIONS for node in ast.walk(ast.parse(path.read_text("utf-8")))]
     named = {node.id for node in nodes if isinstance(node, ast.Name)}
     assert {message.__name__ for message in table.values()} - named <= {"Map", "Unmap"}

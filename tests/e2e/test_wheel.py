@@ -1,4 +1,4 @@
-"""The wheel: what is installed into a vendor's environment, and that it works on CPython 3.7."""
+"""The wheel: its content and metadata, and its use on CPython 3.7 in a vendor's environment."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python37() -> Path:
-    """One that has what a vendor's environment has: numpy, pyzmq, msgpack, and an engine."""
+    """An interpreter with the packages of a vendor's environment: numpy, pyzmq, msgpack and an engine."""
     python = mindir.interpreter()
     if python is None:
         if os.environ.get("CI") == "true":
@@ -73,7 +73,7 @@ def metadata(wheel: Path) -> email.message.Message:
         return email.message_from_bytes(archive.read(name))
 
 
-def test_it_needs_python_37_and_three_packages_and_has_seven_extras(wheel: Path) -> None:
+def test_wheel_metadata(wheel: Path) -> None:
     fields = metadata(wheel)
     assert (fields["Name"], fields["Version"], fields["Requires-Python"]) == ("weightd", VERSION, ">=3.7")
     assert fields["License-Expression"] == "Apache-2.0"
@@ -97,7 +97,7 @@ def test_it_needs_python_37_and_three_packages_and_has_seven_extras(wheel: Path)
     assert wheel.name == f"weightd-{VERSION}-py3-none-any.whl"
 
 
-def test_it_holds_the_packages_with_their_types_and_nothing_else(wheel: Path) -> None:
+def test_wheel_contains_only_packages_with_types(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     top_level = {name.split("/")[0] for name in names}
@@ -108,7 +108,7 @@ def test_it_holds_the_packages_with_their_types_and_nothing_else(wheel: Path) ->
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_the_worker_runs_on_python_37(installed: Path, python37: Path) -> None:
+def test_worker_runs_on_python_37(installed: Path, python37: Path) -> None:
     assert run(python37, installed, "-c", "import sys; print(sys.version_info[:2])") == "(3, 7)\n"
     assert "python -m weightd_worker" in run(python37, installed, "-m", "weightd_worker", "--help")
     assert "weightctl" in run(python37, installed, "-m", "weightctl", "--help")
@@ -126,14 +126,12 @@ print(weightd.Client.__name__, "mindspore_lite" in sys.modules, "onnxruntime" in
 """
 
 
-def test_every_module_for_old_interpreters_can_be_imported_there_and_needs_no_engine(
-    installed: Path, python37: Path
-) -> None:
+def test_python_37_modules_import_without_engine(installed: Path, python37: Path) -> None:
     for python in (python37, sys.executable):
         assert run(python, installed, "-c", _IMPORT, str(installed)) == "Client False False\n"
 
 
-def test_it_brings_the_units_and_installs_them(installed: Path, tmp_path: Path) -> None:
+def test_wheel_installs_units_and_manual(installed: Path, tmp_path: Path) -> None:
     for name in ("systemd", "manual"):
         where = run(
             sys.executable, installed, "-c", f"from weightctl.install import plan; print(plan.source({name!r}))"
@@ -151,7 +149,7 @@ def test_it_brings_the_units_and_installs_them(installed: Path, tmp_path: Path) 
     }
 
 
-def test_the_daemon_runs_from_it(installed: Path) -> None:
+def test_daemon_runs_from_wheel(installed: Path) -> None:
     assert run(sys.executable, installed, "-m", "weightd_daemon", "--version") == f"weightd {VERSION}\n"
     said = run(sys.executable, installed, "-c", "import weightd_daemon; print(weightd_daemon.__file__)")
     assert said.startswith(str(installed))

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Makes a machine out of this one and becomes systemd in it: boot.sh enter SCRATCH. janitor.py calls it and cleans up.
+# Creates a system in new namespaces and executes systemd in it: boot.sh enter SCRATCH. janitor.py calls it and cleans up.
 #
-# As root in the cgroup of the machine itself, systemd would move every process of the machine into groups of its own. So
-# this first enters the groups that janitor.py made for it, and goes on only if there is no doubt that it is in them.
+# As root in the cgroup of the host, systemd would move every process of the host into its own cgroups. So this script
+# first enters the cgroups that janitor.py has created for it, and continues only if it is certainly inside them.
 set -eu
 stage=$1
 scratch=$2
@@ -35,7 +35,7 @@ devices() {
     mount -t tmpfs -o mode=1777 tmpfs "$root/dev/shm"
 }
 
-# Each hierarchy again: what this namespace sees as its root is the group that was entered.
+# Mounts each hierarchy again; in this namespace, its root is the cgroup that `enter` has entered.
 cgroups() {
     if [ "$(wc -l </proc/self/cgroup)" -eq 1 ]; then
         mount -t cgroup2 cgroup2 "$root/sys/fs/cgroup"
@@ -44,7 +44,7 @@ cgroups() {
     mount -t tmpfs -o mode=755 tmpfs "$root/sys/fs/cgroup"
     while IFS=: read -r _ controllers _; do
         case $controllers in
-        # That one is the machine's. Something has to be there, or systemd mounts it.
+        # The cpuset hierarchy stays with the host. An empty directory keeps systemd from mounting it.
         cpuset) directory=cpuset type=tmpfs options=ro ;;
         '') directory=unified type=cgroup2 options=rw ;;
         name=*) directory=${controllers#name=} type=cgroup options=none,$controllers ;;

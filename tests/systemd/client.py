@@ -27,8 +27,8 @@ from weightd import Client, RequestError, WeightdError
 
 TIMEOUT_S = 60.0
 
-# As in a client that behaves: nobody asks again at once where nobody answers. And who is answered leaves the machine
-# to what is waited for.
+# Like a well-behaved client, wait before the next attempt after an error. The pause after answers leaves the CPU to the
+# processes that the test waits for.
 PAUSE_S = 0.02
 
 Report = Mapping[str, object]
@@ -36,7 +36,7 @@ Questions = Sequence[tuple[Any, Any]]
 
 
 def ask(address: str, file: str, model: str = "mlp") -> Report:
-    """Ask each question once."""
+    """Send each request once; count wrong answers."""
     questions = _questions(file)
     with Client(address, timeout=TIMEOUT_S) as client:
         wrong = sum(client.infer(model, {"x": x})["y"].tobytes() != y.tobytes() for x, y in questions)
@@ -44,7 +44,7 @@ def ask(address: str, file: str, model: str = "mlp") -> Report:
 
 
 def load(address: str, file: str) -> Report:
-    """Keep asking; whatever happens is counted."""
+    """Send requests until the end of input; count answers and errors."""
     questions = _questions(file)
     ended = _end_of_input()
     tally = _Outcomes()
@@ -61,7 +61,7 @@ def load(address: str, file: str) -> Report:
 
 
 def _round(client: Client, questions: Questions, tally: _Outcomes) -> None:
-    """Ask some questions at once; each of them ends in something that is counted."""
+    """Submit all requests at once; count each answer or error."""
     pending = [(client.submit("mlp", {"x": x}), y) for x, y in questions]
     for each, y in pending:
         try:
@@ -98,7 +98,7 @@ class _Outcomes:
 
 
 def probe(path: str) -> Report:
-    """Connect again and again, as a plain unix socket, to both that there are."""
+    """Connect to both sockets repeatedly, without a protocol; count results."""
     ended = _end_of_input()
     outcomes: Counter[str] = Counter()
     print("begun", flush=True)
@@ -110,14 +110,14 @@ def probe(path: str) -> Report:
 
 
 def reload(address: str) -> Report:
-    """Have the configuration read again, which not everybody may."""
+    """Reload the configuration, if this user may."""
     with Client(address, timeout=TIMEOUT_S) as client:
         client.reload()
     return {}
 
 
 def greedy(address: str, count: str) -> Report:
-    """Make a worker fill in many numbers."""
+    """Make a worker fill in `count` numbers."""
     with Client(address, timeout=TIMEOUT_S) as client:
         answer = client.infer("greedy", {"n": np.array([int(count)], np.int64)})
     return {"y": float(answer["y"][0])}
@@ -146,7 +146,7 @@ VERBS: Mapping[str, Callable[..., Report]] = {
 
 
 def main() -> None:
-    """Do it, or say which error it was."""
+    """Run the command; print its report, or the error."""
     try:
         report = VERBS[sys.argv[1]](*sys.argv[2:])
     except WeightdError as error:

@@ -15,13 +15,13 @@ from .service import Weightd
 
 @pytest.fixture(scope="session")
 def bare_manager() -> Iterator[Manager]:
-    """A manager without weightd. Where CI=true, it must be possible."""
+    """A manager without weightd. With CI=true the tests fail if systemd cannot boot; otherwise they are skipped."""
     try:
         manager = Manager().__enter__()
     except CannotBoot as error:
         if os.environ.get("CI") == "true":
-            pytest.fail(f"systemd cannot be tried: {error}")
-        pytest.skip(f"systemd cannot be tried: {error}")
+            pytest.fail(f"systemd cannot boot: {error}")
+        pytest.skip(f"systemd cannot boot: {error}")
     try:
         yield manager
     finally:
@@ -31,13 +31,13 @@ def bare_manager() -> Iterator[Manager]:
 @pytest.fixture(scope="session")
 def manager(bare_manager: Manager, tmp_path_factory: pytest.TempPathFactory) -> Manager:
     units.install(bare_manager)
-    materials.lay_out(bare_manager, tmp_path_factory.mktemp("materials"))
+    materials.install(bare_manager, tmp_path_factory.mktemp("materials"))
     return bare_manager
 
 
 @pytest.fixture
 def weightd(manager: Manager, request: pytest.FixtureRequest) -> Iterator[Weightd]:
-    """The service, stopped, its socket open, its configuration that of one model with two workers."""
+    """The service: stopped, with its socket open, and configured with one model and two workers."""
     weightd = Weightd(manager)
     weightd.reset()
     failed = request.session.testsfailed

@@ -15,7 +15,7 @@ ENV = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8", "SYSTEMD_PA
 
 UNITS = Path("/lib/systemd/system")
 TARGETS = ("sysinit", "sockets", "basic", "local-fs", "timers", "multi-user")
-# Of what a machine starts at boot, only this is started here.
+# The only unit that the tests start of those that a machine starts at boot.
 WANTED = "systemd-journald"
 
 TARGET = """\
@@ -33,7 +33,7 @@ Audit=no
 
 
 def write(scratch: Path) -> None:
-    """Write into `scratch` what boot.sh needs."""
+    """Write the files that boot.sh needs into `scratch`."""
     for each in ("root", "memory", "files", "var-cache"):
         (scratch / each).mkdir()
     files = _Files(scratch / "files")
@@ -61,7 +61,7 @@ def _booted() -> set[str]:
 
 
 def _python(files: _Files, binds: dict[str, Path], suffix: str, python: Path) -> None:
-    """Lay out an environment whose parts are bound to places that every unit may see."""
+    """Create a virtual environment whose parts are bind-mounted where every unit can see them."""
     real = python.resolve()
     site = next(python.parent.parent.glob("lib/python*/site-packages"))
     home = f"{HOME}/python{suffix}"
@@ -75,7 +75,7 @@ def _python(files: _Files, binds: dict[str, Path], suffix: str, python: Path) ->
 
 
 class _Files:
-    """A tree that is copied over the root."""
+    """A directory tree that boot.sh copies over the root."""
 
     def __init__(self, root: Path) -> None:
         self._root = root

@@ -21,7 +21,7 @@ LIMIT_S = 10
 
 
 class CannotBoot(Exception):
-    """The text says why."""
+    """systemd did not start; the text has the reason."""
 
 
 def main(scratch: Path) -> int:
@@ -57,11 +57,11 @@ def _end(*_: object) -> None:
 
 
 def _manager(process: subprocess.Popen[bytes]) -> int | None:
-    """Return the pid of what is process 1 inside: the only child of `unshare`. None if there is none."""
+    """Return the pid of process 1 inside, the only child of `unshare`; None if systemd has not started."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     deadline = time.monotonic() + LIMIT_S
     while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(OSError):  # one of them has just ended
+        with contextlib.suppress(OSError):  # a process has just exited
             for pid in children.read_text("ascii").split():
                 if Path(f"/proc/{pid}/comm").read_text("utf-8").strip() == "systemd":
                     return int(pid)
@@ -79,7 +79,7 @@ def _removed(scratch: Path) -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def _cgroups(scratch: Path) -> Generator[None, None, None]:
-    """Make a group below this process's own in each hierarchy, and remove it with all that is in it."""
+    """Create a cgroup below this process's cgroup in each hierarchy; finally remove it with its contents."""
     groups = [each / scratch.name for each in _own_groups()]
     for each in groups:
         each.mkdir()
@@ -96,7 +96,7 @@ def _own_groups() -> Iterator[Path]:
     mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text("utf-8").splitlines()]
     for line in Path("/proc/self/cgroup").read_text("utf-8").splitlines():
         _, controllers, group = line.split(":", 2)
-        if controllers == "cpuset":  # a new group of it takes no process
+        if controllers == "cpuset":  # a new cpuset cgroup cannot have processes
             continue
         kind = "cgroup" if controllers else "cgroup2"
         wanted = set(filter(None, controllers.split(",")))
@@ -112,7 +112,7 @@ def _own_groups() -> Iterator[Path]:
 def _remove(group: Path) -> None:
     deadline = time.monotonic() + LIMIT_S
     for directory, _, _ in os.walk(group, topdown=False):
-        while True:  # the last process may still be on its way out
+        while True:  # the last process may still be exiting
             try:
                 Path(directory).rmdir()
                 break

@@ -1,13 +1,13 @@
-"""A real systemd as process 1 of new namespaces, over a throw-away copy of this machine's file system.
+"""A real systemd as process 1 of new namespaces, over a temporary copy of this machine's file system.
 
     with Manager() as manager:
         manager.write("/etc/systemd/system/demo.service", unit)
         manager.systemctl("start", "demo.service")
 
-Nothing that happens inside is seen outside, and nothing is left after the block: see boot.sh and janitor.py. Inside,
-/etc/systemd/system is empty, /var/cache is on a disk (a page store needs one), and what is written elsewhere is in
-memory. Python and weightd are below /opt/weightd, since units with ProtectHome= and PrivateTmp= see neither a home nor
-/tmp: `python` and `mslite_python` are the interpreters there. /usr/bin/weightd and /usr/bin/weightctl are the commands.
+Changes inside are not visible outside, and nothing remains after the block: see boot.sh and janitor.py. Inside,
+/etc/systemd/system is empty, /var/cache is on a disk (a page store needs one), and other writable directories are in
+memory. Python and weightd are below /opt/weightd, because units with ProtectHome= and PrivateTmp= see neither /home nor
+/tmp. `python` and `mslite_python` are the interpreters there; /usr/bin/weightd and /usr/bin/weightctl are the commands.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SCRATCH_PREFIX = "weightd-systemd-"
 
 
 class CannotBoot(RuntimeError):
-    """Systemd cannot be tried on this machine; the text says why."""
+    """systemd cannot boot on this machine; the text has the reason."""
 
 
 class CommandFailed(AssertionError):
-    """A command inside ended with another status than 0."""
+    """A command inside exited with a status other than 0."""
 
 
 class Manager:
@@ -54,7 +54,7 @@ class Manager:
         scratch = Path(tempfile.mkdtemp(prefix=f"{SCRATCH_PREFIX}{os.getpid()}-", dir=build))
         scratch.chmod(0o755)
         image.write(scratch)
-        # In a session of its own: Ctrl-C is for the tests, and it cleans up when they have ended.
+        # The janitor has a separate session, so that Ctrl-C does not reach it, and cleans up after the tests.
         self._janitor = subprocess.Popen(
             [sys.executable, "-I", str(JANITOR), str(scratch)],
             stdin=subprocess.PIPE,
@@ -65,9 +65,9 @@ class Manager:
         assert self._janitor.stdout
         first = self._janitor.stdout.readline()
         if not first.strip().isdecimal():
-            why = first + self._janitor.stdout.read()
+            reason = first + self._janitor.stdout.read()
             self._end()
-            raise CannotBoot(why.strip() or "see above")
+            raise CannotBoot(reason.strip() or "see above")
         self.pid = int(first)
         self.root = Path(f"/proc/{self.pid}/root")
         try:
@@ -89,10 +89,10 @@ class Manager:
 
     def _boot(self) -> None:
         is_active = ["systemctl", "is-active", "weightd-tests.target"]
-        until(lambda: self.try_run(is_active).returncode == 0, "it boots", LIMIT_S)
+        until(lambda: self.try_run(is_active).returncode == 0, "systemd boots", LIMIT_S)
 
     def command(self, argv: Sequence[str], uid: int = 0, gid: int = 0, groups: Sequence[int] = ()) -> list[str]:
-        """Return the command line that runs `argv` inside, as that user."""
+        """Return the command line that runs `argv` inside as this user."""
         enter = ["nsenter", "--target", str(self.pid), "--all", "--root", "--wd"]
         if (uid, gid, *groups) != (0, 0):
             more = ["--groups", ",".join(map(str, groups))] if groups else ["--clear-groups"]
@@ -102,7 +102,7 @@ class Manager:
     def try_run(
         self, argv: Sequence[str], uid: int = 0, gid: int = 0, groups: Sequence[int] = (), limit: float = LIMIT_S
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command inside and return what became of it."""
+        """Run a command inside; return its status and output."""
         command = self.command(argv, uid, gid, groups)
         return subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit, check=False, env=image.ENV
@@ -111,10 +111,10 @@ class Manager:
     def run(
         self, argv: Sequence[str], uid: int = 0, gid: int = 0, groups: Sequence[int] = (), limit: float = LIMIT_S
     ) -> str:
-        """Run a command inside that must end well; return its output."""
+        """Run a command inside, which must succeed; return its output."""
         done = self.try_run(argv, uid, gid, groups, limit)
         if done.returncode != 0:
-            raise CommandFailed(f"{' '.join(argv)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+            raise CommandFailed(f"{' '.join(argv)} exited with status {done.returncode}:\n{done.stdout}{done.stderr}")
         return done.stdout
 
     def popen(
@@ -139,12 +139,12 @@ class Manager:
         return self.systemctl("show", "--value", "--property", name, unit).strip()
 
     def shows(self, unit: str, *names: str) -> Mapping[str, str]:
-        """Return several properties of a unit as they are at one time."""
+        """Return several properties of a unit, read at the same time."""
         lines = self.systemctl("show", "--property", ",".join(names), unit).splitlines()
         return dict(line.split("=", 1) for line in lines)
 
     def journal(self, unit: str, *arguments: str) -> str:
-        """Return the journal of a unit: what it wrote and what systemd says about it."""
+        """Return the journal of a unit: its own messages and those of systemd about it."""
         self.run(["journalctl", "--sync"])
         return self.run(["journalctl", "--unit", unit, "--output", "cat", "--no-pager", *arguments])
 
@@ -160,7 +160,7 @@ class Manager:
         outside.chmod(mode)
 
     def path(self, path: str) -> Path:
-        """Return how a path inside is reached from outside; not through links with an absolute target."""
+        """Return the path outside of a path inside; symbolic links with absolute targets do not work."""
         return self.root / path.lstrip("/")
 
     def pids(self, unit: str) -> list[int]:
@@ -168,9 +168,9 @@ class Manager:
         group = self.show(unit, "ControlGroup")
         if not group:
             return []
-        # Where systemd tracks processes: a hierarchy of its own, or the only one.
+        # systemd tracks processes in a separate hierarchy, or in the only one.
         named = "systemd" if self.path("/sys/fs/cgroup/systemd").exists() else ""
-        # Not from outside: the kernel gives the pids of the namespace of who reads.
+        # Read inside, because the kernel shows pids in the PID namespace of the reading process.
         command = ["find", f"/sys/fs/cgroup/{named}{group}", "-name", "cgroup.procs", "-exec", "cat", "{}", "+"]
         return sorted(set(map(int, self.try_run(command).stdout.split())))
 
@@ -188,7 +188,7 @@ class Manager:
 
 def _check() -> None:
     if os.getuid() != 0:
-        raise CannotBoot("only root can make the namespaces and cgroups of a system manager")
+        raise CannotBoot("only root can create the namespaces and cgroups of a system manager")
     if not SYSTEMD.exists():
         raise CannotBoot("systemd is not installed; on Debian: apt install systemd")
     missing = [each for each in NEEDED if shutil.which(each) is None]

@@ -1,4 +1,4 @@
-"""Materials of the tests: models, slow or stuck interpreters, and requests with their answers."""
+"""Files for the tests: models, slow or hanging interpreters, and requests with their answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MINDIR_QUESTIONS = f"{HOME}/mindir-questions.npz"
 STUCK_PYTHON = f"{HOME}/stuck-python"
 STUCK = f"{HOME}/stuck"
 
-# Stands before the real one on the path, and hangs where a model is built.
+# Shadows the real module on the path; building a model hangs.
 _STUCK = """\
 import sys, time
 sys.path.remove(__file__.rpartition("/")[0])
@@ -34,12 +34,12 @@ import onnxruntime
 onnxruntime.InferenceSession = lambda *_, **__: time.sleep(1000)
 """
 
-# Enough to share for a holder to be worth its memory: 16 MiB.
+# Large enough that a holder saves memory: 16 MiB.
 LAYERS, WIDTH = 4, 1024
 
 
-def lay_out(manager: Manager, scratch: Path) -> None:
-    """Make the materials and put them where every unit may read them."""
+def install(manager: Manager, scratch: Path) -> None:
+    """Create the files where every unit can read them."""
     onnx = models.mlp(scratch / "mlp.onnx", layers=LAYERS, width=WIDTH)
     _questions(onnx, "onnxruntime", scratch / "questions.npz")
     models.mlp(scratch / "other.onnx", layers=LAYERS, width=WIDTH, seed=1)
@@ -59,7 +59,7 @@ def lay_out(manager: Manager, scratch: Path) -> None:
 
 
 def slow_python(manager: Manager, seconds: int) -> str:
-    """Return the path of an interpreter that takes as long to begin."""
+    """Return the path of an interpreter that sleeps this long before it starts."""
     path = f"{HOME}/slow-python-{seconds}"
     manager.write(path, f'#!/bin/sh\nsleep {seconds}\nexec {manager.python} "$@"\n', 0o755)
     return path
@@ -74,7 +74,7 @@ def _questions(model: Path, engine: str, out: Path) -> None:
 
 
 def _greedy(path: Path) -> Path:
-    """Input "n" INT64 [1] -> "y" FP32 [1] = 1, on the way to which n numbers of four bytes are filled in."""
+    """Write a model: input "n" INT64 [1] -> "y" FP32 [1] = 1, which fills in n numbers of four bytes on the way."""
     one = helper.make_tensor("value", TensorProto.FLOAT, [1], [1.0])
     nodes = [
         helper.make_node("ConstantOfShape", ["n"], ["many"], value=one),

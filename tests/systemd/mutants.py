@@ -20,50 +20,52 @@ from testkit import mindir
 
 from .units import DIRECTORY
 
-# Each of them boots a manager; mostly they wait.
+# Each test run boots a manager and mostly waits.
 AT_ONCE = 2
 LIMIT_S = 240
 
-# pytest: all passed, and some failed. Anything else is a mistake of this file.
+# pytest's exit statuses for "all passed" and "some failed"; any other status is an error of this program.
 PASSED, FAILED = 0, 1
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """A line of a unit in place of another ("" removes it), and the test that has to notice: FILE::TEST."""
+    """A change of one line of a unit ("" removes it), and the test that must fail with it: FILE::TEST."""
 
     name: str
     unit: str
     line: str
     instead: str
-    noticed_by: str
+    failing_test: str
 
 
-def _service(name: str, line: str, instead: str, noticed_by: str) -> Mutant:
-    return Mutant(name, "weightd.service", line, instead, noticed_by)
+def _service(name: str, line: str, instead: str, failing_test: str) -> Mutant:
+    return Mutant(name, "weightd.service", line, instead, failing_test)
 
 
-def _socket(name: str, line: str, instead: str, noticed_by: str) -> Mutant:
-    return Mutant(name, "weightd.socket", line, instead, noticed_by)
+def _socket(name: str, line: str, instead: str, failing_test: str) -> Mutant:
+    return Mutant(name, "weightd.socket", line, instead, failing_test)
 
 
-_WATCHDOG = "test_faults.py::test_a_service_without_a_drop_in_is_watched"
-_RESTART = "test_restart.py::test_clients_lose_nothing_when_the_daemon_is_replaced"
-_START = "test_start.py::test_it_has_started_when_its_required_models_serve_however_long_that_takes"
-_CLEAN = "test_units.py::test_systemd_has_nothing_to_say_about_a_unit"
-_EXPOSED = "test_units.py::test_nothing_is_exposed_without_a_reason"
-_CONFIG = "test_start.py::test_a_wrong_configuration_is_not_tried_again"
-_STOP = "test_restart.py::test_a_stop_leaves_nothing_but_the_sockets"
-_GROUP = "test_serving.py::test_a_socket_is_for_the_group_alone"
+_WATCHDOG = "test_faults.py::test_unit_enables_watchdog"
+_RESTART = "test_restart.py::test_replaced_daemon_loses_no_request"
+_START = "test_start.py::test_start_waits_for_required_models"
+_CLEAN = "test_units.py::test_units_are_valid"
+_EXPOSED = "test_units.py::test_only_listed_settings_are_exposed"
+_CONFIG = "test_start.py::test_invalid_configuration_is_not_retried"
+_STOP = "test_restart.py::test_stop_leaves_only_sockets"
+_GROUP = "test_serving.py::test_sockets_belong_to_group"
 _DIR = "/run/weightd"
 _INSTANCES = "test_instances.py"
 _SERVING = "test_serving.py"
-_RELOAD = "test_serving.py::test_a_broken_configuration_changes_nothing_and_who_reloads_is_told_why"
-_PAGES = "test_start.py::test_mindspore_lite_runs_in_it_too"
+_RELOAD = "test_serving.py::test_reload_with_invalid_file_fails_with_reason"
+_PAGES = "test_start.py::test_mindspore_lite_in_service"
 _WEIGHTCTL = "ExecReload=/usr/bin/weightctl --socket /run/weightd/weightd.sock"
-_GROUPS = "test_units.py::test_user_and_group"
+_GROUPS = "test_units.py::test_users_and_groups_are_static_without_login"
 _CALLS = "sched_setscheduler sched_setaffinity prlimit64 setrlimit"
-_STRANGER = "test_serving.py::test_a_stranger_may_not_connect_and_is_told_so"
+_STRANGER = "test_serving.py::test_other_users_may_not_connect"
+_USER = "test_serving.py::test_processes_run_as_user_without_privileges"
+_NAMESPACE = "test_serving.py::test_daemon_is_in_user_namespace_of_host"
 
 MUTANTS = [
     _service("no-watchdog", "WatchdogSec=60", "", _WATCHDOG),
@@ -76,15 +78,15 @@ MUTANTS = [
     _service("misspelt", "ProtectHome=yes", "ProtectHoem=yes", _CLEAN),
     _service("writable-code", "MemoryDenyWriteExecute=yes", "", _EXPOSED),
     _service("new-privileges", "NoNewPrivileges=yes", "", _EXPOSED),
-    _service("root", "User=weightd", "User=root", "test_serving.py::test_every_process_runs_as_its_user"),
-    _service("capable", "CapabilityBoundingSet=", "", "test_serving.py::test_every_process_runs_as_its_user"),
-    _service("private-users", "PrivateMounts=yes", "PrivateUsers=yes", "test_serving.py::test_it_sees_its_clients"),
-    _service("no-oom-score", "OOMScoreAdjust=100", "", "test_serving.py::test_the_kernel_kills_other_services_later"),
-    _service("oom-stop", "OOMPolicy=continue", "OOMPolicy=stop", "test_units.py::test_an_instance_differs"),
+    _service("root", "User=weightd", "User=root", _USER),
+    _service("capable", "CapabilityBoundingSet=", "", _USER),
+    _service("private-users", "PrivateMounts=yes", "PrivateUsers=yes", _NAMESPACE),
+    _service("no-oom-score", "OOMScoreAdjust=100", "", "test_serving.py::test_oom_score_is_above_other_services"),
+    _service("oom-stop", "OOMPolicy=continue", "OOMPolicy=stop", "test_units.py::test_template_unit_equals_plain_unit"),
     _service("reload-hup", f"{_WEIGHTCTL} reload", "ExecReload=/bin/kill -HUP $MAINPID", _RELOAD),
     _service("no-reload", f"{_WEIGHTCTL} reload", "", _RELOAD),
-    _service("cache-open", "CacheDirectoryMode=0700", "", "test_serving.py::test_nobody_else_can_read_what_it_caches"),
-    _service("no-slice", "Slice=weightd.slice", "", "test_serving.py::test_it_is_in_the_slice_of_all"),
+    _service("cache-open", "CacheDirectoryMode=0700", "", "test_serving.py::test_cache_is_private"),
+    _service("no-slice", "Slice=weightd.slice", "", "test_serving.py::test_service_is_in_slice"),
     _service("no-preserve", "RuntimeDirectoryPreserve=yes", "", _STOP),
     _service("zmq-killed", f"SystemCallFilter={_CALLS} mincore", "SystemCallFilter=mincore", _SERVING),
     _service("no-mincore", f"SystemCallFilter={_CALLS} mincore", f"SystemCallFilter={_CALLS}", _PAGES),
@@ -97,8 +99,8 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-def noticed(mutant: Mutant) -> str:
-    """Try one; return "" if the test has failed as it should, else what happened instead."""
+def try_mutant(mutant: Mutant) -> str:
+    """Try one mutant; return "" if the test fails as expected, otherwise a message."""
     with tempfile.TemporaryDirectory(prefix="weightd-mutant-") as scratch:
         directory = Path(scratch, "systemd")
         shutil.copytree(DIRECTORY, directory)
@@ -108,11 +110,11 @@ def noticed(mutant: Mutant) -> str:
             return f"{mutant.unit} has no line {mutant.line!r}"
         lines[lines.index(mutant.line)] = mutant.instead
         unit.write_text("\n".join(lines) + "\n", "utf-8")
-        return "" if _status(directory, [mutant.noticed_by]) == FAILED else f"{mutant.noticed_by} does not fail"
+        return "" if _status(directory, [mutant.failing_test]) == FAILED else f"{mutant.failing_test} does not fail"
 
 
 def _status(directory: Path, tests: Iterable[str]) -> int:
-    """Run the tests with the units of that directory; a module or a test is found by its name."""
+    """Run the tests with the units of a directory; modules and tests are selected by name."""
     names = {test.rpartition("::")[2].removesuffix(".py") for test in tests}
     command = [sys.executable, "-m", "pytest", "-qx", "--timeout=60", "-p", "no:cacheprovider", "tests/systemd"]
     done = subprocess.run(
@@ -130,18 +132,18 @@ def _status(directory: Path, tests: Iterable[str]) -> int:
 
 
 def main(names: list[str]) -> int:
-    """Try all, or those that are named."""
+    """Try all mutants, or only the named ones."""
     chosen = [each for each in MUTANTS if not names or each.name in names]
     begin = time.monotonic()
-    if _status(DIRECTORY, {each.noticed_by for each in chosen}) != PASSED:
-        print("the tests fail without any of them: nothing can be told")
+    if _status(DIRECTORY, {each.failing_test for each in chosen}) != PASSED:
+        print("the tests fail with the original units, so no mutant can be tried")
         return 1
     survivors = 0
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for mutant, trouble in zip(chosen, pool.map(noticed, chosen), strict=True):
+        for mutant, trouble in zip(chosen, pool.map(try_mutant, chosen), strict=True):
             survivors += bool(trouble)
-            print(f"{mutant.name:20} {trouble or 'noticed'}", flush=True)
-    print(f"{len(chosen) - survivors} of {len(chosen)} noticed in {time.monotonic() - begin:.0f} s")
+            print(f"{mutant.name:20} {trouble or 'detected'}", flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} detected in {time.monotonic() - begin:.0f} s")
     return min(survivors, 1)
 
 

@@ -28,7 +28,7 @@ DROP_IN = "test.conf"
 
 @dataclass(frozen=True)
 class Child:
-    """A holder or a worker, by its pid inside."""
+    """A holder or a worker, by its pid inside the manager."""
 
     role: str
     pid: int
@@ -36,11 +36,11 @@ class Child:
 
 
 class Weightd:
-    """One service of a manager, with the socket that belongs to it.
+    """A weightd service of a manager, with its socket unit.
 
     Attributes:
         service, socket: names of the units.
-        address: where its clients connect; the path of its socket for those that speak ZeroMQ.
+        address: default address of its clients; also the path of the ZeroMQ socket.
         sockets: paths of its sockets for clients.
     """
 
@@ -52,7 +52,7 @@ class Weightd:
         self.address = f"/run/weightd/{self._name}.sock"
         self.sockets = (self.address, f"{self.address}.unix")
 
-    # --- what the operator does
+    # --- actions of the operator
 
     def configure(self, models: Mapping[str, Model], daemon: Model | None = None) -> None:
         """Write the configuration file."""
@@ -60,39 +60,37 @@ class Weightd:
         self.write_config("".join(table(name, keys) for name, keys in tables.items()))
 
     def write_config(self, text: str) -> None:
-        """Write the configuration file as it is given."""
+        """Write the text to the configuration file."""
         self.manager.write(f"/etc/weightd/{self._name}.toml", text)
 
     def drop_in(self, *lines: str) -> None:
-        """Set lines of the section [Service] for this test, in place of earlier ones."""
+        """Set lines of the section [Service] for this test; they replace earlier ones."""
         self.manager.write(f"{INSTALLED}/{self.service}.d/{DROP_IN}", "\n".join(["[Service]", *lines, ""]))
         self.manager.systemctl("daemon-reload")
 
     def start(self) -> None:
-        """Start it, which must succeed."""
         self._do("start")
 
     def restart(self) -> None:
-        """Restart it, which must succeed."""
         self._do("restart")
 
     def stop(self) -> None:
-        """Stop it, and wait for the processes that live a moment longer than the unit."""
+        """Stop the service, and wait for processes that outlive the unit."""
         self.manager.systemctl("stop", self.service)
-        until(lambda: not self.pids(), f"no process of {self.service} is left", STOP_S)
+        until(lambda: not self.pids(), f"all processes of {self.service} exit", STOP_S)
 
     def _do(self, verb: str) -> None:
         done = self.manager.try_run(["systemctl", verb, self.service])
         assert done.returncode == 0, f"{done.stderr}\n{self.journal()}"
 
     def reset(self) -> None:
-        """Bring it to where it was before any test: stopped, with its socket open and without a drop-in."""
+        """Restore the initial state: stopped, with an open socket and without a drop-in."""
         run = self.manager.try_run
         run(["systemctl", "stop", self.service, self.socket])
         if self.pids():
             run(["systemctl", "kill", "--signal=CONT", self.service])
             run(["systemctl", "kill", "--signal=KILL", self.service])
-        until(lambda: not self.pids(), f"no process of {self.service} is left", STOP_S)
+        until(lambda: not self.pids(), f"all processes of {self.service} exit", STOP_S)
         directory = self.manager.path(f"{INSTALLED}/{self.service}.d")
         if (directory / DROP_IN).exists():
             (directory / DROP_IN).unlink()
@@ -103,7 +101,7 @@ class Weightd:
         self.configure({"mlp": MLP})
         self.manager.systemctl("start", self.socket)
 
-    # --- what the operator sees
+    # --- views of the operator
 
     def show(self, name: str) -> str:
         """Return a property of the service."""
@@ -111,12 +109,12 @@ class Weightd:
 
     @property
     def main_pid(self) -> int:
-        """The daemon's pid inside."""
+        """The pid of the daemon inside the manager."""
         return int(self.show("MainPID"))
 
     @property
     def restarts(self) -> int:
-        """How often systemd has restarted it by itself."""
+        """The number of automatic restarts by systemd."""
         return int(self.show("NRestarts"))
 
     def pids(self) -> Sequence[int]:
@@ -124,7 +122,7 @@ class Weightd:
         return self.manager.pids(self.service)
 
     def journal(self) -> str:
-        """Return what the service wrote and what systemd says of it."""
+        """Return the messages of the service, and those of systemd about it."""
         return self.manager.journal(self.service)
 
     def weightctl(self, *arguments: str, uid: int = 0) -> subprocess.CompletedProcess[str]:
@@ -132,7 +130,7 @@ class Weightd:
         return self.manager.try_run(["weightctl", "--socket", self.address, *arguments], uid, uid)
 
     def status(self) -> Mapping[str, Any]:
-        """Return what weightctl says; its exit status is for models that do not serve."""
+        """Return the status that weightctl prints; its exit status may report models that do not serve."""
         done = self.weightctl("--json", "status")
         assert done.stdout, done.stderr
         return cast("Mapping[str, Any]", json.loads(done.stdout))
@@ -152,7 +150,7 @@ class Weightd:
         return sorted(each.pid for each in self.children(model) if each.role == "worker" and each.state == "ready")
 
     def wait_for_workers(self, count: int = 2, model: str = "mlp") -> Sequence[int]:
-        """Wait until so many workers are READY; return their pids."""
+        """Wait until this many workers are READY; return their pids."""
 
         def ready() -> Sequence[int]:
             workers = self.workers(model)
@@ -160,35 +158,35 @@ class Weightd:
 
         return until(ready, f"{count} workers are READY")
 
-    # --- what its clients see
+    # --- clients
 
     def client(
         self, verb: str, *arguments: str, uid: int = CLIENT_UID, member: bool = True, scheme: str = ""
     ) -> subprocess.Popen[str]:
-        """Start a client process, of a user who is a member of the sockets' group or not; "ipc://" is for ZeroMQ."""
+        """Start a client process of a user in the sockets' group, or not in it; scheme "ipc://" selects ZeroMQ."""
         groups = [self.clients_gid] if member else []
         command = [self.manager.python, CLIENT, verb, scheme + self.address, *arguments]
         return self.manager.popen(command, uid, uid, groups)
 
     @property
     def clients_gid(self) -> int:
-        """The group of those who may connect."""
+        """The group whose members may connect."""
         return int(self.manager.run(["getent", "group", "weightd-clients"]).split(":")[2])
 
     def report(
         self, verb: str, *arguments: str, uid: int = CLIENT_UID, member: bool = True, scheme: str = ""
     ) -> Mapping[str, Any]:
-        """Run a client to its end and return its report."""
+        """Run a client until it exits; return its report."""
         return ended(self.client(verb, *arguments, uid=uid, member=member, scheme=scheme))
 
     def ask(self, file: str = materials.QUESTIONS, model: str = "mlp") -> None:
-        """Ask each question; every answer must be right."""
+        """Send each request; every answer must be right."""
         report = self.report("ask", file, model)
         assert report.get("wrong") == 0, f"{report}\n{self.journal()}"
 
 
 def ended(process: subprocess.Popen[str]) -> Mapping[str, Any]:
-    """End the input of a client, wait for it and return its report, the last line that it writes."""
+    """Close the input of a client, wait for it, and return its report, the last line of its output."""
     try:
         output, errors = process.communicate(timeout=90)
     except subprocess.TimeoutExpired:
@@ -200,7 +198,7 @@ def ended(process: subprocess.Popen[str]) -> Mapping[str, Any]:
 
 
 def begun(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
-    """Wait until a client has been served for the first time."""
+    """Wait until a client has received its first answer."""
     assert process.stdout
     line = process.stdout.readline()
     assert line.strip() == "begun", f"{line}{process.communicate()}"
@@ -208,7 +206,7 @@ def begun(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
 
 
 def table(name: str, keys: Model) -> str:
-    """Return a table; text, numbers and booleans are written in TOML as in JSON."""
+    """Format a table; strings, numbers and booleans look the same in TOML and JSON."""
     return "\n".join(_lines(name, keys)) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""weightd-gateway.service: started by who connects, known by the kernel, shut off, and gone in order."""
+"""weightd-gateway.service: socket activation, callers identified by uid, access control, reload and stop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNIX = "/run/weightd-gateway/http.sock"
 CONFIG = "/etc/weightd/gateway.toml"
 USERS = f"[gateway]\n[users]\n{CLIENT_UID} = '-'\n"
 
-# Asks over HTTP, by TCP or at the path of a socket, and prints status and content of the answer.
+# Sends an HTTP request over TCP or a Unix socket, and prints status and content of the answer.
 _ASK = """
 import http.client, json, socket, sys
 class Unix(http.client.HTTPConnection):
@@ -37,7 +37,7 @@ print(json.dumps([response.status, json.loads(response.read())]))
 
 @pytest.fixture
 def gateway(weightd: Weightd) -> Iterator[Manager]:
-    """Its sockets are open; one user of this host may ask, by the unix socket."""
+    """The gateway's sockets are open; one user of this host may send requests over the Unix socket."""
     manager = weightd.manager
     manager.write(CONFIG, USERS)
     manager.systemctl("start", SOCKET)
@@ -55,40 +55,40 @@ def ask(weightd: Weightd, path: str, unix: str = "", uid: int = CLIENT_UID) -> t
     return status, content
 
 
-def test_who_connects_starts_it_and_is_known(weightd: Weightd, gateway: Manager) -> None:
+def test_connection_starts_gateway_and_identifies_user(weightd: Weightd, gateway: Manager) -> None:
     weightd.start()
     assert ask(weightd, "/v2", UNIX) == (200, {**ask(weightd, "/v2", UNIX)[1], "name": "weightd"})
     assert ask(weightd, "/v2")[0] == 401
     assert ask(weightd, "/v2/health/ready") == (200, {"ready": True})
     assert gateway.show(SERVICE, "ActiveState") == "active"
-    # It asks weightd as its own user, of whom weightd knows no more than that.
+    # The gateway connects to weightd as user weightd-gateway.
     pid = int(gateway.show(SERVICE, "MainPID"))
     assert gateway.run(["ps", "-o", "user:20=", "-p", str(pid)]).strip() == "weightd-gateway"
 
 
-def test_a_stranger_does_not_reach_its_socket(weightd: Weightd, gateway: Manager) -> None:
+def test_other_users_may_not_connect_to_gateway(weightd: Weightd, gateway: Manager) -> None:
     command = [gateway.python, "-c", f"import socket; socket.socket(socket.AF_UNIX).connect({UNIX!r})"]
     done = gateway.try_run(command, STRANGER_UID, STRANGER_UID)
     assert "PermissionError" in done.stderr
 
 
-def test_a_reload_has_other_callers_and_a_stop_is_clean(weightd: Weightd, gateway: Manager) -> None:
+def test_reload_of_users_and_clean_stop(weightd: Weightd, gateway: Manager) -> None:
     weightd.start()
     assert ask(weightd, "/v2", UNIX)[0] == 200
     gateway.write(CONFIG, "[gateway]\n[users]\n0 = '-'\n")
     gateway.systemctl("reload", SERVICE)
-    until(lambda: ask(weightd, "/v2", UNIX)[0] == 401, "it knows others")
-    # It goes on while weightd is away, and with the next one.
+    until(lambda: ask(weightd, "/v2", UNIX)[0] == 401, "the gateway rejects the user")
+    # The gateway keeps running while weightd is stopped, and serves with the next daemon.
     weightd.stop()
     gateway.write(CONFIG, USERS)
     gateway.systemctl("reload", SERVICE)
-    until(lambda: ask(weightd, "/v2/health/ready", UNIX)[0] in (503, 200), "it answers")
+    until(lambda: ask(weightd, "/v2/health/ready", UNIX)[0] in (503, 200), "the gateway answers")
     gateway.systemctl("stop", SERVICE)
     shown = gateway.shows(SERVICE, "Result", "ExecMainStatus", "NRestarts")
     assert shown == {"Result": "success", "ExecMainStatus": "0", "NRestarts": "0"}
 
 
-def test_a_wrong_file_is_not_tried_again(weightd: Weightd, gateway: Manager) -> None:
+def test_invalid_gateway_file_is_not_retried(weightd: Weightd, gateway: Manager) -> None:
     gateway.write(CONFIG, "[gateway]\nhtpp = []\n")
     done: subprocess.CompletedProcess[str] = gateway.try_run(["systemctl", "start", SERVICE])
     assert done.returncode != 0

@@ -1,4 +1,4 @@
-"""The machine inside: private, empty, and gone without a trace whatever becomes of the tests."""
+"""The test harness: a private, clean system that disappears however the tests end."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ pytestmark = pytest.mark.e2e
 
 
 def traces(pid: int) -> list[str]:
-    """Return what is left of a manager that `boot_alone` of that pid has booted."""
+    """Return cgroups and files that remain of the manager booted by `boot_alone` with this pid."""
     name = f"{SCRATCH_PREFIX}{pid}-"
-    # Not rglob: what it walks through is about to vanish.
+    # os.walk, unlike rglob, tolerates directories that disappear meanwhile.
     groups = [each for _, directories, _ in os.walk("/sys/fs/cgroup") for each in directories]
     scratch = [each.name for each in (mindir.REPOSITORY / "build").iterdir()]
     return [each for each in (*groups, *scratch) if each.startswith(name)]
@@ -31,8 +31,8 @@ def traces(pid: int) -> list[str]:
 
 @pytest.fixture
 def other(bare_manager: Manager) -> Iterator[subprocess.Popen[str]]:
-    """A process that has booted a manager of its own and waits."""
-    assert bare_manager.pid, "it is possible here"
+    """A process that has booted another manager and waits."""
+    assert bare_manager.pid, "systemd can boot here"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", boot_alone.__name__]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=mindir.REPOSITORY)
@@ -45,13 +45,13 @@ def other(bare_manager: Manager) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_of_it_however_its_owner_ends(other: subprocess.Popen[str], number: signal.Signals) -> None:
+def test_removes_everything_when_owner_is_killed(other: subprocess.Popen[str], number: signal.Signals) -> None:
     other.send_signal(number)
     other.wait(60)
-    until(lambda: not traces(other.pid), "no cgroup and no file is left", 60)
+    until(lambda: not traces(other.pid), "all cgroups and files are removed", 60)
 
 
-def test_what_is_inside_is_its_own(bare_manager: Manager) -> None:
+def test_manager_is_isolated(bare_manager: Manager) -> None:
     assert "systemd" in bare_manager.proc(1, "cmdline")
     assert bare_manager.run(["ls", "/sys/class/net"]).split() == ["lo"]
     assert bare_manager.systemctl("is-system-running").strip() == "running"
@@ -60,17 +60,17 @@ def test_what_is_inside_is_its_own(bare_manager: Manager) -> None:
     assert not Path("/usr/lib/weightd-was-here").exists()
 
 
-def test_no_process_of_this_machine_is_in_its_cgroups(bare_manager: Manager) -> None:
+def test_cgroups_have_no_process_of_host(bare_manager: Manager) -> None:
     groups = (bare_manager.root / "sys/fs/cgroup").rglob("cgroup.procs")
     members = {int(each) for group in groups for each in group.read_text("ascii").split()}
     assert bare_manager.pid in members
-    # Process 1 of the namespace is the child of what has made the namespace.
+    # Process 1 of a namespace is a child of the process that created the namespace.
     members.remove(int(Path(f"/proc/{bare_manager.pid}/stat").read_text("ascii").split()[3]))
     outside = Path("/proc/self/ns/pid").readlink()
     assert outside not in {Path(f"/proc/{pid}/ns/pid").readlink() for pid in members}
 
 
-def test_it_refuses_to_boot_in_the_cgroup_of_this_machine(tmp_path: Path) -> None:
+def test_refuses_to_boot_in_cgroup_of_host(tmp_path: Path) -> None:
     (tmp_path / "cgroups").write_text("", "utf-8")
     (tmp_path / "name").write_text(tmp_path.name, "utf-8")
     boot = Path(image.__file__).with_name("boot.sh")

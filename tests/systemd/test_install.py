@@ -1,4 +1,4 @@
-"""`weightctl install-units`: what it writes and what it says to do next make weightd a service."""
+"""`weightctl install-units`: the files that it installs, and the next steps that it prints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def fresh(manager: Manager) -> Iterator[Weightd]:
-    """A machine that does not know weightd."""
+    """A machine without weightd's units."""
     weightd = Weightd(manager)
     weightd.reset()
     manager.systemctl("stop", weightd.socket)
@@ -36,30 +36,30 @@ def remove(manager: Manager) -> None:
     manager.systemctl("daemon-reload")
 
 
-def commands_of(said: str) -> list[str]:
-    """What install-units tells to run next."""
-    return [line.strip() for line in said.partition("Run next")[2].splitlines() if line.startswith("  ")]
+def commands_of(output: str) -> list[str]:
+    """Return the commands that install-units prints as next steps."""
+    return [line.strip() for line in output.partition("Run next")[2].splitlines() if line.startswith("  ")]
 
 
-def test_what_it_says_to_do_next_works_as_it_is_written(fresh: Weightd) -> None:
+def test_printed_next_steps_work(fresh: Weightd) -> None:
     manager = fresh.manager
-    # Another test may have left one, of a gateway that is not set up here.
+    # Another test may have left a gateway configuration, but the gateway is not set up here.
     manager.path("/etc/weightd/gateway.toml").unlink(missing_ok=True)
-    said = manager.run(["weightctl", "install-units"])
-    for command in commands_of(said):
+    output = manager.run(["weightctl", "install-units"])
+    for command in commands_of(output):
         manager.run(["sh", "-ec", command] if "weightd check" not in command else ["true"])
         if command.startswith("install "):
-            fresh.configure({"mlp": MLP})  # in place of the example, which names models that are not there
+            fresh.configure({"mlp": MLP})  # replaces the example, whose models do not exist here
     fresh.ask()
     assert manager.systemctl("is-enabled", fresh.service, fresh.socket).split() == ["enabled", "enabled"]
     again = manager.run(["weightctl", "install-units"])
     assert {line.split()[0] for line in again.splitlines() if "/etc/systemd" in line} == {"unchanged"}
-    # And back: nothing is left but what is the operator's.
+    # Remove the units; only the operator's files remain.
     manager.systemctl("enable", "weightd@card.service")
-    said = manager.run(["weightctl", "install-units", "--remove"])
-    for command in commands_of(said):
+    output = manager.run(["weightctl", "install-units", "--remove"])
+    for command in commands_of(output):
         manager.run(["sh", "-ec", command])
-    until(lambda: not fresh.pids(), "its processes have ended")
+    until(lambda: not fresh.pids(), "its processes exit")
     places = ["/etc/systemd", "/etc/sysusers.d", "/etc/tmpfiles.d", "/usr/local"]
     left = manager.run(["find", *places, "-name", "*weightd*", "!", "-name", "*.service.d"])
     assert left == ""

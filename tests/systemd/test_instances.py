@@ -1,4 +1,4 @@
-"""Two instances beside each other: each has its configuration, its socket and its weights."""
+"""Two instances of weightd@.service: separate configurations, sockets and weights."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def two(manager: Manager) -> Iterator[tuple[Weightd, Weightd]]:
         manager.run(["systemctl", "stop", each.socket])
 
 
-def test_each_serves_its_own_models_and_neither_harms_the_other(two: tuple[Weightd, Weightd]) -> None:
+def test_instances_are_independent(two: tuple[Weightd, Weightd]) -> None:
     first, second = two
-    first.ask()  # which starts it
+    first.ask()  # starts the service by its socket
     second.start()
     assert second.report("ask", materials.QUESTIONS)["wrong"], "another model"
     first.ask()

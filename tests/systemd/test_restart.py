@@ -1,4 +1,4 @@
-"""A service that restarts or dies while clients ask: they lose nothing but time, and the weights stay in place."""
+"""Restarts and crashes of the service while clients send requests: no request is lost, and the weights stay loaded."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .service import MLP, Child, Weightd, begun, ended
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
-# Of each transport a client.
+# One client per transport.
 SCHEMES = ("unix://", "ipc://")
 
 # The only errors that a client may see while its daemon is replaced.
 ALLOWED = {"UNAVAILABLE"}
 
-# Nobody's requirement: beyond this, something has been built again that was there.
+# Not a requirement, but a longer gap means that a process was built again.
 MAX_GAP_S = 15.0
 
 
 @dataclass
 class Load:
-    """What clients and a probe of the socket reported."""
+    """Reports of the clients, and of a probe that connects to the sockets."""
 
     reports: list[Mapping[str, Any]] = field(default_factory=list[Mapping[str, Any]])
     connects: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -37,7 +37,7 @@ class Load:
 
 @contextmanager
 def under_load(weightd: Weightd) -> Generator[Load, None, None]:
-    """Have several processes ask during the block; every answer must be right, and no connection refused."""
+    """Run clients and a probe during the block; every answer must be right, and no connection may be rejected."""
     clients = [weightd.client("load", materials.QUESTIONS, scheme=each) for each in SCHEMES]
     probe = weightd.client("probe")
     load = Load()
@@ -64,7 +64,10 @@ def by_systemctl(weightd: Weightd) -> None:
 def by_sigkill(weightd: Weightd) -> None:
     before = weightd.main_pid
     weightd.manager.kill(before, signal.SIGKILL)
-    until(lambda: weightd.main_pid not in (0, before) and weightd.show("SubState") == "running", "it is restarted")
+    until(
+        lambda: weightd.main_pid not in (0, before) and weightd.show("SubState") == "running",
+        "the service is restarted",
+    )
 
 
 def holder(weightd: Weightd) -> Child:
@@ -73,9 +76,7 @@ def holder(weightd: Weightd) -> Child:
 
 
 @pytest.mark.parametrize(("replace", "restarts"), [(by_systemctl, 0), (by_sigkill, 1)])
-def test_clients_lose_nothing_when_the_daemon_is_replaced(
-    weightd: Weightd, replace: Callable[[Weightd], None], restarts: int
-) -> None:
+def test_replaced_daemon_loses_no_request(weightd: Weightd, replace: Callable[[Weightd], None], restarts: int) -> None:
     weightd.start()
     workers = weightd.wait_for_workers()
     before = weightd.main_pid, holder(weightd), weightd.generation()["number"]
@@ -87,18 +88,18 @@ def test_clients_lose_nothing_when_the_daemon_is_replaced(
     assert weightd.restarts == restarts
 
 
-def test_a_client_that_comes_during_a_restart_is_served_by_the_next_daemon(weightd: Weightd) -> None:
+def test_next_daemon_serves_client_that_connects_during_restart(weightd: Weightd) -> None:
     weightd.start()
     before = weightd.main_pid
-    # Between the two daemons there is nobody but the socket.
+    # Between the two daemons, only the socket exists.
     weightd.drop_in("RestartSec=1s")
     weightd.manager.kill(before, signal.SIGKILL)
-    until(lambda: weightd.show("SubState") == "auto-restart", "nobody is there")
+    until(lambda: weightd.show("SubState") == "auto-restart", "no daemon runs")
     weightd.ask()
     assert weightd.main_pid not in (0, before)
 
 
-def test_a_stop_leaves_nothing_but_the_sockets(weightd: Weightd) -> None:
+def test_stop_leaves_only_sockets(weightd: Weightd) -> None:
     weightd.start()
     weightd.wait_for_workers()
     weightd.restart()
@@ -108,11 +109,11 @@ def test_a_stop_leaves_nothing_but_the_sockets(weightd: Weightd) -> None:
     left = weightd.manager.run(["find", "/var/cache/weightd", "-mindepth", "1", "-not", "-name", "*.counters"])
     assert left == ""
     assert weightd.show("Result") == "success"
-    # They are still there for whoever comes next.
+    # The sockets remain and start the service again.
     weightd.ask()
 
 
-def test_a_wrong_file_does_not_end_what_serves(weightd: Weightd) -> None:
+def test_restart_with_invalid_file_keeps_configuration(weightd: Weightd) -> None:
     weightd.start()
     workers = weightd.wait_for_workers()
     nowhere = '[daemon]\ncache_dir = "/proc/none"\n[models.mlp]\npath = "/srv/weightd/mlp.onnx"\n'
@@ -123,22 +124,22 @@ def test_a_wrong_file_does_not_end_what_serves(weightd: Weightd) -> None:
         assert weightd.wait_for_workers() == workers
         note = weightd.status()["note"]
         assert "the previous configuration stays in force" in note
-        # Every user of the host may read the status text, so it has neither names nor causes.
+        # Every user of the host may read the status text, so it contains neither names nor reasons.
         assert "the configuration file is not in force" in weightd.show("StatusText")
         assert "is not in force: keeping the previous configuration" in weightd.journal()
     weightd.configure({"mlp": MLP})
     weightd.manager.systemctl("reload", weightd.service)
     assert (weightd.status()["note"], weightd.wait_for_workers()) == ("", workers)
-    # What is stopped for good is not remembered.
+    # After a stop, the previous configuration is forgotten.
     weightd.write_config("nonsense")
     weightd.stop()
     assert weightd.manager.try_run(["systemctl", "start", weightd.service]).returncode != 0
 
 
-def test_a_changed_model_is_loaded_by_the_next_daemon(weightd: Weightd) -> None:
+def test_next_daemon_loads_changed_model(weightd: Weightd) -> None:
     weightd.start()
     old = weightd.wait_for_workers()
     weightd.configure({"mlp": {"path": materials.OTHER_MODEL, "workers": 1, "required": True}})
     weightd.restart()
     until(lambda: weightd.report("ask", materials.QUESTIONS).get("wrong"), "the other model answers")
-    until(lambda: not set(old) & set(weightd.pids()), "the old workers are gone")
+    until(lambda: not set(old) & set(weightd.pids()), "the old workers exit")

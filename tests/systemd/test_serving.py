@@ -1,4 +1,4 @@
-"""A service that serves, looked at from all sides; no test here ends it."""
+"""A serving service: access, privileges, memory, journal and reload. No test here stops the service."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ def serving(manager: Manager) -> Iterator[Weightd]:
 
 @pytest.fixture(autouse=True)
 def unchanged(serving: Weightd) -> Iterator[None]:
-    """The same daemon before and after."""
+    """Check that the daemon is the same process before and after the test."""
     before = serving.main_pid
     yield
     assert (serving.main_pid, serving.restarts) == (before, 0), serving.journal()
 
 
 @pytest.mark.parametrize("scheme", ["", "unix://", "ipc://"])
-def test_a_member_of_the_group_is_answered(serving: Weightd, scheme: str) -> None:
+def test_group_member_gets_answers(serving: Weightd, scheme: str) -> None:
     assert serving.report("ask", materials.QUESTIONS, scheme=scheme).get("wrong") == 0
 
 
-def test_systemd_knows_that_it_serves(serving: Weightd) -> None:
+def test_systemd_shows_active_service(serving: Weightd) -> None:
     shown = serving.manager.shows(serving.service, "ActiveState", "SubState", "StatusText", "Type")
     assert (shown["ActiveState"], shown["SubState"]) == ("active", "running")
     assert shown["StatusText"]
 
 
-def test_a_socket_is_for_the_group_alone(serving: Weightd) -> None:
+def test_sockets_belong_to_group(serving: Weightd) -> None:
     for path in serving.sockets:
         status = serving.manager.path(path).stat()
         assert stat.S_IMODE(status.st_mode) == 0o660
@@ -62,7 +62,7 @@ def user_id(weightd: Weightd) -> int:
     return int(weightd.manager.run(["id", "--user", "weightd"]))
 
 
-def test_a_stranger_may_not_connect_and_is_told_so(serving: Weightd) -> None:
+def test_other_users_may_not_connect(serving: Weightd) -> None:
     process = serving.client("probe", uid=STRANGER_UID, member=False)
     assert process.stdout
     assert process.stdout.readline().strip() == "begun"
@@ -75,22 +75,22 @@ def test_a_stranger_may_not_connect_and_is_told_so(serving: Weightd) -> None:
     assert serving.report("ask", materials.QUESTIONS, uid=STRANGER_UID, member=False)["error"] == "PERMISSION_DENIED"
 
 
-def test_only_its_own_user_and_root_may_have_it_reload_and_not_by_zeromq(serving: Weightd) -> None:
+def test_only_owner_and_root_may_reload_over_unix_socket(serving: Weightd) -> None:
     assert serving.report("reload", uid=0, scheme="ipc://")["error"] == "PERMISSION_DENIED"
     assert serving.report("reload")["error"] == "PERMISSION_DENIED"
     assert serving.report("reload", uid=0) == {}
     assert serving.report("reload", uid=user_id(serving)) == {}
 
 
-def test_it_sees_its_clients_as_who_they_are(serving: Weightd) -> None:
-    # In a user namespace of its own it would see all of them as the user nobody.
+def test_daemon_is_in_user_namespace_of_host(serving: Weightd) -> None:
+    # In a separate user namespace, all clients would appear as the user nobody.
     def user_namespace(pid: int) -> str:
         return serving.manager.run(["readlink", f"/proc/{pid}/ns/user"])
 
     assert user_namespace(serving.main_pid) == user_namespace(1)
 
 
-def test_every_process_runs_as_its_user_without_a_privilege(serving: Weightd) -> None:
+def test_processes_run_as_user_without_privileges(serving: Weightd) -> None:
     pids = serving.pids()
     assert len(pids) >= 4
     for pid in pids:
@@ -101,23 +101,23 @@ def test_every_process_runs_as_its_user_without_a_privilege(serving: Weightd) ->
         assert fields["Seccomp"].strip() == "2"
 
 
-def test_nobody_else_can_read_what_it_caches(serving: Weightd) -> None:
+def test_cache_is_private(serving: Weightd) -> None:
     status = serving.manager.path("/var/cache/weightd").stat()
     assert stat.S_IMODE(status.st_mode) == 0o700
     assert status.st_uid == user_id(serving)
 
 
-def test_the_weights_are_shared(serving: Weightd) -> None:
+def test_workers_share_weights(serving: Weightd) -> None:
     generation = serving.generation()
     workers = [each for each in generation["processes"] if each["role"] == "worker"]
     weights = materials.LAYERS * materials.WIDTH**2 * 4
     assert all(each["shared_bytes"] >= weights * 0.9 for each in workers), workers
-    # One copy for two: what is in memory of the store is known.
+    # Two workers share one copy; the status knows how much of the store is in memory.
     assert generation["copy_bytes"] >= weights * 0.9
     assert generation["saved_bytes"] <= weights * 1.1
 
 
-def test_the_kernel_kills_workers_first_and_the_daemon_last(serving: Weightd) -> None:
+def test_oom_scores_of_workers_holder_and_daemon(serving: Weightd) -> None:
     def score(pid: int) -> int:
         return int(serving.manager.proc(pid, "oom_score_adj"))
 
@@ -127,18 +127,18 @@ def test_the_kernel_kills_workers_first_and_the_daemon_last(serving: Weightd) ->
     assert daemon < holder < min(workers)
 
 
-def test_the_kernel_kills_other_services_later(serving: Weightd) -> None:
+def test_oom_score_is_above_other_services(serving: Weightd) -> None:
     assert int(serving.manager.proc(serving.main_pid, "oom_score_adj")) > 0
 
 
-def test_it_is_in_the_slice_of_all(serving: Weightd) -> None:
+def test_service_is_in_slice(serving: Weightd) -> None:
     assert serving.show("Slice") == "weightd.slice"
 
 
-def test_a_warning_is_a_warning_in_the_journal(serving: Weightd) -> None:
+def test_journal_has_priority_and_fields(serving: Weightd) -> None:
     before = serving.workers()
     serving.manager.kill(before[0], signal.SIGKILL)
-    until(lambda: before[0] not in serving.workers(), "it is gone")
+    until(lambda: before[0] not in serving.workers(), "the worker exits")
     serving.wait_for_workers()
     records = serving.manager.records(serving.service)
     own = [each for each in records if each.get("_PID") == str(serving.main_pid)]
@@ -148,11 +148,11 @@ def test_a_warning_is_a_warning_in_the_journal(serving: Weightd) -> None:
     assert lost["CHILD"].startswith("mlp.1.w")
     assert {each["_TRANSPORT"] for each in own} == {"journal"}
     assert {each["PRIORITY"] for each in own if "serving" in each["MESSAGE"]} == {INFO}
-    # The journal has the time and the priority already.
+    # The journal already stores time and priority.
     assert not [each["MESSAGE"] for each in own if "INFO" in each["MESSAGE"] or "WARNING" in each["MESSAGE"]]
 
 
-def test_reload_changes_what_is_served_and_keeps_the_process(serving: Weightd) -> None:
+def test_reload_changes_models_and_keeps_processes(serving: Weightd) -> None:
     before = serving.workers()
     serving.configure({"mlp": MLP, "other": {"path": materials.OTHER_MODEL}})
     serving.manager.systemctl("reload", serving.service)
@@ -165,13 +165,13 @@ def test_reload_changes_what_is_served_and_keeps_the_process(serving: Weightd) -
     assert serving.workers() == before
 
 
-def test_a_broken_configuration_changes_nothing_and_who_reloads_is_told_why(serving: Weightd) -> None:
+def test_reload_with_invalid_file_fails_with_reason(serving: Weightd) -> None:
     before = serving.workers()
     serving.configure({"mlp": {**MLP, "wrokers": 3}})
     assert serving.manager.try_run(["systemctl", "reload", serving.service]).returncode != 0
-    told = [each for each in serving.manager.records(serving.service) if "wrokers" in each["MESSAGE"]]
-    # The audit log has it as well.
-    assert [each["PRIORITY"] for each in told if not each["MESSAGE"].startswith("audit ")] == [ERROR]
+    errors = [each for each in serving.manager.records(serving.service) if "wrokers" in each["MESSAGE"]]
+    # The audit log has an entry as well.
+    assert [each["PRIORITY"] for each in errors if not each["MESSAGE"].startswith("audit ")] == [ERROR]
     assert "wrokers" in serving.status()["note"]
     assert (serving.workers(), serving.show("ActiveState")) == (before, "active")
     serving.configure({"mlp": MLP})

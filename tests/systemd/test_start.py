@@ -1,4 +1,4 @@
-"""How the service starts: when it counts as started, by whom, and what becomes of a start that cannot succeed."""
+"""Start of the service: by systemctl or by a client's connection, readiness, and starts that cannot succeed."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 BAD_CONFIG = "78"
 TCP = "tcp://127.0.0.1:7878"
 
-# A daemon on a busy machine says something of itself long before.
+# Long enough for a daemon on a busy machine to report that it is still starting.
 TIMEOUT_S = 8
 LONGER_S = 10
 
-# A start that cannot succeed has ended after this, attempts to start again included.
+# A start that cannot succeed ends within this time, including all restarts.
 HOPELESS_S = 100.0
 
 
 @pytest.fixture
 def starting(weightd: Weightd) -> Iterator[subprocess.Popen[str]]:
-    """`systemctl start` under way, of a model that takes longer to load than a start may take."""
+    """A running `systemctl start`; the model takes longer to load than TimeoutStartSec."""
     weightd.configure({"mlp": {**MLP, "python": materials.slow_python(weightd.manager, LONGER_S)}})
     weightd.drop_in(f"TimeoutStartSec={TIMEOUT_S}")
     process = weightd.manager.popen(["systemctl", "start", weightd.service])
@@ -38,11 +38,9 @@ def starting(weightd: Weightd) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def test_it_has_started_when_its_required_models_serve_however_long_that_takes(
-    weightd: Weightd, starting: subprocess.Popen[str]
-) -> None:
+def test_start_waits_for_required_models(weightd: Weightd, starting: subprocess.Popen[str]) -> None:
     begin = time.monotonic()
-    until(lambda: weightd.show("StatusText"), "it says what it does")
+    until(lambda: weightd.show("StatusText"), "the service has a status text")
     texts: set[str] = set()
     while starting.poll() is None:
         shown = weightd.manager.shows(weightd.service, "ActiveState", "StatusText")
@@ -52,16 +50,16 @@ def test_it_has_started_when_its_required_models_serve_however_long_that_takes(
         time.sleep(0.1)
     assert starting.returncode == 0, weightd.journal()
     assert time.monotonic() - begin > TIMEOUT_S
-    # Every user of the host may read them: they name no model.
+    # Every user of the host may read the status texts, so they name no model.
     assert any("1 model is " in each for each in texts), texts
     assert not any("mlp" in each for each in texts), texts
-    # Later ones may still load; that the first serves is enough.
+    # Other workers may still load; one that serves is enough.
     assert weightd.workers()
     weightd.ask()
     assert weightd.restarts == 0
 
 
-def test_a_model_that_is_not_required_is_not_waited_for(weightd: Weightd) -> None:
+def test_start_does_not_wait_for_optional_models(weightd: Weightd) -> None:
     slow = {**MLP, "python": materials.slow_python(weightd.manager, LONGER_S), "required": False}
     weightd.configure({"mlp": MLP, "slow": slow, "broken": {"path": materials.BROKEN}})
     weightd.start()
@@ -69,7 +67,7 @@ def test_a_model_that_is_not_required_is_not_waited_for(weightd: Weightd) -> Non
     weightd.ask()
 
 
-def test_a_start_that_is_stuck_ends(weightd: Weightd) -> None:
+def test_stuck_start_fails(weightd: Weightd) -> None:
     weightd.configure({"mlp": {**MLP, "python": materials.STUCK_PYTHON, "load_timeout": 1}})
     weightd.drop_in(f"TimeoutStartSec={TIMEOUT_S}", "Restart=no")
     begin = time.monotonic()
@@ -78,25 +76,25 @@ def test_a_start_that_is_stuck_ends(weightd: Weightd) -> None:
     assert time.monotonic() - begin < HOPELESS_S
     assert weightd.show("ActiveState") == "failed"
     assert "mlp" in weightd.journal()
-    until(lambda: not weightd.pids(), "no process is left")
+    until(lambda: not weightd.pids(), "all processes exit")
 
 
-def test_a_wrong_configuration_is_not_tried_again(weightd: Weightd) -> None:
+def test_invalid_configuration_is_not_retried(weightd: Weightd) -> None:
     weightd.write_config("nonsense")
     assert weightd.manager.try_run(["systemctl", "start", weightd.service]).returncode != 0
-    time.sleep(0.3)  # longer than RestartSec
+    time.sleep(0.3)  # more than RestartSec
     shown = weightd.manager.shows(weightd.service, "Result", "ExecMainStatus", "NRestarts", "ActiveState")
     assert shown == {"Result": "exit-code", "ExecMainStatus": BAD_CONFIG, "NRestarts": "0", "ActiveState": "failed"}
     assert "weightd.toml" in weightd.journal()
 
 
-def test_a_client_that_connects_starts_it_and_is_answered(weightd: Weightd) -> None:
+def test_connection_starts_service(weightd: Weightd) -> None:
     assert weightd.show("ActiveState") == "inactive"
     report = ended(weightd.client("ask", materials.QUESTIONS))
     assert (report.get("wrong"), weightd.show("ActiveState")) == (0, "active"), f"{report}\n{weightd.journal()}"
 
 
-def test_it_listens_on_tcp_too_if_the_socket_unit_does(weightd: Weightd) -> None:
+def test_tcp_listener_of_socket_unit(weightd: Weightd) -> None:
     example = "weightd.socket.d/tcp.conf"
     manager = weightd.manager
     manager.write(f"{INSTALLED}/{example}", (DIRECTORY / "examples" / example).read_text("utf-8"))
@@ -117,7 +115,7 @@ def test_it_listens_on_tcp_too_if_the_socket_unit_does(weightd: Weightd) -> None
         manager.systemctl("daemon-reload")
 
 
-def test_users_can_have_a_socket_of_their_own(weightd: Weightd) -> None:
+def test_additional_socket_for_another_group(weightd: Weightd) -> None:
     manager, path, unit = weightd.manager, "/run/weightd/lab.sock", "weightd-lab.socket"
     lines = (DIRECTORY / weightd.socket).read_text("utf-8").splitlines()
     kept = [each for each in lines if not each.startswith(("ListenStream=", "SocketGroup="))]
@@ -139,12 +137,12 @@ def test_users_can_have_a_socket_of_their_own(weightd: Weightd) -> None:
         manager.systemctl("daemon-reload")
 
 
-def test_mindspore_lite_runs_in_it_too(weightd: Weightd) -> None:
+def test_mindspore_lite_in_service(weightd: Weightd) -> None:
     if not weightd.manager.path(materials.MINDIR).exists():
-        pytest.skip("no working .venv-mslite: `make test` makes it")
+        pytest.skip("no working .venv-mslite: `make test` creates it")
     mindir = {"path": materials.MINDIR, "python": weightd.manager.mslite_python, "workers": 2, "required": True}
     weightd.configure({"mlp": mindir})
     weightd.start()
     weightd.ask(materials.MINDIR_QUESTIONS)
-    # mincore(2) tells how much of the page store is in memory.
+    # mincore(2) shows how much of the page store is in memory.
     assert weightd.generation()["copy_bytes"] >= materials.LAYERS * materials.WIDTH**2 * 4 * 0.9

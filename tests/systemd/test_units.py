@@ -1,4 +1,4 @@
-"""The units as files: nothing that systemd does not know, little that an attacker could use, and no drift."""
+"""The unit files: validity, sandboxing, and equality of the service and its template."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .manager import Manager
 
 pytestmark = pytest.mark.e2e
 
-# Of 10, where 10 is no protection at all. What is left: the network, and clients that are seen as who they are.
+# On a scale of 0 to 10, where 10 means no protection. The rest is the network, and the user namespace of the host.
 MAX_EXPOSURE = 1.2
 
-# What the sandbox leaves open, by the names of systemd-analyze(1), because clients and engines need it.
+# Settings that clients and engines need to stay open, by their names in systemd-analyze(1).
 OPEN = {
     "DeviceAllow",  # the clock, added by ProtectClock=
-    "IPAddressDeny",  # localhost may
+    "IPAddressDeny",  # localhost is allowed
     "PrivateNetwork",
     "PrivateUsers",
     "ProcSubset",
     "RestrictAddressFamilies_AF_INET_INET6",
-    "RestrictAddressFamilies_AF_NETLINK",  # the gateway asks which user of this host connects by TCP
+    "RestrictAddressFamilies_AF_NETLINK",  # the gateway looks up the user of a local TCP connection
     "RestrictAddressFamilies_AF_UNIX",
     "RootDirectoryOrRootImage",
     "SystemCallFilter_resources",  # some of them
@@ -35,8 +35,8 @@ ANALYZE = ["systemd-analyze", "--man=no", "--no-pager"]
 
 
 @pytest.mark.parametrize("unit", units.unit_files())
-def test_systemd_has_nothing_to_say_about_a_unit(manager: Manager, unit: str) -> None:
-    # As long as dependencies are not followed, a key that nobody knows is an error, not a line of text.
+def test_units_are_valid(manager: Manager, unit: str) -> None:
+    # With --recursive-errors=no, an unknown key is an error instead of a warning.
     done = manager.try_run([*ANALYZE, "verify", "--recursive-errors=no", f"{units.INSTALLED}/{unit}"])
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
@@ -44,7 +44,7 @@ def test_systemd_has_nothing_to_say_about_a_unit(manager: Manager, unit: str) ->
 @pytest.mark.parametrize(
     "unit", ["weightd.service", "weightd@.service", "weightd-gateway.service", "weightd-metrics.service"]
 )
-def test_little_is_exposed(manager: Manager, unit: str) -> None:
+def test_exposure_of_units_is_low(manager: Manager, unit: str) -> None:
     command = [*ANALYZE, "security", "--offline=true", f"--threshold={MAX_EXPOSURE * 10:.0f}"]
     done = manager.try_run([*command, f"{units.INSTALLED}/{unit}"])
     assert done.returncode == 0, [line for line in done.stdout.splitlines() if line.startswith(("✗", "→"))]
@@ -53,16 +53,16 @@ def test_little_is_exposed(manager: Manager, unit: str) -> None:
 @pytest.mark.parametrize(
     "unit", ["weightd.service", "weightd@.service", "weightd-gateway.service", "weightd-metrics.service"]
 )
-def test_nothing_is_exposed_without_a_reason(manager: Manager, unit: str) -> None:
+def test_only_listed_settings_are_exposed(manager: Manager, unit: str) -> None:
     found = manager.run([*ANALYZE, "security", "--offline=true", "--json=short", f"{units.INSTALLED}/{unit}"])
     exposed = {each["json_field"] for each in json.loads(found) if float(each["exposure"] or 0)}
     assert exposed <= OPEN
 
 
 @pytest.mark.parametrize("kind", ["service", "socket"])
-def test_an_instance_differs_from_the_single_one_in_its_name_only(kind: str) -> None:
+def test_template_unit_equals_plain_unit(kind: str) -> None:
     single = directives(f"weightd.{kind}")
-    assert [for_one(each) for each in directives(f"weightd@.{kind}")] == single
+    assert [without_instance(each) for each in directives(f"weightd@.{kind}")] == single
 
 
 def directives(unit: str) -> list[str]:
@@ -70,13 +70,13 @@ def directives(unit: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def for_one(line: str) -> str:
-    """Return the directive of an instance as it is where there is only one."""
+def without_instance(line: str) -> str:
+    """Return the directive of the template as it should be in the plain unit."""
     line = line.replace("weightd@%i.", "weightd.").replace(" (%i)", "").replace("/%i.sock", "/weightd.sock")
     return re.sub(r" serve \S*/%i\.toml$", " serve", line)
 
 
-def test_every_example_is_understood(manager: Manager) -> None:
+def test_example_drop_ins_are_valid(manager: Manager) -> None:
     examples = sorted((units.DIRECTORY / "examples").glob("*.d/*.conf"))
     assert examples
     for each in examples:
@@ -89,7 +89,7 @@ def test_every_example_is_understood(manager: Manager) -> None:
         assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), each.name
 
 
-def test_the_doctor_understands_what_systemd_says_of_a_unit_with_the_example_for_cards(manager: Manager) -> None:
+def test_doctor_reads_unit_with_ascend_drop_in(manager: Manager) -> None:
     asked = read_unit("weightd.service", manager.root, manager.run)
     assert (asked.user, asked.hides_devices) == ("weightd", True)
     drop_ins = "/run/systemd/system/weightd.service.d"
@@ -116,7 +116,7 @@ def test_the_doctor_understands_what_systemd_says_of_a_unit_with_the_example_for
         read_unit("nothing.service", manager.root, manager.run)
 
 
-def test_user_and_group_are_static_and_may_not_log_in(manager: Manager) -> None:
+def test_users_and_groups_are_static_without_login(manager: Manager) -> None:
     user = manager.run(["getent", "passwd", "weightd"]).strip().split(":")
     assert int(user[2]) < 1000
     assert user[6].endswith("nologin")

@@ -10,19 +10,19 @@ from testkit import mindir
 
 from .manager import Manager
 
-# Where mutants.py has its broken ones.
+# mutants.py sets this to a directory with changed units.
 DIRECTORY = Path(os.environ.get("WEIGHTD_UNITS", mindir.REPOSITORY / "systemd"))
 INSTALLED = "/etc/systemd/system"
 SLICE = "weightd.slice"
 
 
 def unit_files(directory: Path = DIRECTORY) -> Sequence[str]:
-    """Return the names of the units, drop-ins not among them."""
+    """Return the names of the units, without drop-ins."""
     return sorted(each.name for each in directory.iterdir() if each.suffix in (".service", ".socket", ".slice"))
 
 
 def install(manager: Manager, directory: Path = DIRECTORY) -> None:
-    """Copy the units as they are, make the user, the group and the directory, and open the socket."""
+    """Install the units, create users, groups and directories, and reload systemd."""
     for name in unit_files(directory):
         manager.write(f"{INSTALLED}/{name}", (directory / name).read_text("utf-8"))
     for kind, command in (("sysusers.d", "systemd-sysusers"), ("tmpfiles.d", "systemd-tmpfiles --create")):

@@ -1,4 +1,4 @@
-"""A daemon with real processes on simulated cards."""
+"""Helpers of the Ascend tests: a daemon with real processes on simulated cards."""
 
 from __future__ import annotations
 
@@ -24,44 +24,42 @@ WIDTH = 64
 
 S = TypeVar("S", bound=Service)
 
-# Tests that share a service must leave it complete, with the original faults and switches.
+# Tests that share a service must restore all processes and the original faults and switches.
 
 
 @dataclass
 class Cards:
-    """A host with two cards, a model, and the directory that both are in."""
+    """A host with two cards, a model, and the directory of both."""
 
     directory: Path
     host: Host
     model: Path
 
     def mlp(self, name: str, seed: int = 0, *, bundle: bool = False) -> Path:
-        """Write another model."""
         return models.mlp(self.directory / f"{name}.mindir", width=WIDTH, seed=seed, bundle=bundle)
 
     @contextlib.contextmanager
     def service(self, tables: Models) -> Generator[Service]:
-        """Serve these models."""
         with Service(tables, env=environment(self.host)) as service:
             yield service
 
     @contextlib.contextmanager
     def ready(self, **table: object) -> Generator[Service]:
-        """Serve the model, on card 0 with two workers and a spare unless the table says otherwise; all are READY."""
+        """Serve the model, by default on card 0 with two workers and a spare; all are READY on return."""
         with self.service({MODEL: on_card(self.model, **table)}) as service:
             wait_for_all(service)
             yield service
 
     @contextlib.contextmanager
     def managed(self) -> Generator[ManagedService]:
-        """Do the same as `ready`, under a service manager."""
+        """Like `ready`, under a service manager."""
         with ManagedService({MODEL: on_card(self.model)}, env=environment(self.host)) as service:
             wait_for_all(service)
             yield service
 
 
-def a_host(directory: Path) -> Cards:
-    """Make a host and a model."""
+def make_host(directory: Path) -> Cards:
+    """Create a host with two cards, and a model."""
     return Cards(directory, Host(directory / "host", cards=2), models.mlp(directory / f"{MODEL}.mindir", width=WIDTH))
 
 
@@ -72,46 +70,42 @@ def on_card(path: Path, /, **more: object) -> dict[str, object]:
 
 
 def questions(path: Path) -> list[SampleRequest]:
-    """Return requests with their right answers, computed independently of the service."""
+    """Return requests with expected answers, computed independently of the service."""
     return [SampleRequest(inputs, models.answers(path, dict(inputs))) for inputs in mlp_inputs((1, 3, 2, 7), WIDTH)]
 
 
 def status(service: Service, name: str = MODEL) -> ModelStatus:
-    """Return the status of a model."""
     return next(model for model in service.status().models if model.name == name)
 
 
 def device(service: Service) -> DeviceStatus:
-    """Return the status of card 0."""
     return next(each for each in service.status().devices if each.name == "ascend:0")
 
 
 def wait_for_all(service: Service) -> None:
-    """Wait until every worker of the service is READY, and every spare, too."""
+    """Wait until all workers and spares of the service are READY."""
     service.ready()
     until(lambda: all(each.progress == "serving" for each in status(service).generations), "the spares are READY")
 
 
 def number(service: Service) -> int:
-    """Return the number of the newest generation."""
     return status(service).generations[-1].number
 
 
 def serves(service: Service, number: int) -> bool:
-    """Return whether that generation serves with all its processes, and no other generation is left."""
+    """Return whether only this generation exists, with all its processes serving."""
     generations = status(service).generations
     return [(each.number, each.progress) for each in generations] == [(number, "serving")]
 
 
 def names(service: Service, role: str) -> list[str]:
-    """Return the names of the holders, workers or spares that are READY."""
     return [
         each.name for each in service.processes() if (each.role, each.state) in ((role, "ready"), (role, "holding"))
     ]
 
 
 def kill(service: Service, role: str) -> str:
-    """Kill one of the processes with that role, and return its name."""
+    """Kill one of the processes with this role; return its name."""
     victim = next(each for each in service.processes() if each.role == role)
     os.kill(victim.pid, signal.SIGKILL)
     return victim.name

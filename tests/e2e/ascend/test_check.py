@@ -1,4 +1,4 @@
-"""`weightd check --load` on a simulated card: what a worker cannot do is found as well."""
+"""`weightd check --load` on a simulated card, including faults that only a worker meets."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ascendsim import environment
 from testkit.waiting import until
 
 from ..support import LIMIT_S, DaemonPaths, children_of
-from .support import Cards, a_host, on_card
+from .support import Cards, make_host, on_card
 
 pytestmark = pytest.mark.e2e
 
 
 @pytest.fixture
 def cards(tmp_path: Path) -> Cards:
-    return a_host(tmp_path)
+    return make_host(tmp_path)
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def left(pid: int) -> list[Path]:
         ({"exports": False}, "auto", 0, " s; weights are not shared: holder: build with a list of pids: "),
     ],
 )
-def test_a_model_is_loaded_on_its_card(
+def test_check_loads_model_on_its_card(
     cards: Cards, place: DaemonPaths, switches: dict[str, Any], sharing: str, status: int, text: str
 ) -> None:
     cards.host.switch(**switches)
@@ -64,7 +64,7 @@ def test_a_model_is_loaded_on_its_card(
     assert left(process.pid) == []
 
 
-def test_a_signal_leaves_nothing(cards: Cards, place: DaemonPaths) -> None:
+def test_signal_ends_check_cleanly(cards: Cards, place: DaemonPaths) -> None:
     cards.host.fault("build", "hang", "holder")
     with check(cards, place.config({"mlp": on_card(cards.model)})) as process:
         until(lambda: cards.host.count("build"), "the holder builds")

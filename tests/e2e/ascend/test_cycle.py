@@ -1,4 +1,4 @@
-"""A model on two cards: one copy of the weights on each, also after an update, and nothing left at the end."""
+"""A model on two cards, from start to stop: one copy of the weights per card, also after updates."""
 
 from __future__ import annotations
 
@@ -32,40 +32,40 @@ def client(service: Service) -> Iterator[Client]:
         yield client
 
 
-def test_the_weights_are_on_each_card_once(cards: Cards, service: Service) -> None:
+def test_each_card_has_one_copy_of_weights(cards: Cards, service: Service) -> None:
     for index in range(2):
         card = cards.host.card_state(index)
         [weights] = [each for each in card.allocations if "weights" in each.kind]
         assert (weights.kind, len(weights.importers), len(card.processes)) == ("weights", 2, 3)
-        # The driver's pids are not this machine's.
+        # The driver has a different PID namespace.
         assert not {each.pid for each in service.processes()} & set(weights.whitelist)
     generations = status(service).generations
     assert [each.device for each in generations] == DEVICES
     assert [[process.role for process in each.processes] for each in generations] == [["holder", "worker", "spare"]] * 2
 
 
-def test_status_shows_what_the_card_has(cards: Cards, service: Service) -> None:
-    card, told = cards.host.card_state(0), device(service)
+def test_status_shows_memory_of_card(cards: Cards, service: Service) -> None:
+    card, shown = cards.host.card_state(0), device(service)
     weights = sum(each.bytes for each in card.allocations if each.kind == "weights")
-    assert (told.weights_bytes, told.processes, told.max_processes) == (weights, 3, 63)
-    assert told.saved_bytes == weights
-    # What a process takes beside the weights is seen when it attaches.
-    assert told.process_bytes == sum(each.bytes for each in card.allocations if each.kind != "weights")
-    # One context was there before the first look.
-    assert (told.capacity_bytes, told.free_bytes) == (card.capacity - 200 * 1024 * 1024, card.capacity - card.used)
+    assert (shown.weights_bytes, shown.processes, shown.max_processes) == (weights, 3, 63)
+    assert shown.saved_bytes == weights
+    # The daemon measures the other memory of a process when the process attaches.
+    assert shown.process_bytes == sum(each.bytes for each in card.allocations if each.kind != "weights")
+    # The first measurement of free memory included one context.
+    assert (shown.capacity_bytes, shown.free_bytes) == (card.capacity - 200 * 1024 * 1024, card.capacity - card.used)
 
 
-def test_every_worker_of_both_cards_answers_and_no_spare(cards: Cards, service: Service, client: Client) -> None:
+def test_workers_of_both_cards_serve_and_spares_do_not(cards: Cards, service: Service, client: Client) -> None:
     def all_have_served() -> bool:
         ask_all(client, MODEL, questions(cards.model))
         return all(each.served for each in service.processes() if each.role == "worker")
 
-    until(all_have_served, "both have served")
+    until(all_have_served, "both workers have served")
     assert not any(each.served for each in service.processes() if each.role != "worker")
 
 
 class EitherLoad(Load):
-    """As `Load`, but the answers may be those of one of two models; counts those of the second."""
+    """Load whose answers may come from either of two models; `of_new` counts answers of the second one."""
 
     def __init__(self, service: Service, old: Path, new: Path) -> None:
         super().__init__(service.address, MODEL, questions(old))
@@ -90,26 +90,26 @@ def test_update_and_rollback_lose_no_request(cards: Cards, service: Service, cli
         ask_all(client, MODEL, questions(new))
         load.wait_for(50)
         assert load.of_new
-        # The file may be gone: what served is kept.
+        # Rollback uses the snapshot, so the file may be missing.
         cards.model.unlink()
         client.update(MODEL, rollback=True)
         ask_all(client, MODEL, old)
     assert status(service).failed == 0
-    until(lambda: len(status(service).generations) == len(DEVICES), "the others are gone")
+    until(lambda: len(status(service).generations) == len(DEVICES), "the other generations exit")
     assert [cards.host.copies_of_weights(index) for index in range(2)] == [1, 1]
     cards.mlp(MODEL)
 
 
-def test_a_bad_new_model_leaves_the_old_one_serving(cards: Cards, service: Service, client: Client) -> None:
+def test_failed_update_keeps_old_model(cards: Cards, service: Service, client: Client) -> None:
     junk = cards.directory / "junk.mindir"
     junk.write_bytes(b"junk" * 1000)
     with pytest.raises(FailedPrecondition, match=r"not updated: mlp\.\d+\.holder: build_from_file failed!"):
         client.update(MODEL, str(junk))
-    until(lambda: len(status(service).generations) == len(DEVICES), "the others are gone")
+    until(lambda: len(status(service).generations) == len(DEVICES), "the other generations exit")
     ask_all(client, MODEL, questions(cards.model))
 
 
-def test_at_the_end_nothing_is_left_on_a_card(cards: Cards, service: Service) -> None:
-    """Ends the service: no test may follow."""
+def test_stop_frees_memory_of_cards(cards: Cards, service: Service) -> None:
+    """Stops the service, so this test must be the last one."""
     assert service.stop() == 0
     assert [cards.host.card_state(index).allocations for index in range(2)] == [(), ()]

@@ -1,4 +1,4 @@
-"""A model whose graph exists for some numbers of rows: a card runs these, and requests have any number of them."""
+"""A model compiled for certain batch sizes only, on simulated cards, with requests of any number of rows."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ pytestmark = pytest.mark.e2e
 DEVICES = ["ascend:0", "ascend:1"]
 
 
-def table(cards: Cards, name: str, sizes: Sequence[int], *, told: bool = False, **more: object) -> dict[str, object]:
-    """Return that of a model whose graph exists for 2 and for 8 rows, of which the converter may have `told`."""
-    path = models.mlp(cards.directory / f"{name}.mindir", width=WIDTH, gears=(2, 8), has_gear_info=told)
+def table(
+    cards: Cards, name: str, sizes: Sequence[int], *, has_gear_info: bool = False, **more: object
+) -> dict[str, object]:
+    """Return the table of a model compiled for 2 and 8 rows; `has_gear_info`: the file lists these sizes."""
+    path = models.mlp(cards.directory / f"{name}.mindir", width=WIDTH, gears=(2, 8), has_gear_info=has_gear_info)
     return on_card(path, **{"workers": 1, "spares": 0, "batching": {"sizes": sizes}, **more})
 
 
@@ -34,7 +36,7 @@ def asked(cards: Cards, name: str, rows: Sequence[int]) -> list[SampleRequest]:
 def service(cards: Cards) -> Iterator[Service]:
     tables = {
         MODEL: table(cards, MODEL, (2, 8), devices=DEVICES, split={"part_rows": 8, "max_rows": 64}),
-        "told": table(cards, "told", (2, 8), told=True),
+        "informed": table(cards, "informed", (2, 8), has_gear_info=True),
         "wrong": table(cards, "wrong", (2, 4, 8)),
     }
     with cards.service(tables) as service:
@@ -42,26 +44,26 @@ def service(cards: Cards) -> Iterator[Service]:
         yield service
 
 
-def test_requests_of_any_rows_are_put_together_filled_up_and_cut_on_two_cards(cards: Cards, service: Service) -> None:
+def test_batches_pads_and_splits_requests_on_two_cards(cards: Cards, service: Service) -> None:
     questions = asked(cards, MODEL, (1, 2, 3, 8, 1, 1, 9, 61, 5, 64, 1, 7))
     with Load(service.address, MODEL, questions) as load:
         load.wait_for(20)
         lost = kill(service, "worker")
-        until(lambda: lost in service.log and service.ready(), "another one comes in its place")
+        until(lambda: lost in service.log and service.ready(), "the worker is replaced")
         load.wait_for(20)
-    told = status(service)
-    assert told.failed == 0
-    assert all(each.batching_note.endswith("tested bit-equal") for each in told.generations)
-    assert told.executions
-    assert told.executions.padded
-    assert told.executions.split
+    after = status(service)
+    assert after.failed == 0
+    assert all(each.batching_note.endswith("tested bit-equal") for each in after.generations)
+    assert after.executions
+    assert after.executions.padded
+    assert after.executions.split
 
 
-def test_rows_that_the_card_does_not_take_are_refused_with_the_reason(cards: Cards, service: Service) -> None:
+def test_rejects_row_counts_that_card_cannot_run(cards: Cards, service: Service) -> None:
     with service.client() as client:
-        ask_all(client, "told", asked(cards, "told", (1, 2, 3, 8)))
+        ask_all(client, "informed", asked(cards, "informed", (1, 2, 3, 8)))
         with pytest.raises(InvalidArgument, match=r"input x: expected at most 8 rows \(the largest of batching.sizes"):
-            client.infer("told", mlp_inputs((9,), WIDTH)[0])
+            client.infer("informed", mlp_inputs((9,), WIDTH)[0])
         ask_all(client, "wrong", asked(cards, "wrong", (1, 2, 5, 8)))
         with pytest.raises(InvalidArgument, match="Current batch size 4 is invalid"):
             client.infer("wrong", mlp_inputs((3,), WIDTH)[0])

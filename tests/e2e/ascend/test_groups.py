@@ -1,4 +1,4 @@
-"""Several models in one process on a simulated card."""
+"""Model groups: several models in one process on a simulated card."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def service(host: Host, paths: dict[str, Path]) -> Iterator[Service]:
         yield service
 
 
-def test_one_process_serves_all_and_is_replaced_for_all(service: Service, paths: dict[str, Path]) -> None:
+def test_replaced_process_serves_all_models_of_group(service: Service, paths: dict[str, Path]) -> None:
     with service.client() as client:
         for name, path in paths.items():
             ask_all(client, name, questions(path))
@@ -64,29 +64,30 @@ def test_one_process_serves_all_and_is_replaced_for_all(service: Service, paths:
             os.kill(pid, signal.SIGKILL)
             first.wait_for(20)
             second.wait_for(20)
-        until(lambda: pid not in {each.pid for each in service.processes()}, "it is gone")
+        until(lambda: pid not in {each.pid for each in service.processes()}, "the process exits")
         assert len({each.pid for each in service.processes()}) == 1
         with pytest.raises(FailedPrecondition, match=r"\(group both\) and cannot be updated alone"):
             client.update(NAMES[0], path=str(paths[NAMES[1]]))
 
 
-def test_a_changed_configuration_of_one_loads_all_anew_without_losing_a_request(
-    service: Service, paths: dict[str, Path]
-) -> None:
+def test_reload_of_one_model_replaces_group(service: Service, paths: dict[str, Path]) -> None:
     with service.client() as client, Load(service.address, NAMES[1], questions(paths[NAMES[1]])) as load:
         load.wait_for(20)
         service.config.write_text(
             service.config.read_text().replace("[models.prompt]", "[models.prompt]\ntimeout = 20.0")
         )
         assert client.reload().changed == NAMES
-        until(lambda: {status(service, name).generations[0].number for name in NAMES} == {2}, "both are in force")
+        until(
+            lambda: {status(service, name).generations[0].number for name in NAMES} == {2},
+            "both models serve the changed configuration",
+        )
         load.wait_for(20)
         for name, path in paths.items():
             ask_all(client, name, questions(path))
         assert len({each.pid for each in service.processes()}) == 1
 
 
-def test_a_restart_of_the_daemon_loads_it_anew(host: Host, paths: dict[str, Path]) -> None:
+def test_restart_of_daemon_reloads_group(host: Host, paths: dict[str, Path]) -> None:
     with ManagedService(tables(paths), env=environment(host), groups=GROUPS) as service, service.client() as client:
         for name, path in paths.items():
             ask_all(client, name, questions(path))

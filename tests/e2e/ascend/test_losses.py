@@ -1,4 +1,4 @@
-"""What is lost on a card, under load: workers, spares, holders, files. No request is lost and no answer is wrong."""
+"""Loss of workers, spares, holders and files on a simulated card, while clients send requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from testkit.waiting import until
 from weightd import Unavailable
 
 from ..support import Load, SampleRequest, ask_all
-from .support import MODEL, Cards, a_host, kill, names, number, questions, serves, status, wait_for_all
+from .support import MODEL, Cards, kill, make_host, names, number, questions, serves, status, wait_for_all
 
 pytestmark = pytest.mark.e2e
 
@@ -27,7 +27,7 @@ def right(cards: Cards) -> list[SampleRequest]:
 
 @pytest.fixture(scope="module")
 def service(cards: Cards, right: list[SampleRequest]) -> Iterator[Service]:
-    """On a card where what is left of a holder that has died is somebody else's memory."""
+    """A service on a card that reuses the memory of a dead holder for other data."""
     cards.host.switch(lifetime="strict", after_death="garbage")
     with cards.ready() as service:
         yield service
@@ -35,7 +35,7 @@ def service(cards: Cards, right: list[SampleRequest]) -> Iterator[Service]:
 
 @pytest.fixture
 def load(cards: Cards, service: Service, right: list[SampleRequest]) -> Iterator[Load]:
-    """Each test leaves the service complete, one copy of the weights on the card, and every request answered."""
+    """Send requests during the test; check that it loses no request and leaves a complete service."""
     failed = status(service).failed
     with Load(service.address, MODEL, right) as load:
         load.wait_for(50)
@@ -48,35 +48,33 @@ def load(cards: Cards, service: Service, right: list[SampleRequest]) -> Iterator
     assert cards.host.copies_of_weights(0) == 1
 
 
-def spare_after(service: Service, before: list[str]) -> None:
-    """Wait until somebody is a spare who was not one before."""
+def wait_for_new_spare(service: Service, before: list[str]) -> None:
+    """Wait until another process is the spare."""
     until(lambda: len(now := names(service, "spare")) == 1 and now != before, "a new spare is attached")
 
 
-def test_a_spare_takes_a_lost_workers_place_and_a_new_one_is_let_in(cards: Cards, service: Service, load: Load) -> None:
+def test_spare_replaces_killed_worker(cards: Cards, service: Service, load: Load) -> None:
     builds, generation, spare = cards.host.count("build"), number(service), names(service, "spare")
     kill(service, "worker")
-    until(lambda: spare[0] in names(service, "worker"), "the spare works")
+    until(lambda: spare[0] in names(service, "worker"), "the spare has become a worker")
     load.wait_for(20)
-    spare_after(service, spare)
+    wait_for_new_spare(service, spare)
     assert serves(service, generation)
     assert cards.host.count("build") == builds + 1
 
 
-def test_a_worker_that_crashes_while_it_attaches_harms_nobody_and_another_is_let_in(
-    cards: Cards, service: Service, load: Load
-) -> None:
-    """At its worst moment: it has written the weights that all compute with anew, and has memory on the card."""
+def test_crash_during_attach_harms_no_other_worker(cards: Cards, service: Service, load: Load) -> None:
+    """Crash at the worst moment: the worker has rewritten the shared weights and has memory on the card."""
     builds, generation, spare = cards.host.count("build"), number(service), names(service, "spare")
     cards.host.fault("build", "crash", "importer", times=1, at="loaded")
     kill(service, "worker")
-    until(lambda: "killed by SIGSEGV" in service.log, "the one in its place crashes")
-    spare_after(service, spare)
+    until(lambda: "killed by SIGSEGV" in service.log, "its replacement crashes")
+    wait_for_new_spare(service, spare)
     assert serves(service, generation)
     assert cards.host.count("build") == builds + 2
 
 
-def test_a_stopped_holder_does_not_stop_the_workers(service: Service, load: Load) -> None:
+def test_workers_serve_while_holder_is_stopped(service: Service, load: Load) -> None:
     [pid] = [each.pid for each in service.processes() if each.role == "holder"]
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -85,41 +83,42 @@ def test_a_stopped_holder_does_not_stop_the_workers(service: Service, load: Load
         os.kill(pid, signal.SIGCONT)
 
 
-def test_the_file_may_be_replaced_at_any_time(cards: Cards, service: Service, load: Load) -> None:
-    """Each attach writes the weights anew, from its own file: it must be the one that the holder had."""
+def test_model_file_may_be_replaced_at_any_time(cards: Cards, service: Service, load: Load) -> None:
+    """Each attach rewrites the weights from a file; it must use the holder's file, not the replaced one."""
     other, spare = cards.mlp("other", seed=9), names(service, "spare")
     assert other.stat().st_size == cards.model.stat().st_size
     shutil.copyfile(other, cards.model)
     kill(service, "worker")
-    spare_after(service, spare)
+    wait_for_new_spare(service, spare)
 
 
-def test_where_nobody_can_be_let_in_the_next_generation_comes(cards: Cards, service: Service, load: Load) -> None:
+def test_new_generation_if_workers_cannot_attach(cards: Cards, service: Service, load: Load) -> None:
     generation = number(service)
     cards.host.switch(acl_set_pid="missing")
     kill(service, "worker")
-    until(lambda: "no worker can attach any more" in status(service).generations[0].progress, "it is closed")
+    until(
+        lambda: "no worker can attach any more" in status(service).generations[0].progress,
+        "the generation accepts no workers",
+    )
     load.wait_for(20)
     assert number(service) == generation, "the spare is enough"
     kill(service, "worker")
     until(lambda: serves(service, generation + 1), "the next generation serves alone")
 
 
-def test_without_its_holder_a_generation_is_replaced_and_nobody_gets_what_it_computed(
-    service: Service, load: Load
-) -> None:
+def test_replaces_generation_of_killed_holder(service: Service, load: Load) -> None:
     generation = number(service)
     kill(service, "holder")
     until(lambda: serves(service, generation + 1), "the next generation serves alone")
 
 
-def test_a_generation_that_cannot_be_replaced_is_tried_for_again_and_who_waits_is_told_why(
+def test_retries_failed_replacement_and_reports_reason(
     cards: Cards, service: Service, right: list[SampleRequest]
 ) -> None:
     generation = number(service)
     cards.host.fault("build", "fail", "holder")
     kill(service, "holder")
-    until(lambda: f"mlp.{generation + 2} " in service.log, "it has been tried twice")
+    until(lambda: f"mlp.{generation + 2} " in service.log, "the daemon has tried twice")
     with service.client() as client:
         with pytest.raises(Unavailable, match=r"mlp has no worker: .*build_from_file failed!"):
             client.infer(MODEL, right[0].inputs, timeout=1)
@@ -128,28 +127,26 @@ def test_a_generation_that_cannot_be_replaced_is_tried_for_again_and_who_waits_i
     wait_for_all(service)
 
 
-def test_a_snapshot_that_was_tampered_with_is_not_loaded(
-    cards: Cards, service: Service, right: list[SampleRequest]
-) -> None:
-    """The last one: nobody can attach to this generation any more."""
+def test_rejects_modified_snapshot(cards: Cards, service: Service, right: list[SampleRequest]) -> None:
+    """Keep this test last: no worker can attach to this generation afterwards."""
     [snapshot] = Path(service.cache).rglob("model/*.mindir")
     snapshot.chmod(0o600)
     shutil.copyfile(cards.mlp("other", seed=9), snapshot)
     with Load(service.address, MODEL, right) as load:
         kill(service, "worker")
-        until(lambda: "expected a model with sha256" in service.log, "the replacement is refused")
+        until(lambda: "expected a model with sha256" in service.log, "the replacement is rejected")
         load.wait_for(50)
 
 
 @pytest.mark.long
-def test_where_the_driver_counts_references_workers_go_on_until_the_next_generation_serves(tmp_path: Path) -> None:
-    cards = a_host(tmp_path)
+def test_frozen_generation_serves_until_it_is_replaced(tmp_path: Path) -> None:
+    cards = make_host(tmp_path)
     with cards.ready(holder_loss="frozen", workers=1, spares=0) as service:
         cards.host.fault("build", "slow", "holder", seconds=1.0)
         with Load(service.address, MODEL, questions(cards.model)) as load:
             load.wait_for(50)
             kill(service, "holder")
-            until(lambda: "frozen" in status(service).generations[0].progress, "it is frozen")
+            until(lambda: "frozen" in status(service).generations[0].progress, "the generation is frozen")
             load.wait_for(50)
             until(lambda: serves(service, 2), "the second generation serves alone")
             load.wait_for(50)
@@ -157,19 +154,19 @@ def test_where_the_driver_counts_references_workers_go_on_until_the_next_generat
         assert service.log.index("mlp.2 takes over from mlp.1") < service.log.index("mlp.1: gone")
 
 
-def test_a_build_that_crashes_harms_no_other_model(tmp_path: Path) -> None:
-    cards = a_host(tmp_path)
+def test_crashed_build_harms_no_other_model(tmp_path: Path) -> None:
+    cards = make_host(tmp_path)
     cards.host.fault("build", "crash", "holder")
     table = {"path": cards.model, "spares": 0, "workers": 1}
     tables = {"bad": {**table, "devices": ["ascend:0"]}, "good": {**table, "sharing": "off", "devices": ["ascend:1"]}}
     with cards.service(tables) as service, service.client() as client:
         ask_all(client, "good", questions(cards.model))
-        until(lambda: status(service, "bad").state == "failed", "the other one fails")
+        until(lambda: status(service, "bad").state == "failed", "the bad model fails")
         [cause] = until(
             lambda: [line for line in service.log.splitlines() if "bad.1 failed: bad.1.holder: " in line],
-            "the log says why",
+            "the log has the reason",
         )
         assert "killed by SIGSEGV" in cause
         assert "Ascend custom operator path not found" in cause, "the end of the native log"
         ask_all(client, "good", questions(cards.model))
-        until(lambda: cards.host.card_state(0).allocations == (), "nothing is left on the card")
+        until(lambda: cards.host.card_state(0).allocations == (), "the memory of the card is free")

@@ -1,4 +1,4 @@
-"""Where weights are not shared: because the card cannot and it may fall back, or because they are to be changed."""
+"""Private copies of the weights: as a fallback, and for models with variable weights."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module")
 def bundle(cards: Cards) -> Path:
-    """A model that was converted for other weights, which the library does not share."""
+    """A model converted with variable weights, which the library cannot share."""
     return cards.mlp("bundle", bundle=True)
 
 
-def test_auto_falls_back_to_weights_of_their_own_where_they_cannot_be_shared(cards: Cards, bundle: Path) -> None:
+def test_auto_falls_back_to_private_copies(cards: Cards, bundle: Path) -> None:
     tables = {MODEL: on_card(bundle, sharing="auto", workers=1)}
     with cards.service(tables) as service, service.client() as client:
         ask_all(client, MODEL, questions(bundle))
-        until(lambda: serves(service, 2), "all that is left serves")
+        until(lambda: serves(service, 2), "only the second generation serves")
         assert "weights cannot be shared, so each worker loads its own copy" in service.log
         kinds = [each.kind for each in cards.host.card_state(0).allocations if "weights" in each.kind]
         assert kinds == ["private weights"] * 2
-        # Nobody has to be let in: a lost worker is replaced as on the CPU.
+        # No attach is needed: a lost worker is replaced as on the CPU.
         kill(service, "worker")
-        until(lambda: names(service, "spare") == ["mlp.2.w3"], "it is replaced")
+        until(lambda: names(service, "spare") == ["mlp.2.w3"], "the worker is replaced")
         ask_all(client, MODEL, questions(bundle))
 
 
@@ -53,7 +53,7 @@ def test_update_weights_reaches_every_worker(cards: Cards, bundle: Path) -> None
         with Load(service.address, MODEL, questions(other)) as load:
             load.wait_for(50)
             kill(service, "worker")
-            until(lambda: names(service, "spare") == ["mlp.2.w3"], "a new one has the new weights, too")
+            until(lambda: names(service, "spare") == ["mlp.2.w3"], "the new spare has the new weights")
             kill(service, "worker")
-            until(lambda: names(service, "worker") == ["mlp.2.w3"], "it works")
+            until(lambda: names(service, "worker") == ["mlp.2.w3"], "the spare has become a worker")
             load.wait_for(50)
