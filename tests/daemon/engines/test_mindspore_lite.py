@@ -1,4 +1,4 @@
-"""The options of MindSpore Lite: what the configuration takes, what it refuses, and what a worker is told."""
+"""Tests of the MindSpore Lite options: validation in the configuration, and transfer to the worker."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def options(**values: Any) -> MindSporeLiteOptions:
 
 
 def refusal(call: Any, *arguments: Any) -> str:
-    """The one thing that is wrong."""
+    """Return the text of the only error."""
     try:
         [error] = call(*arguments)
     except FieldError as raised:
@@ -43,14 +43,16 @@ def refusal(call: Any, *arguments: Any) -> str:
     return str(error)
 
 
-def test_a_worker_takes_what_the_daemon_has() -> None:
+def test_worker_parses_all_options_of_daemon() -> None:
     assert describe_fields(MindSporeLiteOptions) == describe_fields(Options)
-    told = Options.from_mapping(json.loads(options(**ALL).to_json()))
-    assert dataclasses.asdict(told) == dataclasses.asdict(options(**ALL))
-    assert all(getattr(told, key) != getattr(Options(), key) for key in ALL), "each is tried with another value"
+    problem = Options.from_mapping(json.loads(options(**ALL).to_json()))
+    assert dataclasses.asdict(problem) == dataclasses.asdict(options(**ALL))
+    assert all(getattr(problem, key) != getattr(Options(), key) for key in ALL), (
+        "an option has its default value in this test"
+    )
 
 
-def test_only_what_was_given_is_told() -> None:
+def test_json_contains_only_options_with_values() -> None:
     assert options().to_json() == "{}"
     assert options(thread_affinity_cores=[4], dec_mode="AES-GCM").to_json() == '{"thread_affinity_cores": [4]}'
 
@@ -68,11 +70,11 @@ def test_only_what_was_given_is_told() -> None:
         ({"dec_key_file": "~/key"}, "dec_key_file: expected a path without ~"),
     ],
 )
-def test_a_value_that_is_none_is_refused_by_its_key(values: dict[str, Any], text: str) -> None:
+def test_rejects_invalid_value_with_key(values: dict[str, Any], text: str) -> None:
     assert refusal(decode, MindSporeLiteOptions, values).startswith(text)
 
 
-def test_paths_are_relative_to_the_configuration() -> None:
+def test_resolves_paths_relative_to_configuration() -> None:
     given = options(config_file="lite.ini", dec_key_file="../key")
     done = given.resolve_paths(Path("/etc/weightd"))
     assert (done.config_file, done.dec_key_file) == ("/etc/weightd/lite.ini", "/etc/weightd/../key")
@@ -93,7 +95,7 @@ def test_paths_are_relative_to_the_configuration() -> None:
         ({"dec_key_file": "/k"}, CARDS, "auto"),
     ],
 )
-def test_what_goes_together(values: dict[str, Any], devices: list[str], sharing: str) -> None:
+def test_accepts_compatible_options(values: dict[str, Any], devices: list[str], sharing: str) -> None:
     assert list(options(**values).problems(devices, sharing)) == []
 
 
@@ -142,7 +144,7 @@ NOT_SHARED = {
         ),
     ],
 )
-def test_what_would_have_no_effect_is_refused(values: dict[str, Any], devices: list[str], key: str, text: str) -> None:
+def test_rejects_options_without_effect(values: dict[str, Any], devices: list[str], key: str, text: str) -> None:
     assert refusal(options(**values).problems, devices, "on") == f"{key}: {text}"
 
 
@@ -150,7 +152,7 @@ def test_what_would_have_no_effect_is_refused(values: dict[str, Any], devices: l
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400])
-def test_files_as_they_have_to_be(mode: int, tmp_path: Path) -> None:
+def test_accepts_valid_files(mode: int, tmp_path: Path) -> None:
     for name in ("lite.ini", "key"):
         (tmp_path / name).write_text("[ascend_context]\n# shareable_weight_pid_list=1\nx=shareable_weight_pid_list\n")
     (tmp_path / "key").chmod(mode)
@@ -160,13 +162,13 @@ def test_files_as_they_have_to_be(mode: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["config_file", "dec_key_file"])
-def test_a_file_that_is_not_there_or_none(key: str, tmp_path: Path) -> None:
+def test_missing_or_irregular_file_is_reported(key: str, tmp_path: Path) -> None:
     for path, text in ((tmp_path / "gone", "No such file or directory"), (tmp_path, "expected a regular file")):
         assert refusal(options(**{key: str(path)}).file_problems) == f"{key}: {path}: {text}"
 
 
 @pytest.mark.parametrize("line", ["shareable_weight_pid_list=1", " shareable_weight_mem_handle =7"])
-def test_a_configuration_that_decides_who_shares(line: str, tmp_path: Path) -> None:
+def test_config_file_cannot_set_sharing_keys(line: str, tmp_path: Path) -> None:
     file = tmp_path / "lite.ini"
     file.write_text(f"[ascend_context]\n{line}\n")
     text = f"{line.partition('=')[0].strip()} is set by weightd; remove it from the file"
@@ -193,11 +195,11 @@ def test_a_configuration_that_decides_who_shares(line: str, tmp_path: Path) -> N
         ),
     ],
 )
-def test_a_configuration_that_decides_what_the_model_is(section: str, line: str, text: str, tmp_path: Path) -> None:
+def test_config_file_cannot_set_provider_or_rank_table(section: str, line: str, text: str, tmp_path: Path) -> None:
     file = tmp_path / "lite.ini"
     file.write_text(f"# of the library's own\n[{section}]\nprecision_mode=enforce_fp16\n{line}\n")
-    told = refusal(options(config_file=str(file)).file_problems)
-    assert told.startswith(f"config_file: {file}: {text.rstrip('*')}")
+    problem = refusal(options(config_file=str(file)).file_problems)
+    assert problem.startswith(f"config_file: {file}: {text.rstrip('*')}")
 
 
 @pytest.mark.parametrize(
@@ -208,32 +210,32 @@ def test_a_configuration_that_decides_what_the_model_is(section: str, line: str,
         ("[gpu_context]\nprovider=ge\nrank_table_file=/r\n", ""),
     ],
 )
-def test_a_configuration_that_changes_nothing_of_that(content: str, provider: str, tmp_path: Path) -> None:
+def test_config_file_may_repeat_provider(content: str, provider: str, tmp_path: Path) -> None:
     file = tmp_path / "lite.ini"
     file.write_text(content)
     assert list(options(config_file=str(file), provider=provider).file_problems()) == []
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o700, 0o4600])
-def test_a_key_that_others_may_read(mode: int, tmp_path: Path) -> None:
+def test_key_file_must_be_private(mode: int, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_bytes(b"0123456789abcdef")
     file.chmod(mode)
-    told = refusal(options(dec_key_file=str(file)).file_problems)
-    assert told == f"dec_key_file: {file}: expected mode 0600 or 0400, got {mode:04o}"
+    problem = refusal(options(dec_key_file=str(file)).file_problems)
+    assert problem == f"dec_key_file: {file}: expected mode 0600 or 0400, got {mode:04o}"
 
 
-def test_a_key_that_is_empty_a_link_or_a_strangers(tmp_path: Path) -> None:
+def test_rejects_empty_linked_or_foreign_key_file(tmp_path: Path) -> None:
     file, link = tmp_path / "key", tmp_path / "link"
     link.symlink_to(file)
     file.touch(0o600)
 
-    def told(path: Path) -> str:
+    def problem(path: Path) -> str:
         return refusal(options(dec_key_file=str(path)).file_problems)
 
-    assert told(file).endswith(": the file is empty")
+    assert problem(file).endswith(": the file is empty")
     file.write_bytes(b"0123456789abcdef")
-    assert told(link).endswith(": expected a regular file")
+    assert problem(link).endswith(": expected a regular file")
     if os.geteuid() == 0:
         os.chown(file, 12345, -1)
-        assert "expected a file of this user or root, got one of uid 12345" in told(file)
+        assert "expected a file of this user or root, got one of uid 12345" in problem(file)

@@ -1,4 +1,4 @@
-"""Rank tables: what is generated is good, and whatever is changed in it is refused by the name of the field."""
+"""Tests of rank tables: generated tables are valid, and the parser rejects each invalid field by name."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from weightd_daemon.engines.ranktable import RankDevice
 from weightd_protocol.schema import FieldError
 
 Path = tuple[str | int, ...]
-GONE = object()
+REMOVED = object()
 
 TWO = [RankDevice(4, "192.168.1.8", 16667), RankDevice(5, "192.168.1.9", 16667)]
-# As the vendor's documents have it, of an A3.
+# Example of an Atlas A3 server from the vendor's documentation.
 PODS: dict[str, Any] = {
     "version": "1.2",
     "server_count": "1",
@@ -44,13 +44,13 @@ def refusal(content: object) -> str:
 
 
 def changed(table: dict[str, Any], path: Path, value: object) -> dict[str, Any]:
-    """The table with another value at a path, or without it: GONE."""
+    """Return a copy of the table with another value at this path, or without the field (REMOVED)."""
     changed: Any = copy.deepcopy(table)
     *steps, last = path
     inner = changed
     for step in steps:
         inner = inner[step]
-    if value is GONE:
+    if value is REMOVED:
         del inner[last]
     else:
         inner[last] = value
@@ -70,7 +70,7 @@ GROUPS = _groups()
 
 
 @given(GROUPS)
-def test_what_is_generated_is_good_and_says_what_it_was_given(group: list[RankDevice]) -> None:
+def test_parses_generated_table(group: list[RankDevice]) -> None:
     table = ranktable.parse(ranktable.generate(group, "host"))
     assert (list(table.devices), table.server) == (group, "host")
     assert (
@@ -80,14 +80,14 @@ def test_what_is_generated_is_good_and_says_what_it_was_given(group: list[RankDe
 
 
 def paths(value: Any, path: Path = ()) -> list[Path]:
-    """The ways to all texts of a table."""
+    """Return the paths of all text values."""
     if isinstance(value, str):
         return [path]
     steps: list[Any] = [*value] if hasattr(value, "keys") else [*range(len(value))]
     return [each for step in steps for each in paths(value[step], (*path, step))]
 
 
-def told(path: Path) -> str:
+def field_name(path: Path) -> str:
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).lstrip(".")
 
 
@@ -95,19 +95,17 @@ NO_TEXT = st.one_of(st.integers(), st.none(), st.booleans(), st.lists(st.text(ma
 
 
 @given(GROUPS, st.data(), NO_TEXT)
-def test_a_value_that_is_no_text_is_refused_by_its_name(
-    group: list[RankDevice], data: st.DataObject, value: object
-) -> None:
+def test_values_must_be_text(group: list[RankDevice], data: st.DataObject, value: object) -> None:
     table: dict[str, Any] = json.loads(ranktable.generate(group))
     path = data.draw(st.sampled_from(paths(table)))
     text = refusal(changed(table, path, value))
-    assert text.startswith(f"{told(path)}: expected text, as HCCL stores every value, got ")
+    assert text.startswith(f"{field_name(path)}: expected text, as HCCL stores every value, got ")
     if path[-1] not in ("server_count", "device_ip", "device_port"):
-        assert refusal(changed(table, path, GONE)) == f"{told(path)}: missing"
+        assert refusal(changed(table, path, REMOVED)) == f"{field_name(path)}: missing"
 
 
 @given(st.text(max_size=200))
-def test_what_is_no_table_is_refused_whatever_it_is(text: str) -> None:
+def test_invalid_text_is_rejected(text: str) -> None:
     with pytest.raises(FieldError):
         ranktable.parse(text)
 
@@ -124,7 +122,7 @@ def test_what_is_no_table_is_refused_whatever_it_is(text: str) -> None:
         max_leaves=9,
     )
 )
-def test_json_that_is_no_table_is_refused(content: object) -> None:
+def test_rejects_json_that_is_not_rank_table(content: object) -> None:
     refusal(content)
 
 
@@ -157,27 +155,27 @@ DEVICE = "server_list[0].device[1]"
         ((*SECOND, "device_port"), "65536", f'{DEVICE}.device_port: expected a port, "1" to "65535", got "65536"'),
     ],
 )
-def test_each_rule(path: Path, value: object, problem: str) -> None:
+def test_rejects_invalid_field(path: Path, value: object, problem: str) -> None:
     first, *rest = problem.split("*")
     text = refusal(changed(json.loads(ranktable.generate(TWO)), path, value))
     assert text.startswith(first)
     assert rest or text == first
 
 
-def test_several_hosts_are_none_of_ours() -> None:
+def test_rejects_table_of_several_servers() -> None:
     table: dict[str, Any] = json.loads(ranktable.generate(TWO))
     other = {"server_id": "other", "device": [table["server_list"][0]["device"].pop()]}
     table = {**table, "server_list": [*table["server_list"], other], "server_count": "2"}
     assert refusal(table) == "server_list: expected one server, because all ranks are on this host, got 2"
 
 
-def test_addresses_are_written_if_all_are_known() -> None:
+def test_writes_addresses_only_if_all_are_known() -> None:
     table = ranktable.parse(ranktable.generate([TWO[0], RankDevice(5)]))
     assert [each.ip for each in table.devices] == ["", ""]
     assert [each.port for each in table.devices] == [16667, 0]
 
 
-def test_a_table_of_super_pods() -> None:
+def test_super_pod_table() -> None:
     table = ranktable.parse(json.dumps(PODS))
     assert table.devices == (RankDevice(0, "192.168.1.6"), RankDevice(1, "192.168.1.7"))
 
@@ -185,17 +183,17 @@ def test_a_table_of_super_pods() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "problem"),
     [
-        (("super_pod_list",), GONE, "super_pod_list: missing"),
-        (("super_pod_list", 0, "super_pod_id"), GONE, "super_pod_list[0].super_pod_id: missing"),
-        ((*FIRST, "super_device_id"), GONE, "server_list[0].device[0].super_device_id: missing"),
+        (("super_pod_list",), REMOVED, "super_pod_list: missing"),
+        (("super_pod_list", 0, "super_pod_id"), REMOVED, "super_pod_list[0].super_pod_id: missing"),
+        ((*FIRST, "super_device_id"), REMOVED, "server_list[0].device[0].super_device_id: missing"),
         (("super_pod_list",), [], "super_pod_list: expected the servers of server_list, node_0, got "),
     ],
 )
-def test_a_rule_of_super_pods(path: Path, value: object, problem: str) -> None:
+def test_rejects_invalid_super_pod_field(path: Path, value: object, problem: str) -> None:
     assert refusal(changed(PODS, path, value)) == problem
 
 
-def test_a_table_of_another_group() -> None:
+def test_compares_devices_with_configuration() -> None:
     table = ranktable.parse(ranktable.generate(TWO))
     of = ranktable.device_problems
     assert list(of(table, {"ascend:0": 4, "ascend:1": None})) == []
@@ -204,12 +202,12 @@ def test_a_table_of_another_group() -> None:
 
 
 @pytest.mark.parametrize("path", ["/srv/table", "/srv/t.json/x", "/x.json.d/t.json", "/srv/t.json.json", "/t.JSON"])
-def test_a_path_that_hccl_does_not_take(path: str) -> None:
+def test_rank_table_path_must_end_in_json(path: str) -> None:
     assert list(ranktable.path_problems(path)) == [f"expected a path with .json once, at its end, got {path!r}"]
     assert list(ranktable.path_problems("/srv/t.json")) == []
 
 
-def test_addresses_of_the_host() -> None:
+def test_parses_addresses_of_cards() -> None:
     text = (
         "address_0=192.168.1.8\nnetmask_0=255.255.255.0\n address_11 = fe80::1 \naddress_1=none\n#address_2=1.1.1.1\n"
     )
@@ -221,5 +219,5 @@ def test_addresses_of_the_host() -> None:
     ("device", "visible", "number"),
     [(0, "", 0), (3, " ", 3), (0, "4,5", 4), (1, "4, 5", 5), (2, "4,5", None), (0, "0-3", None), (0, "²", None)],
 )
-def test_the_number_of_a_device_that_is_not_the_first_to_be_seen(device: int, visible: str, number: int | None) -> None:
+def test_physical_id_follows_visible_devices(device: int, visible: str, number: int | None) -> None:
     assert ranktable.physical_id(device, visible) == number

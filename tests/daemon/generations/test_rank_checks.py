@@ -1,4 +1,4 @@
-"""Each sign that a process may have been lost because of another one, and what is none."""
+"""Tests of the checks that tell whether a process failed because of another process of its group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 
 
 @pytest.mark.parametrize(
-    ("words", "is_symptom"),
+    ("text", "is_peer_failure"),
     [
         ("RuntimeError: Launch kernel failed, name:AllReduce", True),
         ("An error occurred in the previous step, please check", True),
@@ -23,13 +23,13 @@ from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
         ("", False),
     ],
 )
-def test_what_a_library_says_because_of_another_process(words: str, *, is_symptom: bool) -> None:
-    assert rank_checks.is_peer_failure_text(words) is is_symptom
-    assert rank_checks.is_peer_failure_exit(Role.RANK, ExitCause(1, words), has_connected=True) is is_symptom
+def test_peer_failure_text(text: str, *, is_peer_failure: bool) -> None:
+    assert rank_checks.is_peer_failure_text(text) is is_peer_failure
+    assert rank_checks.is_peer_failure_exit(Role.RANK, ExitCause(1, text), has_connected=True) is is_peer_failure
 
 
 @pytest.mark.parametrize(
-    ("role", "end", "have_met", "is_symptom"),
+    ("role", "end", "has_connected", "is_peer_failure"),
     [
         (Role.RANK, ExitCause(143), True, True),
         (Role.RANK, ExitCause(-signal.SIGTERM), False, True),
@@ -39,25 +39,23 @@ def test_what_a_library_says_because_of_another_process(words: str, *, is_sympto
         (Role.BROKER, ExitCause(1), True, True),
         (Role.BROKER, ExitCause(0), True, True),
         (Role.BROKER, ExitCause(3), True, False),
-        # Its port is taken.
+        # The broker's port is in use.
         (Role.BROKER, ExitCause(1), False, False),
         (Role.BROKER, ExitCause(-signal.SIGKILL), True, False),
         (Role.BROKER, ExitCause(143), True, False),
     ],
 )
-def test_how_a_process_ends_because_of_another_one(
-    role: Role, end: ExitCause, *, have_met: bool, is_symptom: bool
-) -> None:
-    assert rank_checks.is_peer_failure_exit(role, end, has_connected=have_met) is is_symptom
+def test_peer_failure_exit(role: Role, end: ExitCause, *, has_connected: bool, is_peer_failure: bool) -> None:
+    assert rank_checks.is_peer_failure_exit(role, end, has_connected=has_connected) is is_peer_failure
 
 
 @pytest.mark.parametrize(
-    ("end", "is_own"),
+    ("end", "is_independent"),
     [
         (ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON), False),
         (ExitCause(-signal.SIGKILL, initiator=ExitInitiator.KERNEL), True),
         (ExitCause(-signal.SIGKILL), True),
-        # The daemon has sent it a signal, but no such one.
+        # The daemon sent SIGKILL, but the process crashed with SIGSEGV before.
         (ExitCause(-signal.SIGSEGV, initiator=ExitInitiator.DAEMON), True),
         (ExitCause(1), True),
         (ExitCause(0), True),
@@ -65,5 +63,5 @@ def test_how_a_process_ends_because_of_another_one(
         (ExitCause(None), False),
     ],
 )
-def test_who_had_ended_before_it_was_killed(end: ExitCause, *, is_own: bool) -> None:
-    assert rank_checks.is_independent_exit(end) is is_own
+def test_independent_exit(end: ExitCause, *, is_independent: bool) -> None:
+    assert rank_checks.is_independent_exit(end) is is_independent

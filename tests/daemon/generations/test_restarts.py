@@ -13,7 +13,7 @@ def restarts() -> RestartBackoff:
     return RestartBackoff(lambda: 0.0)
 
 
-def test_each_failed_start_waits_longer_than_the_one_before_until_it_fails(restarts: RestartBackoff) -> None:
+def test_failed_starts_back_off_and_exhaust(restarts: RestartBackoff) -> None:
     dues: list[float] = []
     assert (restarts.due_at, restarts.delay_s) == (0.0, 0.0)
     failing: list[bool] = []
@@ -25,7 +25,7 @@ def test_each_failed_start_waits_longer_than_the_one_before_until_it_fails(resta
     assert dues == pytest.approx([100.1, 100.2, 100.4])
 
 
-def test_a_worker_that_became_ready_ends_the_row(restarts: RestartBackoff) -> None:
+def test_ready_worker_resets_failed_starts(restarts: RestartBackoff) -> None:
     for _ in range(MAX_FAILED_STARTS - 1):
         restarts.on_start_failed(100.0)
     restarts.on_ready()
@@ -33,7 +33,7 @@ def test_a_worker_that_became_ready_ends_the_row(restarts: RestartBackoff) -> No
     assert not restarts.is_exhausted
 
 
-def test_a_start_that_finds_no_room_is_no_failed_one_for_a_while(restarts: RestartBackoff) -> None:
+def test_out_of_memory_counts_as_failure_only_after_timeout(restarts: RestartBackoff) -> None:
     waits, now = list[float](), 100.0
     while now < 130.0:
         restarts.on_out_of_memory(now, 30.0)
@@ -51,9 +51,7 @@ def test_a_start_that_finds_no_room_is_no_failed_one_for_a_while(restarts: Resta
 
 
 @pytest.mark.parametrize(("lived", "useful"), [(EARLY_DEATH_S, False), (0.1, True)])
-def test_who_lived_long_or_was_useful_is_replaced_at_once_and_ends_the_row(
-    restarts: RestartBackoff, lived: float, useful: bool
-) -> None:
+def test_long_or_useful_life_resets_backoff(restarts: RestartBackoff, lived: float, useful: bool) -> None:
     for _ in range(6):
         restarts.on_death(1.0, 100.0)
     for now in (200.0, 300.0):
@@ -63,9 +61,9 @@ def test_who_lived_long_or_was_useful_is_replaced_at_once_and_ends_the_row(
     assert restarts.due_at == 400.0
 
 
-def test_short_lives_wait_longer_and_longer_but_never_for_ever(restarts: RestartBackoff) -> None:
+def test_early_exits_back_off_without_limit(restarts: RestartBackoff) -> None:
     waits: list[float] = []
-    for _ in range(3000):  # and are counted without an overflow
+    for _ in range(3000):  # The count must not overflow.
         restarts.on_death(EARLY_DEATH_S - 0.01, 100.0)
         waits.append(restarts.due_at - 100.0)
     assert waits[:5] == pytest.approx([0.0, 0.1, 0.2, 0.4, 0.8])
@@ -74,7 +72,7 @@ def test_short_lives_wait_longer_and_longer_but_never_for_ever(restarts: Restart
     assert not restarts.is_exhausted
 
 
-def test_chance_makes_a_delay_shorter_and_never_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jitter_only_shortens_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restarts_module, "_JITTER", 0.25)
     dues: list[float] = []
     for chance in (0.0, 0.3, 1.0):

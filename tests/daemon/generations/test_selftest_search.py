@@ -1,4 +1,4 @@
-"""A holder that dies in its search for a self-test: the next one leaves out what it died of."""
+"""Tests of the self-test search: after a holder has crashed on an input, the next holder skips that input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,19 @@ from weightd_protocol import limits
 from weightd_protocol.messages.worker import AnnounceSelfTest, Build, ContinueSelfTest
 from weightd_protocol.messages.worker_common import SelfTestCase, SelfTestCases
 
-from .life import BUILT, CARD, CPU, HOLDER, HOLDER2, HOLDER3, LOAD_TIMEOUT_S, W1, GenerationHarness, abort, pid
+from .generation_harness import (
+    BUILT,
+    CARD,
+    CPU,
+    HOLDER,
+    HOLDER2,
+    HOLDER3,
+    LOAD_TIMEOUT_S,
+    W1,
+    GenerationHarness,
+    abort,
+    pid,
+)
 
 SEGV, KILLED = ExitCause(-signal.SIGSEGV), ExitCause(-signal.SIGKILL)
 UNKNOWN = SelfTestSpec()
@@ -32,34 +44,34 @@ def holder(name: str) -> Action:
     return Spawn(name, Role.HOLDER)
 
 
-class Search(GenerationHarness):
-    """A generation with one worker, up to where its holder builds."""
+class SearchHarness(GenerationHarness):
+    """Generation with one worker, up to the build by its holder."""
 
     def __init__(
-        self, canary: SelfTestSpec = UNKNOWN, *, on_card: bool = False, known: SelfTestSpec | None = None
+        self, selftest: SelfTestSpec = UNKNOWN, *, on_card: bool = False, known: SelfTestSpec | None = None
     ) -> None:
-        super().__init__(1, CARD if on_card else CPU, selftest=canary)
-        self.pinned(known)
+        super().__init__(1, CARD if on_card else CPU, selftest=selftest)
+        self.snapshot_taken(known)
         self.hello(W1)
 
     def begin(self, holder: str = HOLDER) -> Build:
-        """Let the holder say HELLO; return what it is told."""
+        """Connect the holder and return its Build order."""
         [order] = [each.order for each in self.hello(holder) if isinstance(each, Send)]
         assert isinstance(order, Build)
         return order
 
-    def try_(self, *cases: SelfTestCase, holder: str = HOLDER, unfit: SelfTestCases = ()) -> None:
+    def announce(self, *cases: SelfTestCase, holder: str = HOLDER, unfit: SelfTestCases = ()) -> None:
         self.generation.on_message(holder, AnnounceSelfTest(cases, unfit), self.now)
-        assert self.wanted() == ([Send(holder, ContinueSelfTest())] if cases else [])
+        assert self.take_actions() == ([Send(holder, ContinueSelfTest())] if cases else [])
 
 
 @pytest.mark.parametrize("on_card", [False, True])
-def test_a_death_in_a_try_is_followed_by_a_holder_that_leaves_it_out(on_card: bool) -> None:
-    search = Search(on_card=on_card)
+def test_crash_during_case_excludes_case_from_next_search(on_card: bool) -> None:
+    search = SearchHarness(on_card=on_card)
     generation = search.generation
     assert search.begin() == Build((pid(W1),))
-    search.try_(x(1))
-    search.try_(x(2), unfit=(x(1),))
+    search.announce(x(1))
+    search.announce(x(2), unfit=(x(1),))
     assert search.exits(HOLDER, end=SEGV) == [holder(HOLDER2)]
     assert (generation.state, generation.processes.deaths, generation.failure.retry_hint) == (
         GenerationState.GATHERING,
@@ -67,56 +79,56 @@ def test_a_death_in_a_try_is_followed_by_a_holder_that_leaves_it_out(on_card: bo
         RetryHint.SAME_FAILURE,
     )
     assert search.begin(HOLDER2) == Build((pid(W1),), failed_cases=(x(1), x(2)))
-    search.try_(x(32), holder=HOLDER2, unfit=(x(1), x(2)))
+    search.announce(x(32), holder=HOLDER2, unfit=(x(1), x(2)))
     search.built(replace(BUILT, selftest_cases=(x(32),)), HOLDER2)
     assert (generation.state, describe_selftest(generation.built)) == (GenerationState.ATTACHING, "x [1, 32]")
     assert generation.selftest_search.spec == SelfTestSpec(cases=(x(32),), failed_cases=(x(1), x(2)))
 
 
-def test_one_that_gives_up_its_process_by_itself_is_waited_for_first() -> None:
-    search = Search(on_card=True)
+def test_waits_for_exit_of_failed_holder() -> None:
+    search = SearchHarness(on_card=True)
     search.begin()
-    search.try_(x(1))
-    assert holder(HOLDER2) not in search.broken(HOLDER, "it does not run on the canary")
+    search.announce(x(1))
+    assert holder(HOLDER2) not in search.reports_failure(HOLDER, "it does not run on the canary")
     assert search.exits(HOLDER) == [holder(HOLDER2)]
     assert search.begin(HOLDER2).failed_cases == (x(1),)
 
 
-@pytest.mark.parametrize("tries", [[], [(x(1),), ()]])
-def test_a_death_out_of_a_try_is_what_it_was(tries: list[SelfTestCases]) -> None:
-    search = Search()
+@pytest.mark.parametrize("announced", [[], [(x(1),), ()]])
+def test_crash_outside_case_is_ordinary_failure(announced: list[SelfTestCases]) -> None:
+    search = SearchHarness()
     search.begin()
-    for cases in tries:
-        search.try_(*cases)
+    for cases in announced:
+        search.announce(*cases)
     search.exits(HOLDER, end=SEGV)
     assert (search.state, search.generation.processes.deaths) == (GenerationState.FAILED, 1)
     assert search.generation.failure.retry_hint is RetryHint.MAY_SUCCEED
 
 
-@pytest.mark.parametrize("canary", [UNKNOWN, SelfTestSpec(should_search=False, cases=(x(7),))])
-def test_what_a_holder_tried_that_was_killed_from_outside_is_tried_again_once(canary: SelfTestSpec) -> None:
-    search = Search(canary)
+@pytest.mark.parametrize("selftest", [UNKNOWN, SelfTestSpec(should_search=False, cases=(x(7),))])
+def test_case_is_retried_once_after_external_kill(selftest: SelfTestSpec) -> None:
+    search = SearchHarness(selftest)
     order = search.begin()
-    search.try_(x(7))
+    search.announce(x(7))
     assert search.exits(HOLDER, end=KILLED) == [holder(HOLDER2)]
     assert search.begin(HOLDER2) == order
-    search.try_(x(7), holder=HOLDER2)
-    again = search.exits(HOLDER2, end=ExitCause(-signal.SIGKILL, initiator=ExitInitiator.KERNEL))
+    search.announce(x(7), holder=HOLDER2)
+    replacement = search.exits(HOLDER2, end=ExitCause(-signal.SIGKILL, initiator=ExitInitiator.KERNEL))
     assert search.generation.processes.deaths == 2
-    if canary.should_search:
-        assert again == [holder(HOLDER3)]
+    if selftest.should_search:
+        assert replacement == [holder(HOLDER3)]
         assert search.begin(HOLDER3).failed_cases == (x(7),)
     else:
-        # The deployment waits, and loads it anew.
+        # The deployment waits, and loads the model again.
         assert (search.state, search.generation.failure.retry_hint) == (GenerationState.FAILED, RetryHint.MAY_SUCCEED)
 
 
-def test_after_some_deaths_the_next_holder_builds_without_a_canary() -> None:
-    search = Search()
+def test_search_ends_after_several_crashes() -> None:
+    search = SearchHarness()
     *dying, last = [HOLDER, *(f"{HOLDER}{number}" for number in range(2, MAX_HOLDER_DEATHS + 2))]
     for size, name in enumerate(dying, 1):
         assert search.begin(name).search_selftest
-        search.try_(x(size), holder=name, unfit=tuple(map(x, range(1, size))))
+        search.announce(x(size), holder=name, unfit=tuple(map(x, range(1, size))))
         search.exits(name, end=SEGV)
     order = search.begin(last)
     assert (order.search_selftest, order.selftest_cases, len(order.failed_cases)) == (False, (), MAX_HOLDER_DEATHS)
@@ -125,23 +137,23 @@ def test_after_some_deaths_the_next_holder_builds_without_a_canary() -> None:
         GenerationState.ATTACHING,
         "none: the search was given up",
     )
-    # The next generation does not begin anew.
+    # The next generation does not search either.
     assert not search.generation.selftest_search.spec.should_search
 
 
-def test_the_list_of_what_is_unfit_stays_within_the_wire() -> None:
-    search = Search()
+def test_failed_cases_stay_within_protocol_limit() -> None:
+    search = SearchHarness()
     search.begin()
     many = tuple(map(x, range(limits.MAX_SELFTEST_UNFIT_CASES)))
-    search.try_(x(99), unfit=many)
+    search.announce(x(99), unfit=many)
     search.exits(HOLDER, end=SEGV)
     assert search.begin(HOLDER2) == Build((pid(W1),), search_selftest=False, failed_cases=many)
 
 
-def test_one_that_takes_too_long_ends_the_search() -> None:
-    search = Search()
+def test_search_timeout_ends_search() -> None:
+    search = SearchHarness()
     search.begin()
-    search.try_(x(1))
+    search.announce(x(1))
     assert abort(HOLDER) in search.after(LOAD_TIMEOUT_S)
     assert search.generation.processes.deaths == 0
     search.now += ABORT_TIMEOUT_S
@@ -151,42 +163,42 @@ def test_one_that_takes_too_long_ends_the_search() -> None:
 
 
 @pytest.mark.parametrize("end", [SEGV, ExitCause(3)])
-def test_a_configured_canary_that_kills_is_the_cause_and_not_tried_again(end: ExitCause) -> None:
-    search = Search(SelfTestSpec(should_search=False, cases=(x(7),)))
+def test_crash_in_configured_selftest_is_final(end: ExitCause) -> None:
+    search = SearchHarness(SelfTestSpec(should_search=False, cases=(x(7),)))
     order = search.begin()
     assert (order.search_selftest, order.selftest_cases) == (False, (x(7),))
-    search.try_(x(7))
+    search.announce(x(7))
     search.exits(HOLDER, end=end)
     assert (search.state, search.generation.failure.retry_hint) == (GenerationState.FAILED, RetryHint.SAME_FAILURE)
     assert search.cause == f"{HOLDER}: {end}; the holder was running the configured self-test, x [1, 7]"
 
 
 @pytest.mark.parametrize("end", [SEGV, ExitCause(3)])
-def test_a_death_in_a_further_try_is_not_the_fault_of_a_configured_canary(end: ExitCause) -> None:
-    search = Search(SelfTestSpec(should_search=False, cases=(x(7),)))
+def test_crash_in_later_case_does_not_blame_configured_one(end: ExitCause) -> None:
+    search = SearchHarness(SelfTestSpec(should_search=False, cases=(x(7),)))
     search.begin()
     for cases in [(x(7),), (), (x(4),)]:
-        search.try_(*cases)
+        search.announce(*cases)
     assert search.exits(HOLDER, end=end) == [holder(HOLDER2)]
     order = search.begin(HOLDER2)
     assert (order.search_selftest, order.selftest_cases, order.failed_cases) == (False, (x(7),), (x(4),))
-    search.try_(x(7), holder=HOLDER2)
+    search.announce(x(7), holder=HOLDER2)
     search.exits(HOLDER2, end=end)
     assert search.state is GenerationState.FAILED
 
 
-def test_what_an_earlier_generation_has_found_comes_first() -> None:
+def test_search_starts_with_known_cases() -> None:
     known = SelfTestSpec(cases=(x(48), x(96)), failed_cases=(x(1),))
-    search = Search(known=known)
+    search = SearchHarness(known=known)
     order = search.begin()
     assert (order.search_selftest, order.selftest_cases, order.failed_cases) == (True, known.cases, known.failed_cases)
-    search.try_(*known.cases, unfit=known.failed_cases)
+    search.announce(*known.cases, unfit=known.failed_cases)
     search.exits(HOLDER, end=SEGV)
     assert search.begin(HOLDER2) == replace(order, selftest_cases=(), failed_cases=(x(1), x(48), x(96)))
 
 
-def test_nobody_else_probes() -> None:
-    search = Search()
+def test_ignores_announcements_of_other_processes() -> None:
+    search = SearchHarness()
     for name in (W1, HOLDER, "stranger"):
         search.generation.on_message(name, AnnounceSelfTest((x(1),), ()), search.now)
-    assert search.wanted() == []
+    assert search.take_actions() == []

@@ -1,4 +1,4 @@
-"""Properties of the tables: what they say of each state, not what each row of them is."""
+"""Properties of the transition tables, rather than their individual rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from weightd_daemon.generations.states import (
 
 Table = Mapping[tuple[Any, Any], Any]
 
-NOBODY: frozenset[enum.Enum] = frozenset()
+IMPOSSIBLE: frozenset[enum.Enum] = frozenset()
 
 TABLES = pytest.mark.parametrize(
     ("table", "start", "events", "final"),
@@ -45,8 +45,8 @@ def before(table: Table, event: enum.Enum) -> set[Any]:
     return {state for state, each in table if each is event}
 
 
-def reached(table: Table, start: enum.Enum, *, without: Collection[enum.Enum] = ()) -> set[Any]:
-    """The states that can be reached from one, not through others."""
+def reachable(table: Table, start: enum.Enum, *, without: Collection[enum.Enum] = ()) -> set[Any]:
+    """Return the states that can be reached from `start` without passing through `without`."""
     found = {start}
     while more := {after for (state, _), after in table.items() if state in found and after not in without} - found:
         found |= more
@@ -54,17 +54,17 @@ def reached(table: Table, start: enum.Enum, *, without: Collection[enum.Enum] = 
 
 
 @TABLES
-def test_every_state_is_reached_every_event_happens_and_every_state_leads_to_an_end(
+def test_all_states_and_events_are_used_and_end_is_reachable(
     table: Table, start: enum.Enum, events: type[enum.Enum], final: set[enum.Enum]
 ) -> None:
-    assert reached(table, start) == set(type(start))
+    assert reachable(table, start) == set(type(start))
     assert {event for _, event in table} == set(events)
     assert {state for state in type(start) if not any(state is source for source, _ in table)} == final
-    assert all(reached(table, state) & final for state in type(start))
+    assert all(reachable(table, state) & final for state in type(start))
 
 
 @TABLES
-def test_what_is_not_listed_raises_and_changes_nothing(
+def test_illegal_transition_raises_and_keeps_state(
     table: Table, start: enum.Enum, events: type[enum.Enum], final: set[enum.Enum]
 ) -> None:
     del final
@@ -80,7 +80,7 @@ def test_what_is_not_listed_raises_and_changes_nothing(
 
 
 @TABLES
-def test_an_event_leads_to_one_state_and_does_not_happen_twice(
+def test_each_event_leads_to_one_state(
     table: Table, start: enum.Enum, events: type[enum.Enum], final: set[enum.Enum]
 ) -> None:
     del start, final
@@ -90,7 +90,7 @@ def test_an_event_leads_to_one_state_and_does_not_happen_twice(
         assert not after & before(table, event)
 
 
-def test_the_groups_are_what_the_tables_do() -> None:
+def test_state_groups_match_tables() -> None:
     assert (
         before(GENERATION_TRANSITIONS, GenerationEvent.DRAIN)
         == before(GENERATION_TRANSITIONS, GenerationEvent.FAIL)
@@ -100,7 +100,7 @@ def test_the_groups_are_what_the_tables_do() -> None:
     assert {GenerationState.SERVING} == states.ACTIVE - states.LOADING
     assert before(CHILD_TRANSITIONS, ChildEvent.EXIT) == states.ALIVE == set(ChildState) - {ChildState.GONE}
     assert before(CHILD_TRANSITIONS, ChildEvent.STOP) == states.USABLE
-    # Who is got rid of is treated worse and worse, and counts no more.
+    # The daemon may only escalate: stop, then abort, then kill.
     assert before(CHILD_TRANSITIONS, ChildEvent.ABORT) == {*states.USABLE, ChildState.STOPPING}
     assert before(CHILD_TRANSITIONS, ChildEvent.KILL) == {*states.USABLE, ChildState.STOPPING, ChildState.ABORTED}
     assert before(ATTACH_TRANSITIONS, AttachEvent.INVALIDATE) == set(AttachState) - {AttachState.INVALID}
@@ -109,45 +109,65 @@ def test_the_groups_are_what_the_tables_do() -> None:
 @pytest.mark.parametrize(
     ("table", "start", "through", "goals"),
     [
-        # Nothing is started before there is a snapshot, and nobody serves who has not built what the holder has.
+        # Processes start only after the snapshot, and workers serve only after they have attached.
         (GENERATION_TRANSITIONS, GenerationState.SNAPSHOTTING, {GenerationState.GATHERING}, {GenerationState.BUILDING}),
         (GENERATION_TRANSITIONS, GenerationState.SPAWNING, {GenerationState.ATTACHING}, {GenerationState.SERVING}),
         (GENERATION_TRANSITIONS, GenerationState.SNAPSHOTTING, {GenerationState.DRAINING}, {GenerationState.GONE}),
         (CHILD_TRANSITIONS, ChildState.GREETED, {ChildState.ADMITTED, ChildState.JOINED}, {ChildState.ATTACHING}),
         (CHILD_TRANSITIONS, ChildState.GREETED, {ChildState.ATTACHING}, {ChildState.READY}),
-        # Nobody attaches to what is not built; a broker has nothing to build.
+        # Workers attach only after the build; only a broker joins without a build.
         (CHILD_TRANSITIONS, ChildState.GREETED, {ChildState.BUILDING}, {ChildState.JOINED}),
-        # Whether another one is let in is the holder's to say.
+        # Attaching closes only after a request to the holder was pending.
         (ATTACH_TRANSITIONS, AttachState.OPEN, {AttachState.ALLOW_PENDING}, {AttachState.CLOSED}),
-        # And there is no way back at all.
-        (GENERATION_TRANSITIONS, GenerationState.SERVING, NOBODY, states.LOADING),
-        (GENERATION_TRANSITIONS, GenerationState.DRAINING, NOBODY, states.ACTIVE),
-        (CHILD_TRANSITIONS, ChildState.HOLDING, NOBODY, {ChildState.READY, ChildState.ADMITTED, ChildState.BUILDING}),
-        (CHILD_TRANSITIONS, ChildState.STOPPING, NOBODY, states.USABLE),
-        (CHILD_TRANSITIONS, ChildState.KILLED, NOBODY, {ChildState.STOPPING, ChildState.ABORTED}),
-        (ATTACH_TRANSITIONS, AttachState.FORK_ONLY, NOBODY, {AttachState.OPEN, AttachState.LISTED, AttachState.FROZEN}),
-        (ATTACH_TRANSITIONS, AttachState.CLOSED, NOBODY, {AttachState.OPEN, AttachState.FORK_ONLY, AttachState.LISTED}),
-        (ATTACH_TRANSITIONS, AttachState.FROZEN, NOBODY, {AttachState.OPEN, AttachState.LISTED, AttachState.CLOSED}),
+        # These transitions are impossible in any number of steps.
+        (GENERATION_TRANSITIONS, GenerationState.SERVING, IMPOSSIBLE, states.LOADING),
+        (GENERATION_TRANSITIONS, GenerationState.DRAINING, IMPOSSIBLE, states.ACTIVE),
+        (
+            CHILD_TRANSITIONS,
+            ChildState.HOLDING,
+            IMPOSSIBLE,
+            {ChildState.READY, ChildState.ADMITTED, ChildState.BUILDING},
+        ),
+        (CHILD_TRANSITIONS, ChildState.STOPPING, IMPOSSIBLE, states.USABLE),
+        (CHILD_TRANSITIONS, ChildState.KILLED, IMPOSSIBLE, {ChildState.STOPPING, ChildState.ABORTED}),
+        (
+            ATTACH_TRANSITIONS,
+            AttachState.FORK_ONLY,
+            IMPOSSIBLE,
+            {AttachState.OPEN, AttachState.LISTED, AttachState.FROZEN},
+        ),
+        (
+            ATTACH_TRANSITIONS,
+            AttachState.CLOSED,
+            IMPOSSIBLE,
+            {AttachState.OPEN, AttachState.FORK_ONLY, AttachState.LISTED},
+        ),
+        (
+            ATTACH_TRANSITIONS,
+            AttachState.FROZEN,
+            IMPOSSIBLE,
+            {AttachState.OPEN, AttachState.LISTED, AttachState.CLOSED},
+        ),
     ],
     ids=lambda each: each.name if isinstance(each, enum.Enum) else "",
 )
-def test_there_is_no_way_round_and_none_back(
+def test_states_that_must_be_passed_or_cannot_return(
     table: Table, start: enum.Enum, through: Collection[enum.Enum], goals: set[enum.Enum]
 ) -> None:
-    assert goals <= reached(table, start) or not through
-    assert not goals & reached(table, start, without=through)
+    assert goals <= reachable(table, start) or not through
+    assert not goals & reachable(table, start, without=through)
 
 
-def test_what_is_written_down_of_who_may_attach_is_what_can_still_be_so_for_the_next_daemon() -> None:
+def test_persisted_attach_states() -> None:
     assert {AttachState(each) for each in PERSISTED_STATES} == set(AttachState) - {
         AttachState.ALLOW_PENDING,
         AttachState.INVALID,
     }
 
 
-def test_people_are_not_told_of_states_that_are_ours() -> None:
-    ours = {state.value: state.display_name for kind in (GenerationState, ChildState) for state in kind}
-    assert {state: told for state, told in ours.items() if state != told} == {
+def test_internal_states_have_display_names() -> None:
+    display_names = {state.value: state.display_name for kind in (GenerationState, ChildState) for state in kind}
+    assert {state: display_name for state, display_name in display_names.items() if state != display_name} == {
         "resuming": "attaching",
         "admitted": "greeted",
         "awaited": "attaching",

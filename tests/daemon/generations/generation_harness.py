@@ -1,4 +1,4 @@
-"""Driver of a generation: passes events to it and records the actions that it requests."""
+"""Test harness for a generation: passes events to it and returns the actions that it requests."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ EXITED = ExitCause(3)
 LOAD_TIMEOUT_S, PREDICT_TIMEOUT_S = 500.0, 40.0
 SHA = "5" * 64
 X = TensorSignature("x", "FP32", (-1, 4))
-BUILT = Built("/store", (X,), (X,), ({"x": (2,)},), "canary", 4096, "a note")
-ATTACHED = Attached("canary", 4000, "another note")
+BUILT = Built("/store", (X,), (X,), ({"x": (2,)},), "digest", 4096, "a note")
+ATTACHED = Attached("digest", 4000, "another note")
 CPU = SharingTraits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
 CARD = SharingTraits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
 HOLDER, HOLDER2, HOLDER3 = "m.7.holder", "m.7.holder2", "m.7.holder3"
-SETTLE = Send(HOLDER, TrimStore())
+TRIM_STORE = Send(HOLDER, TrimStore())
 
 
 def worker(number: int) -> str:
@@ -96,73 +96,73 @@ class GenerationHarness:
 
     # --- events ---
 
-    def wanted(self) -> list[Action]:
+    def take_actions(self) -> list[Action]:
         return self.generation.take_actions()
 
-    def pinned(self, known: SelfTestSpec | None = None) -> list[Action]:
+    def snapshot_taken(self, known: SelfTestSpec | None = None) -> list[Action]:
         self.generation.on_snapshot_taken(SHA, self.now, known)
-        return self.wanted()
+        return self.take_actions()
 
     def hello(self, *names: str) -> list[Action]:
         for name in names:
             self.generation.on_message(name, Hello(pid(name), SHA, {"weightd": VERSION}, self.traits), self.now)
-        return self.wanted()
+        return self.take_actions()
 
     def built(self, built: Built = BUILT, holder: str = HOLDER) -> list[Action]:
         self.generation.on_message(holder, built, self.now)
-        return self.wanted()
+        return self.take_actions()
 
     def attached(self, *names: str, attached: Attached = ATTACHED) -> list[Action]:
         for name in names:
             self.generation.on_message(name, attached, self.now)
-        return self.wanted()
+        return self.take_actions()
 
-    def broken(self, name: str, cause: str, *, no_room: bool = False) -> list[Action]:
+    def reports_failure(self, name: str, cause: str, *, no_room: bool = False) -> list[Action]:
         self.generation.on_message(name, ProcessFailed(cause, is_out_of_memory=no_room), self.now)
-        return self.wanted()
+        return self.take_actions()
 
     def allowed(self, error: str = "", name: str = HOLDER) -> list[Action]:
         self.generation.on_message(name, AttachAllowed(error), self.now)
-        return self.wanted()
+        return self.take_actions()
 
     def leaves(self, name: str) -> list[Action]:
         self.generation.on_leaving(name, self.now)
-        return self.wanted()
+        return self.take_actions()
 
     def hangs(self, name: str, *, useful: bool = False) -> list[Action]:
         self.generation.on_hung(name, "silence", self.now, has_answered=useful)
-        return self.wanted()
+        return self.take_actions()
 
     def exits(self, *names: str, end: ExitCause = EXITED) -> list[Action]:
         for name in names:
             self.generation.on_exit(name, end, self.now)
-        return self.wanted()
+        return self.take_actions()
 
-    def drain(self, patience: float = 0.0) -> list[Action]:
-        self.generation.drain(self.now, timeout_s=patience)
-        return self.wanted()
+    def drain(self, timeout: float = 0.0) -> list[Action]:
+        self.generation.drain(self.now, timeout_s=timeout)
+        return self.take_actions()
 
     def fails(self, cause: str) -> list[Action]:
         self.generation.fail(FailureReason(cause), self.now)
-        return self.wanted()
+        return self.take_actions()
 
     def after(self, seconds: float) -> list[Action]:
         self.now += seconds
         self.generation.tick(self.now)
-        return self.wanted()
+        return self.take_actions()
 
     def when_due(self) -> list[Action]:
         return self.after(max(0.0, self.generation.next_tick_at - self.now))
 
-    def back(self, *names: str) -> list[Action]:
+    def reconnected(self, *names: str) -> list[Action]:
         for name in names:
             self.generation.on_message(name, Reconnected(), self.now)
-        return self.wanted()
+        return self.take_actions()
 
     # --- setup ---
 
     def spawned(self) -> GenerationHarness:
-        self.pinned()
+        self.snapshot_taken()
         return self
 
     def building(self) -> GenerationHarness:

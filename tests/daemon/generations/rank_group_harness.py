@@ -1,4 +1,4 @@
-"""Driver of a rank group: passes events to it and records the actions that it requests."""
+"""Test harness for a rank group: passes events to it and returns the actions that it requests."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ LOAD_TIMEOUT_S, CONNECT_TIMEOUT_S, PREDICT_TIMEOUT_S = 500.0, 120.0, 40.0
 SHA = "5" * 64
 X, Y = TensorSignature("x", "FP32", (-1, 4)), TensorSignature("y", "FP32", (2, 3))
 TRAITS = SharingTraits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
-SEAT = "m.7"
+SLOT = "m.7"
 BROKER = "m.7.broker"
 R0, R1, R2 = (f"m.7.rank{rank}" for rank in range(3))
 CASES: SelfTestCases = ({"x": (1, 4)},)
-WARMED = SelfTestDone("canary", CASES)
-ENTER, WARM, STOP = JoinGroup(), RunSelfTest(), Stop()
+SELFTEST_DONE = SelfTestDone("digest", CASES)
+JOIN_GROUP, RUN_SELFTEST, STOP = JoinGroup(), RunSelfTest(), Stop()
 EXITED = ExitCause(3)
 
 
@@ -81,89 +81,89 @@ class RankGroupHarness:
             rank_group=self.ranks,
         )
         self.setup = GenerationSetup("m.7", self.terms, "ascend:0", ModelSource("/m{rank}.mindir", number=3), 7)
-        self.unit = RankGroup(self.setup)
-        self.unit.start()
+        self.rank_group = RankGroup(self.setup)
+        self.rank_group.start()
 
     @property
     def state(self) -> GenerationState:
-        return self.unit.state
+        return self.rank_group.state
 
     @property
     def cause(self) -> str:
-        return self.unit.cause
+        return self.rank_group.cause
 
     @property
     def names(self) -> list[str]:
-        return [*self.unit.children]
+        return [*self.rank_group.children]
 
     @property
     def rank_names(self) -> list[str]:
-        return [each.name for each in self.unit.children.values() if each.role is Role.RANK]
+        return [each.name for each in self.rank_group.children.values() if each.role is Role.RANK]
 
     # --- events ---
 
-    def wanted(self) -> list[Action]:
-        return self.unit.take_actions()
+    def take_actions(self) -> list[Action]:
+        return self.rank_group.take_actions()
 
-    def pinned(self) -> list[Action]:
-        self.unit.on_snapshot_taken(SHA, self.now, slice_digests=tuple(map(digest, range(self.ranks.size))))
-        return self.wanted()
+    def snapshot_taken(self) -> list[Action]:
+        self.rank_group.on_snapshot_taken(SHA, self.now, slice_digests=tuple(map(digest, range(self.ranks.size))))
+        return self.take_actions()
 
     def hello(self, *names: str, **fields: Any) -> list[Action]:
         for name in names:
-            self.unit.on_message(name, hello_of(name, **fields), self.now)
-        return self.wanted()
+            self.rank_group.on_message(name, hello_of(name, **fields), self.now)
+        return self.take_actions()
 
-    def entered(self, *names: str, entered: JoinedGroup | None = None) -> list[Action]:
+    def joined(self, *names: str, joined: JoinedGroup | None = None) -> list[Action]:
         for name in names:
-            self.unit.on_message(name, entered or JoinedGroup((X,), (Y,)), self.now)
-        return self.wanted()
+            self.rank_group.on_message(name, joined or JoinedGroup((X,), (Y,)), self.now)
+        return self.take_actions()
 
-    def warmed(self, *names: str, warmed: SelfTestDone = WARMED) -> list[Action]:
+    def selftest_done(self, *names: str, selftest_done: SelfTestDone = SELFTEST_DONE) -> list[Action]:
         for name in names:
-            self.unit.on_message(name, warmed, self.now)
-        return self.wanted()
+            self.rank_group.on_message(name, selftest_done, self.now)
+        return self.take_actions()
 
-    def broken(self, name: str, cause: str, *, no_room: bool = False) -> list[Action]:
-        self.unit.on_message(name, ProcessFailed(cause, is_out_of_memory=no_room), self.now)
-        return self.wanted()
+    def reports_failure(self, name: str, cause: str, *, no_room: bool = False) -> list[Action]:
+        self.rank_group.on_message(name, ProcessFailed(cause, is_out_of_memory=no_room), self.now)
+        return self.take_actions()
 
     def leaves(self, name: str, why: str = "") -> list[Action]:
-        self.unit.on_leaving(name, self.now, why)
-        return self.wanted()
+        self.rank_group.on_leaving(name, self.now, why)
+        return self.take_actions()
 
-    def strays(self, name: str) -> list[Action]:
+    def sends_unexpected(self, name: str) -> list[Action]:
         """Send a message that no rank sends."""
-        self.unit.on_message(name, AttachAllowed(""), self.now)
-        return self.wanted()
+        self.rank_group.on_message(name, AttachAllowed(""), self.now)
+        return self.take_actions()
 
     def hangs(self, name: str, why: str = "silence") -> list[Action]:
-        self.unit.on_hung(name, why, self.now)
-        return self.wanted()
+        self.rank_group.on_hung(name, why, self.now)
+        return self.take_actions()
 
     def exits(self, *names: str, end: ExitCause = EXITED) -> list[Action]:
         for name in names:
-            self.unit.on_exit(name, end, self.now)
-        return self.wanted()
+            self.rank_group.on_exit(name, end, self.now)
+        return self.take_actions()
 
-    def back(self, *names: str, step: int = 0) -> list[Action]:
+    def reconnected(self, *names: str, step: int = 0) -> list[Action]:
         for name in names:
-            self.unit.on_message(name, Reconnected(step), self.now)
-        return self.wanted()
+            self.rank_group.on_message(name, Reconnected(step), self.now)
+        return self.take_actions()
 
-    def drain(self, patience: float = 0.0) -> list[Action]:
-        self.unit.drain(self.now, timeout_s=patience)
-        return self.wanted()
+    def drain(self, timeout: float = 0.0) -> list[Action]:
+        self.rank_group.drain(self.now, timeout_s=timeout)
+        return self.take_actions()
 
     def after(self, seconds: float) -> list[Action]:
         self.now += seconds
-        self.unit.tick(self.now)
-        return self.wanted()
+        self.rank_group.tick(self.now)
+        return self.take_actions()
 
     # --- setup ---
 
     def spawned(self) -> RankGroupHarness:
-        self.pinned()
+        self.snapshot_taken()
         return self
 
     def loading(self) -> RankGroupHarness:
@@ -171,20 +171,20 @@ class RankGroupHarness:
         return self
 
     def warming(self) -> RankGroupHarness:
-        self.loading().entered(*self.rank_names)
+        self.loading().joined(*self.rank_names)
         return self
 
     def serving(self) -> RankGroupHarness:
-        self.warming().warmed(*self.rank_names)
+        self.warming().selftest_done(*self.rank_names)
         return self
 
     def resumed(self) -> RankGroupHarness:
         """Return the harness of the next daemon, which has read the state of this one."""
-        written = record_generation(self.unit, None)
+        written = record_generation(self.rank_group, None)
         assert written is not None
         written = decode(GenerationRecord, json.loads(json.dumps(plain(written))))
         self.now += 1000.0
-        unit = resume_generation(self.setup, written, self.now)
-        assert isinstance(unit, RankGroup)
-        self.unit = unit
+        rank_group = resume_generation(self.setup, written, self.now)
+        assert isinstance(rank_group, RankGroup)
+        self.rank_group = rank_group
         return self
