@@ -26,8 +26,8 @@ from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.processes.shim import client
 from weightd_daemon.processes.shim.client import ShimClient
 
-# A daemon reduced to its claim: has what it claims, listens, leaves a file, and waits for the end of stdin.
-_DAEMON = """
+# Locks the instance, listens, creates a file, and waits for the end of stdin.
+_DAEMON_SCRIPT = """
 import socket, sys
 from weightd_daemon.handover.instance_lock import lock_instance
 from weightd_daemon.config.daemon import DaemonConfig
@@ -44,7 +44,7 @@ with lock_instance(config), socket.socket(socket.AF_UNIX) as listener:
 
 @pytest.fixture
 def root() -> Iterator[Path]:
-    # Short: the path of a socket has at most 107 bytes.
+    # The path of a socket has at most 107 bytes, so the prefix is short.
     path = Path(tempfile.mkdtemp(prefix="wd-", dir="/tmp"))
     yield path
     shutil.rmtree(path)
@@ -56,12 +56,12 @@ def config(root: Path) -> DaemonConfig:
 
 
 def tree(root: Path) -> set[str]:
-    """The files below, without directories."""
+    """Return all paths below `root` except directories."""
     return {str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir()}
 
 
 def other_daemon(config: DaemonConfig) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", _DAEMON, config.socket, config.runtime_dir, config.cache_dir]
+    command = [sys.executable, "-c", _DAEMON_SCRIPT, config.socket, config.runtime_dir, config.cache_dir]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     daemon = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
     assert daemon.stdout is not None
@@ -76,17 +76,17 @@ def stale_socket(path: Path) -> None:
 
 
 def refused(config: DaemonConfig) -> str:
-    """Return why the daemon's paths cannot be had."""
+    """Return the error of a failed lock."""
     with pytest.raises(PathInUse) as caught, lock_instance(config):
         pass
     return str(caught.value)
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_it_has_its_paths_and_leaves_none_behind(root: Path, config: DaemonConfig, fails: bool) -> None:
+def test_instance_creates_and_removes_its_paths(root: Path, config: DaemonConfig, fails: bool) -> None:
     lock = root / "run/weightd.sock.lock"
     lock.parent.mkdir()
-    lock.write_text("123456789012345\n")  # a longer pid
+    lock.write_text("123456789012345\n")  # longer than a pid
     config.private_dir.mkdir(parents=True)
     (config.private_dir / "old").touch()
     with contextlib.suppress(ZeroDivisionError), lock_instance(config):
@@ -102,7 +102,7 @@ def test_it_has_its_paths_and_leaves_none_behind(root: Path, config: DaemonConfi
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_two_daemons_on_one_socket(root: Path, config: DaemonConfig, killed: bool) -> None:
+def test_second_daemon_on_same_socket_is_rejected(root: Path, config: DaemonConfig, killed: bool) -> None:
     with other_daemon(config) as first:
         before = tree(root)
         lock = root / "run/weightd.sock.lock"
@@ -110,7 +110,7 @@ def test_two_daemons_on_one_socket(root: Path, config: DaemonConfig, killed: boo
         assert tree(root) == before
         if killed:
             first.send_signal(signal.SIGKILL)
-    # What a killed daemon left is removed.
+    # The next daemon removes the files of a killed daemon.
     assert len(tree(root)) == (3 if killed else 0)
     with lock_instance(config):
         assert tree(root) == {"run/weightd.sock.lock"}
@@ -118,17 +118,17 @@ def test_two_daemons_on_one_socket(root: Path, config: DaemonConfig, killed: boo
 
 
 @pytest.mark.parametrize("address", ["ipc://{}/run/./weightd.sock", "tcp://127.0.0.1:5555"])
-def test_another_name_of_the_same_socket_is_the_same_socket(root: Path, config: DaemonConfig, address: str) -> None:
+def test_other_name_of_same_socket_is_rejected(root: Path, config: DaemonConfig, address: str) -> None:
     twin = dataclasses.replace(config, socket=address.format(root))
     first = config if address.startswith("ipc") else twin
     with lock_instance(first):
-        # Of a TCP address the lock is in the runtime directory.
+        # The lock of a TCP address is in the runtime directory.
         assert tree(root) == {"run/weightd.sock.lock" if first is config else f"run/{twin.daemon_key}.lock"}
         assert f"running already on this socket, as pid {os.getpid()} " in refused(twin)
     assert tree(root) == set()
 
 
-def test_two_daemons_on_two_sockets_share_directories(root: Path, config: DaemonConfig) -> None:
+def test_daemons_on_different_sockets_share_directories(root: Path, config: DaemonConfig) -> None:
     other = dataclasses.replace(config, socket=f"ipc://{root}/run/other.sock")
     with lock_instance(config):
         (config.private_dir / "mine").touch()
@@ -138,7 +138,7 @@ def test_two_daemons_on_two_sockets_share_directories(root: Path, config: Daemon
     assert tree(root) == set()
 
 
-def test_a_file_that_is_no_socket_is_left_alone(root: Path, config: DaemonConfig) -> None:
+def test_regular_file_at_socket_path_is_kept(root: Path, config: DaemonConfig) -> None:
     path = config.children_socket
     path.parent.mkdir()
     path.write_text("precious")
@@ -147,11 +147,11 @@ def test_a_file_that_is_no_socket_is_left_alone(root: Path, config: DaemonConfig
     assert not config.private_dir.exists()
     path.unlink()
     with lock_instance(config):
-        path.write_text("precious")  # it has taken the socket's place
+        path.write_text("precious")  # replaces the socket
     assert path.read_text() == "precious"
 
 
-def test_a_socket_on_which_another_program_listens_is_left_alone(config: DaemonConfig) -> None:
+def test_socket_of_other_program_is_kept(config: DaemonConfig) -> None:
     path = config.children_socket
     path.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as listener:
@@ -162,7 +162,7 @@ def test_a_socket_on_which_another_program_listens_is_left_alone(config: DaemonC
 
 
 @pytest.mark.parametrize("which", ["runtime", "private", "lock"])
-def test_a_link_in_the_place_of_what_is_its_own_is_refused(root: Path, config: DaemonConfig, which: str) -> None:
+def test_symbolic_links_are_rejected(root: Path, config: DaemonConfig, which: str) -> None:
     places = {"runtime": root / "run", "private": config.private_dir, "lock": root / "run/weightd.sock.lock"}
     place = places[which]
     place.parent.mkdir(exist_ok=True)
@@ -176,9 +176,7 @@ def test_a_link_in_the_place_of_what_is_its_own_is_refused(root: Path, config: D
 
 
 @pytest.mark.parametrize("which", ["run", "cache"])
-def test_a_directory_in_which_everybody_may_exchange_files_is_refused(
-    root: Path, config: DaemonConfig, which: str
-) -> None:
+def test_world_writable_directory_is_rejected(root: Path, config: DaemonConfig, which: str) -> None:
     directory = root / which
     directory.mkdir()
     directory.chmod(0o777)
@@ -188,7 +186,7 @@ def test_a_directory_in_which_everybody_may_exchange_files_is_refused(
         pass
 
 
-def test_whatever_the_umask_is_nobody_else_may_write(root: Path, config: DaemonConfig) -> None:
+def test_directories_are_private_with_any_umask(root: Path, config: DaemonConfig) -> None:
     before = os.umask(0)
     try:
         with lock_instance(config):
@@ -198,9 +196,7 @@ def test_whatever_the_umask_is_nobody_else_may_write(root: Path, config: DaemonC
 
 
 @pytest.mark.parametrize("step", ["weightd_daemon.handover.instance_lock.wait_until_exited", "pathlib.Path.unlink"])
-def test_another_users_files_are_an_error_of_one_line(
-    config: DaemonConfig, monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
+def test_permission_error_has_one_line(config: DaemonConfig, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     def denied(path: Path, *_: object, **__: object) -> None:
         if path in (config.private_dir, config.children_socket):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
@@ -210,12 +206,12 @@ def test_another_users_files_are_an_error_of_one_line(
     assert refused(config).endswith(": Permission denied")
 
 
-# --- what is a shim's ---------------------------------------------------------------------------------------------
+# --- private directory of a shim ------------------------------------------------------------------------------------
 
 
-def test_a_directory_that_is_a_keepers_is_left_alone(root: Path, config: DaemonConfig) -> None:
+def test_directory_of_running_shim_is_kept(root: Path, config: DaemonConfig) -> None:
     with lock_instance(config, keep_private_dir=True):
-        # It is not made, either: that is done when it is known that there is no shim.
+        # The private directory is created later, once it is known whether a shim runs.
         assert not config.private_dir.exists()
     config.private_dir.mkdir(parents=True)
     (config.private_dir / "pages").touch()
@@ -226,18 +222,18 @@ def test_a_directory_that_is_a_keepers_is_left_alone(root: Path, config: DaemonC
 
 
 @pytest.fixture
-def keeper(config: DaemonConfig) -> Iterator[ShimClient]:
+def shim(config: DaemonConfig) -> Iterator[ShimClient]:
     config.private_dir.mkdir(parents=True)
     (config.private_dir / "left").touch()
     made = client.start_shim(config.private_dir)
     yield made
-    if made.descriptor >= 0:  # else the test has let go of it
+    if made.descriptor >= 0:  # otherwise the test has closed it
         made.close()
     os.waitpid(made.pid, 0)
 
 
-def test_a_directory_whose_keeper_does_not_end_is_refused(
-    config: DaemonConfig, keeper: ShimClient, monkeypatch: pytest.MonkeyPatch
+def test_directory_of_shim_that_does_not_exit_is_rejected(
+    config: DaemonConfig, shim: ShimClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weightd_daemon.handover.instance_lock._EXIT_TIMEOUT_S", 0.05)
     why = f"{config.private_dir}: the processes of a previous weightd are running after 0.05 s; kill them"
@@ -245,14 +241,14 @@ def test_a_directory_whose_keeper_does_not_end_is_refused(
     assert (config.private_dir / "left").exists()
 
 
-def test_a_private_directory_is_made_once_its_keeper_has_ended(
-    config: DaemonConfig, keeper: ShimClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_private_directory_is_created_after_shim_exits(
+    config: DaemonConfig, shim: ShimClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sleep(_: float) -> None:
-        if keeper.descriptor >= 0:
-            keeper.close()
+        if shim.descriptor >= 0:
+            shim.close()
 
-    # Only when somebody waits for it.
+    # The shim exits only while the function waits for it.
     monkeypatch.setattr(time, "sleep", sleep)
     with caplog.at_level(logging.INFO, "weightd"):
         make_private_directory(config.private_dir)
@@ -261,9 +257,7 @@ def test_a_private_directory_is_made_once_its_keeper_has_ended(
     assert stat.S_IMODE(config.private_dir.stat().st_mode) == 0o700
 
 
-def test_a_lock_that_was_removed_before_it_was_had_is_nobodys(
-    config: DaemonConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lock_file_removed_during_lock_is_locked_again(config: DaemonConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = Path(config.socket.removeprefix("ipc://") + ".lock")
     real, others = fcntl.flock, iter([lambda: lock.replace(f"{lock}.old")])
 

@@ -1,4 +1,4 @@
-"""A daemon's shim: started, handed from daemon to daemon, and replaced when it is lost."""
+"""Tests of the shim launcher: start of the shim, its transfer to the next daemon, and its replacement after a loss."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ def config(tmp_path: Path) -> DaemonConfig:
 
 
 class Service(testkit.manager.Manager):
-    """A service manager that keeps what it is given, and the shims that have been seen."""
+    """Service manager that stores descriptors, and the shims that the test has started."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory / "clients", directory / "notify")
         self._environment = {"NOTIFY_SOCKET": str(directory / "notify")}
-        self.keepers: set[int] = set()
+        self.shims: set[int] = set()
 
     def start(self, config: DaemonConfig, *more: int) -> ShimLauncher:
-        """The next daemon, which is passed these descriptors, too."""
+        """Return the launcher of the next daemon, which also inherits these descriptors."""
         self.drain_notifications()
         manager = ServiceManager({**self._environment})
         manager.inherited = {SHIM: [os.dup(self.stored_fds[SHIM]), *more]} if self.stored_fds else {}
-        made = ShimLauncher(manager, config)
-        self.keepers.add(made.pid)
+        created = ShimLauncher(manager, config)
+        self.shims.add(created.pid)
         self.drain_notifications()
-        return made
+        return created
 
     def close(self) -> None:
         super().close()
-        for pid in self.keepers:
+        for pid in self.shims:
             with contextlib.suppress(ChildProcessError, ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
@@ -65,26 +65,24 @@ class Service(testkit.manager.Manager):
 
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
-    made = Service(tmp_path)
-    yield made
-    made.close()
+    created = Service(tmp_path)
+    yield created
+    created.close()
 
 
-def started(daemon: ShimLauncher, name: str, log: Path) -> int:
-    """Start a child that says its arguments; return its pid."""
+def start_child(daemon: ShimLauncher, name: str, log: Path) -> int:
+    """Start a child that prints its arguments; return its pid."""
     child = daemon.start(ProcessSpec(name, ["sh", "-c", 'echo "$0 $1"'], [], log, ENVIRONMENT))
     assert select.select([child.pidfd], [], [], LIMIT_S)[0]
     assert reap(child) == 0
     return child.pid
 
 
-def test_without_a_service_manager_that_holds_on_to_it_it_ends(
-    service: Service, config: DaemonConfig, tmp_path: Path
-) -> None:
+def test_shim_exits_if_service_manager_forgets_it(service: Service, config: DaemonConfig, tmp_path: Path) -> None:
     daemon = service.start(config)
     assert (daemon.inherited_state, daemon.surviving_processes()) == (None, [])
     assert config.private_dir.stat().st_mode & 0o777 == 0o700
-    started(daemon, "c", tmp_path / "log")
+    start_child(daemon, "c", tmp_path / "log")
     assert (tmp_path / "log").read_text() == f"--parent {daemon.pid}\n"
     service.forget()
     daemon.close()
@@ -92,26 +90,26 @@ def test_without_a_service_manager_that_holds_on_to_it_it_ends(
     assert not config.private_dir.exists()
 
 
-def test_it_goes_from_one_daemon_to_the_next(service: Service, config: DaemonConfig, tmp_path: Path) -> None:
+def test_next_daemon_takes_over_shim(service: Service, config: DaemonConfig, tmp_path: Path) -> None:
     first = service.start(config)
     child = first.start(ProcessSpec("c", ["sleep", "1000"], [], tmp_path / "log", ENVIRONMENT))
     state.write(first.handover_path, [], [])
     os.close(child.pidfd)
     first.close()
-    # A descriptor that nobody expects is closed.
+    # The daemon closes unexpected descriptors.
     read, write = os.pipe()
     second = service.start(config, write)
     assert os.read(read, 1) == b""
     os.close(read)
     assert second.pid == first.pid
     assert second.inherited_state == state.read(second.handover_path)
-    [there] = second.surviving_processes()
-    assert (there.pid, there.name) == (child.pid, "c")
-    os.close(second.watch(there).pidfd)
+    [survivor] = second.surviving_processes()
+    assert (survivor.pid, survivor.name) == (child.pid, "c")
+    os.close(second.watch(survivor).pidfd)
     second.close()
 
 
-def test_without_a_word_of_the_daemon_before_everything_begins_anew(
+def test_without_handover_file_all_models_are_loaded_again(
     service: Service, config: DaemonConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = service.start(config)
@@ -128,7 +126,7 @@ def test_without_a_word_of_the_daemon_before_everything_begins_anew(
     second.close()
 
 
-def test_with_another_directory_the_old_processes_end_first(
+def test_changed_directory_stops_old_processes_first(
     service: Service, config: DaemonConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = service.start(config)
@@ -142,7 +140,7 @@ def test_with_another_directory_the_old_processes_end_first(
 
     read, stop = state.read, ShimClient.stop
 
-    def read_while_it_is_stopped(path: Path) -> state.Handover:
+    def read_and_suspend_shim(path: Path) -> state.Handover:
         os.kill(first.pid, signal.SIGSTOP)
         return read(path)
 
@@ -150,8 +148,8 @@ def test_with_another_directory_the_old_processes_end_first(
         os.kill(first.pid, signal.SIGCONT)
         stop(shim, timeout_s)
 
-    # It can end only while the new daemon waits for that.
-    monkeypatch.setattr(state, "read", read_while_it_is_stopped)
+    # The shim can exit only while the new daemon waits for it.
+    monkeypatch.setattr(state, "read", read_and_suspend_shim)
     monkeypatch.setattr(ShimClient, "stop", continue_and_stop)
     monkeypatch.setattr(shim_launcher, "make_private_directory", make)
     second = service.start(dataclasses.replace(config, cache_dir=str(tmp_path / "other")))
@@ -162,7 +160,7 @@ def test_with_another_directory_the_old_processes_end_first(
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_keeper_that_does_not_answer_the_next_daemon_is_replaced(
+def test_unresponsive_shim_is_replaced_on_restart(
     service: Service, config: DaemonConfig, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
     first = service.start(config)
@@ -170,7 +168,7 @@ def test_a_keeper_that_does_not_answer_the_next_daemon_is_replaced(
     first.close()
     os.kill(first.pid, how)
     if how is signal.SIGSTOP:
-        # It is only slow: while the next daemon waits for the lock, it goes on, and ends.
+        # The shim is slow: it continues and exits while the next daemon waits for the lock.
         monkeypatch.setattr(client, "_TIMEOUT_S", 2.0)
         threading.Timer(2.5, os.kill, (first.pid, signal.SIGCONT)).start()
     second = service.start(config)
@@ -180,20 +178,20 @@ def test_a_keeper_that_does_not_answer_the_next_daemon_is_replaced(
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_keeper_that_is_lost_is_replaced_when_the_next_child_starts(
+def test_lost_shim_is_replaced_on_next_start(
     service: Service, config: DaemonConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: signal.Signals
 ) -> None:
-    # Short, but long enough for a shim to start in.
+    # Short, but long enough for the start of a shim.
     monkeypatch.setattr(client, "_TIMEOUT_S", 4.0 if how is signal.SIGSTOP else LIMIT_S)
     daemon = service.start(config)
     lost = daemon.pid
     (config.private_dir / "m.1").mkdir()
     os.kill(lost, how)
-    pid = started(daemon, "c", tmp_path / "log")
-    service.keepers.add(daemon.pid)
+    pid = start_child(daemon, "c", tmp_path / "log")
+    service.shims.add(daemon.pid)
     assert (daemon.pid != lost, ended(lost), pid > 0) == (True, True, True)
     assert (tmp_path / "log").read_text() == f"--parent {daemon.pid}\n"
-    # What other generations have there is still theirs.
+    # The directories of other generations are kept.
     assert (config.private_dir / "m.1").exists()
     service.drain_notifications()
     state.write(daemon.handover_path, [], [])
@@ -203,7 +201,7 @@ def test_a_keeper_that_is_lost_is_replaced_when_the_next_child_starts(
     following.close()
 
 
-def test_a_keeper_whose_children_do_not_end_is_replaced_once_they_have(
+def test_lost_shim_is_replaced_after_its_children_exit(
     service: Service, config: DaemonConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with contextlib.closing(service.start(config)) as daemon:
@@ -211,12 +209,12 @@ def test_a_keeper_whose_children_do_not_end_is_replaced_once_they_have(
         with monkeypatch.context() as patch:
             patch.setattr(client, "wait_until_exited", mock.Mock(return_value=False))
             with pytest.raises(ShimLost, match="its children do not exit"):
-                started(daemon, "c", tmp_path / "log")
-        started(daemon, "c", tmp_path / "log")
-        service.keepers.add(daemon.pid)
+                start_child(daemon, "c", tmp_path / "log")
+        start_child(daemon, "c", tmp_path / "log")
+        service.shims.add(daemon.pid)
 
 
-def test_the_limit_is_named_that_keeps_the_keeper_from_being_started(
+def test_process_limit_is_named_in_error(
     service: Service, config: DaemonConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -225,13 +223,13 @@ def test_the_limit_is_named_that_keeps_the_keeper_from_being_started(
         service.start(config)
 
 
-def test_a_directory_that_is_not_free_is_refused(
+def test_directory_of_other_shim_is_rejected(
     service: Service, config: DaemonConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_private_directory(config.private_dir)
     other = client.start_shim(config.private_dir)
-    service.keepers.add(other.pid)
-    # As if it had been free when it was looked at.
+    service.shims.add(other.pid)
+    # Simulate a directory that another shim locks right after the check.
     monkeypatch.setattr(shim_launcher, "make_private_directory", mock.Mock())
     with pytest.raises(PathInUse, match=r"^cannot start the shim: .*another shim has the directory"):
         service.start(config)

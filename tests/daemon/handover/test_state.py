@@ -1,4 +1,4 @@
-"""What a daemon leaves to the next one, through a real file."""
+"""Tests of the handover file, which passes the state of a daemon to the next one."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GENERATION = GenerationRecord(
     attach_closed_reason="a löwly reason\n",
     process_bytes=2**40,
     started_workers=7,
-    built=Built("12345", (X,), (X, X), ({"x": (2,)},), "canary", 4096, "a note", DeviceMemory(2**36, 2**35)),
+    built=Built("12345", (X,), (X, X), ({"x": (2,)},), "digest", 4096, "a note", DeviceMemory(2**36, 2**35)),
     children=(
         ChildRecord("m.12.holder", "holder", HELLO, 4096, "a note", "ascend:0"),
         ChildRecord("m.12.w7", "worker", HELLO, 0, "", "ascend:0"),
@@ -84,23 +84,23 @@ def path(tmp_path: Path) -> Path:
 
 
 def names(path: Path) -> list[str]:
-    """What is there, beside the file too."""
+    """Return the names of all files in the directory."""
     return [each.name for each in path.parent.iterdir()]
 
 
-def test_what_was_written_last_is_read(path: Path) -> None:
+def test_read_returns_last_written_state(path: Path) -> None:
     other = dataclasses.replace(MODEL, name="n", previous=0)
     state.write(path, [MODEL, other], DEVICES)
     assert state.read(path) == Handover(VERSION, CHILD_PROTOCOL_VERSION, (MODEL, other), tuple(DEVICES))
     assert names(path) == ["handover"]
     state.write(path, [], [])
     assert state.read(path) == Handover(VERSION, CHILD_PROTOCOL_VERSION, (), ())
-    # Another version with the same protocol can be gone on with.
+    # Another version with the same worker protocol is accepted.
     path.write_text(path.read_text().replace(f'"{VERSION}"', '"9.9"'))
     assert state.read(path).version == "9.9"
 
 
-# --- what cannot be gone on with ------------------------------------------------------------------------------------
+# --- rejected files -------------------------------------------------------------------------------------------------
 
 
 def refusal(path: Path) -> str:
@@ -111,13 +111,13 @@ def refusal(path: Path) -> str:
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "1", '"handover"', "{}"])
-def test_what_says_no_protocol_speaks_another_one(path: Path, text: str) -> None:
+def test_file_without_protocol_is_rejected(path: Path, text: str) -> None:
     path.write_text(text)
     assert "speaks protocol None" in refusal(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000], ids=["empty", "cut", "bytes", "deep"])
-def test_what_is_not_json(path: Path, content: bytes) -> None:
+def test_invalid_json_is_rejected(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     assert refusal(path).startswith(f"{path}: not JSON: ")
 
@@ -129,7 +129,7 @@ LATER_TEXT = f"weightd 9.9 speaks protocol {LATER} with its workers, {VERSION} {
 @pytest.mark.parametrize(
     ("model", "values", "text"),
     [
-        # Of another protocol the other fields are of no interest.
+        # The other fields of another protocol are ignored.
         ({}, {"version": "9.9", "protocol": LATER, "models": "other", "devices": None}, LATER_TEXT),
         ({}, {"models": None}, "{}: models"),
         ({}, {"models": [{"name": ""}]}, "{}: models[0]"),
@@ -146,21 +146,23 @@ LATER_TEXT = f"weightd 9.9 speaks protocol {LATER} with its workers, {VERSION} {
         ({"last_ids": (12,)}, {}, "{}: models[0].last_ids: expected two numbers, got 1"),
     ],
 )
-def test_what_is_wrong_is_named(path: Path, model: dict[str, Any], values: dict[str, object], text: str) -> None:
+def test_invalid_field_is_reported_with_path(
+    path: Path, model: dict[str, Any], values: dict[str, object], text: str
+) -> None:
     state.write(path, [dataclasses.replace(MODEL, **model)], DEVICES)
     table = {**json.loads(path.read_text()), **values}
     path.write_text(json.dumps({key: value for key, value in table.items() if value is not None}))
     assert refusal(path).startswith(text.format(path))
 
 
-def test_a_wrong_field_deep_down_is_named(path: Path) -> None:
+def test_invalid_nested_field_is_reported_with_path(path: Path) -> None:
     assert refusal(path) == f"{path}: No such file or directory"
     state.write(path, [MODEL], DEVICES)
     path.write_text(path.read_text().replace('"role": "worker"', '"role": "cook"'))
     assert refusal(path).startswith(f"{path}: models[0].generations[0].children[1].role: expected one of ")
 
 
-# --- what cannot be written -----------------------------------------------------------------------------------------
+# --- write errors ---------------------------------------------------------------------------------------------------
 
 
 def warned(caplog: pytest.LogCaptureFixture, path: Path) -> str:
@@ -171,7 +173,7 @@ def warned(caplog: pytest.LogCaptureFixture, path: Path) -> str:
     return record.getMessage().removeprefix(begin)
 
 
-def test_on_a_full_disk_nothing_is_left(
+def test_full_disk_leaves_no_file(
     path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state.write(path, [], DEVICES)
@@ -186,7 +188,7 @@ def test_on_a_full_disk_nothing_is_left(
     assert warned(caplog, path) == "[Errno 28] No space left on device"
 
 
-def test_where_the_file_cannot_be_replaced_nothing_is_left(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unreplaceable_file_is_kept_without_temporary_file(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path.mkdir()
     (path / "in the way").touch()
     state.write(path, [MODEL], DEVICES)
@@ -204,7 +206,7 @@ def test_where_the_file_cannot_be_replaced_nothing_is_left(path: Path, caplog: p
         ),
     ],
 )
-def test_what_has_no_place_in_the_file_is_not_written_in_part(
+def test_unencodable_state_is_not_written(
     path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, Any], text: str
 ) -> None:
     state.write(path, [MODEL], DEVICES)

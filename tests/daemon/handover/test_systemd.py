@@ -1,4 +1,4 @@
-"""The service manager's protocol, over real datagram sockets, and in a process of its own where descriptors pass."""
+"""Tests of the notifications to systemd, over real datagram sockets, and of the sockets that systemd passes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.platform.listen import listen_addresses, listen_on
 from weightd_daemon.shutdown import Shutdown, ShutdownEvent
 
-# Puts a pipe where a service manager puts descriptors, and tells what becomes of it, for each row of variables.
+# Places a pipe at the descriptors that a service manager would pass, and prints which ones ServiceManager inherits,
+# for each row of environment variables.
 _SERVICE = """
 import json, os, sys
 from weightd_common.service_manager import ServiceManager
@@ -56,10 +57,10 @@ read, write = one.fileno(), other
 
 @pytest.fixture(params=["path", "abstract"])
 def listener(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made:
-        made.bind(str(tmp_path / "notify") if request.param == "path" else f"\0weightd-test-{os.getpid()}")
-        made.settimeout(20.0)
-        yield made
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as created:
+        created.bind(str(tmp_path / "notify") if request.param == "path" else f"\0weightd-test-{os.getpid()}")
+        created.settimeout(20.0)
+        yield created
 
 
 @pytest.fixture
@@ -72,10 +73,10 @@ def received(listener: socket.socket) -> list[str]:
     return listener.recv(65536).decode().split("\n")
 
 
-# --- telling --------------------------------------------------------------------------------------------------------
+# --- notifications --------------------------------------------------------------------------------------------------
 
 
-def test_where_nobody_is_nothing_happens() -> None:
+def test_without_service_manager_calls_do_nothing() -> None:
     manager = ServiceManager({})
     assert (manager.is_present, manager.watchdog_s, manager.inherited) == (False, None, {})
     manager.notify("READY=1")
@@ -85,7 +86,7 @@ def test_where_nobody_is_nothing_happens() -> None:
     assert not ServiceManager({"NOTIFY_SOCKET": ""}).is_present
 
 
-def test_each_time_it_is_told_in_one_datagram(manager: ServiceManager, listener: socket.socket) -> None:
+def test_sends_one_datagram_per_call(manager: ServiceManager, listener: socket.socket) -> None:
     assert manager.is_present
     manager.notify("READY=1", "STATUS=two models")
     manager.remove_descriptor(SHIM)
@@ -93,7 +94,7 @@ def test_each_time_it_is_told_in_one_datagram(manager: ServiceManager, listener:
     assert received(listener) == ["FDSTOREREMOVE=1", "FDNAME=shim"]
 
 
-def test_a_reload_tells_when_it_began(manager: ServiceManager, listener: socket.socket) -> None:
+def test_reload_notification_has_start_time(manager: ServiceManager, listener: socket.socket) -> None:
     before = time.monotonic_ns() // 1000
     manager.notify_reloading()
     first, second = received(listener)
@@ -102,9 +103,7 @@ def test_a_reload_tells_when_it_began(manager: ServiceManager, listener: socket.
     assert before <= int(microseconds) <= time.monotonic_ns() // 1000
 
 
-def test_a_descriptor_is_kept_in_place_of_any_other_of_its_name(
-    manager: ServiceManager, listener: socket.socket
-) -> None:
+def test_stored_descriptor_replaces_previous_one(manager: ServiceManager, listener: socket.socket) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         manager.store_descriptor(SHIM, ours.fileno())
@@ -117,7 +116,7 @@ def test_a_descriptor_is_kept_in_place_of_any_other_of_its_name(
         os.fstat(ours.fileno())
 
 
-def test_a_socket_that_is_gone_is_no_concern(tmp_path: Path) -> None:
+def test_missing_notify_socket_is_ignored(tmp_path: Path) -> None:
     manager = ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "notify")})
     manager.notify("READY=1")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
@@ -127,7 +126,7 @@ def test_a_socket_that_is_gone_is_no_concern(tmp_path: Path) -> None:
     ServiceManager({"NOTIFY_SOCKET": "/x" * 100}).notify("READY=1")
 
 
-def test_a_socket_that_is_full_keeps_nobody(
+def test_full_notify_socket_does_not_block(
     manager: ServiceManager, listener: socket.socket, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("weightd_common.service_manager.SEND_TIMEOUT_S", 0.05)
@@ -143,7 +142,7 @@ def test_a_socket_that_is_full_keeps_nobody(
         while received(listener):
             count += 1
     assert 0 < count < sent
-    # What it could not be told is told with the next notification, as it is by then.
+    # The next notification repeats the unsent fields with their current values.
     manager.notify("WATCHDOG=1")
     assert received(listener) == [f"STATUS={sent - 1} {'x' * 1000}", "READY=1", "WATCHDOG=1"]
     manager.notify()
@@ -151,7 +150,7 @@ def test_a_socket_that_is_full_keeps_nobody(
         received(listener)
 
 
-# --- what it wants --------------------------------------------------------------------------------------------------
+# --- watchdog interval ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -167,25 +166,25 @@ def test_a_socket_that_is_full_keeps_nobody(
         ({}, None),
     ],
 )
-def test_a_sign_of_life_is_expected_of_this_process_alone(given: dict[str, str], watchdog: float | None) -> None:
+def test_watchdog_applies_only_to_this_process(given: dict[str, str], watchdog: float | None) -> None:
     assert ServiceManager(given).watchdog_s == watchdog
 
 
-# --- what it passes -------------------------------------------------------------------------------------------------
+# --- inherited descriptors ------------------------------------------------------------------------------------------
 
 
-def test_what_was_passed_is_told_by_its_name_and_what_was_not_is_left_alone() -> None:
+def test_inherits_descriptors_by_name() -> None:
     names, own = "LISTEN_FDNAMES", {"LISTEN_PID": "own", "LISTEN_FDS": "2"}
     alone: tuple[dict[str, list[int]], list[bool]] = ({}, [True, True])
     table = [
         ({**own, names: "weightd.socket:shim"}, ({CLIENTS: [3], SHIM: [4]}, [False, False])),
-        # What has no known name is for clients.
+        # Descriptors without a known name are client listeners.
         (own, ({CLIENTS: [3, 4]}, [False, False])),
         ({**own, names: ""}, ({CLIENTS: [3, 4]}, [False, False])),
         ({**own, names: "clients"}, ({CLIENTS: [3, 4]}, [False, False])),
         ({**own, names: "unknown:stored"}, ({CLIENTS: [3, 4]}, [False, False])),
         ({**own, "LISTEN_FDS": "1", names: "shim:x"}, ({SHIM: [3]}, [False, True])),
-        # Passed to another process, or not at all.
+        # The descriptors belong to another process, or none were passed.
         ({"LISTEN_PID": "1", "LISTEN_FDS": "2"}, alone),
         ({"LISTEN_FDS": "2"}, alone),
         ({"LISTEN_PID": "own"}, alone),
@@ -193,21 +192,21 @@ def test_what_was_passed_is_told_by_its_name_and_what_was_not_is_left_alone() ->
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", _SERVICE, json.dumps([variables for variables, _ in table])]
-    said = subprocess.check_output(command, env=environment, timeout=60).splitlines()
-    assert len(said) == len(table)
-    for (variables, (inherited, inheritable)), line in zip(table, said, strict=True):
-        # Children do not see what concerns the daemon.
+    lines = subprocess.check_output(command, env=environment, timeout=60).splitlines()
+    assert len(lines) == len(table)
+    for (variables, (inherited, inheritable)), line in zip(table, lines, strict=True):
+        # Child processes do not inherit the variables of the service manager.
         assert (variables, json.loads(line)) == (variables, [inherited, inheritable, []])
 
 
-def test_where_somebody_listens_is_for_clients_whatever_its_name() -> None:
+def test_listening_socket_is_client_listener_with_any_name() -> None:
     for wrong in (SHIM, CONFIG):
         variables = {"LISTEN_PID": "own", "LISTEN_FDS": "2", "LISTEN_FDNAMES": f"{wrong}:{wrong}"}
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         program = _SERVICE.replace("read, write = os.pipe()", _LISTENS)
         command = [sys.executable, "-c", program, json.dumps([variables])]
-        [said] = subprocess.check_output(command, env=environment, timeout=60).splitlines()
-        assert json.loads(said)[0] == {CLIENTS: [3], wrong: [4]}
+        [lines] = subprocess.check_output(command, env=environment, timeout=60).splitlines()
+        assert json.loads(lines)[0] == {CLIENTS: [3], wrong: [4]}
 
 
 EXTEND = "EXTEND_TIMEOUT_USEC=15000000"
@@ -215,7 +214,7 @@ LOAD_TIMEOUT_S = 100.0
 
 
 class FakeModel:
-    """Loads, until a test says that it serves."""
+    """Model that is loading until the test calls `serving`."""
 
     def __init__(self, name: str = "m", *, required: bool = True, device: str = "cpu") -> None:
         self.name = name
@@ -237,135 +236,135 @@ class FakeModel:
         return self
 
 
-class Stage:
-    """A notifier, and what it looks at."""
+class NotifierHarness:
+    """Notifier with fake models and a fake clock."""
 
     def __init__(self, *models: FakeModel, watchdog: float | None = None) -> None:
-        self.herald = SystemdNotifier(watchdog)
+        self.notifier = SystemdNotifier(watchdog)
         self.models = list(models)
         self.now = 1000.0
 
     @property
-    def seen(self) -> list[ServedModel]:
+    def served_models(self) -> list[ServedModel]:
         return cast("list[ServedModel]", self.models)
 
-    def look(self, seconds: float = 0.0, note: str = "") -> list[str]:
+    def poll(self, seconds: float = 0.0, note: str = "") -> list[str]:
         self.now += seconds
-        return self.herald.poll(self.seen, self.now, note)
+        return self.notifier.poll(self.served_models, self.now, note)
 
-    def told(self, seconds: float = 0.0) -> list[str]:
-        """Without the status."""
-        return [each for each in self.look(seconds) if not each.startswith("STATUS=")]
+    def notifications(self, seconds: float = 0.0) -> list[str]:
+        """Return the notifications without STATUS."""
+        return [each for each in self.poll(seconds) if not each.startswith("STATUS=")]
 
     def status(self) -> str:
-        [status] = [each for each in self.look() if each.startswith("STATUS=")]
+        [status] = [each for each in self.poll() if each.startswith("STATUS=")]
         return status.removeprefix("STATUS=")
 
     def ready(self) -> bool:
-        return self.herald.is_ready
+        return self.notifier.is_ready
 
     def failed(self) -> bool:
-        return self.herald.has_failed(self.seen)
+        return self.notifier.has_failed(self.served_models)
 
 
 # --- ready ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("models", [[], [FakeModel(required=False)]])
-def test_it_is_ready_at_once_where_nothing_is_required(models: list[FakeModel]) -> None:
-    stage = Stage(*models)
-    assert stage.told()[0] == "READY=1"
-    assert stage.ready()
-    assert "READY=1" not in stage.told(1.0)
+def test_ready_at_once_without_required_models(models: list[FakeModel]) -> None:
+    harness = NotifierHarness(*models)
+    assert harness.notifications()[0] == "READY=1"
+    assert harness.ready()
+    assert "READY=1" not in harness.notifications(1.0)
 
 
-def test_it_is_ready_once_every_required_model_serves() -> None:
+def test_ready_after_all_required_models_serve() -> None:
     one, two, other = FakeModel("one"), FakeModel("two"), FakeModel("other", required=False)
-    stage = Stage(one, two, other)
-    assert stage.told() == [EXTEND]
+    harness = NotifierHarness(one, two, other)
+    assert harness.notifications() == [EXTEND]
     one.serving()
-    assert stage.told(1.0) == [EXTEND]
-    assert not stage.ready()
+    assert harness.notifications(1.0) == [EXTEND]
+    assert not harness.ready()
     two.serving()
-    assert stage.told(1.0)[0] == "READY=1"
-    assert stage.ready()
-    # It is told once, and then there is nothing to extend.
+    assert harness.notifications(1.0)[0] == "READY=1"
+    assert harness.ready()
+    # The notifier sends READY once; then it no longer extends the timeout.
     for two.is_serving, two.main_generation.progress in ((False, "building"), (True, "serving")):
-        assert stage.told(1.0) == []
+        assert harness.notifications(1.0) == []
 
 
-def test_a_start_may_take_longer_while_it_goes_on() -> None:
+def test_start_timeout_is_extended_during_progress() -> None:
     model = FakeModel()
-    stage = Stage(model)
+    harness = NotifierHarness(model)
     for progress in ("snapshotting", "spawned, 0/3 processes up", "building", "attaching 0/2"):
         model.main_generation.progress = progress
-        assert stage.told(LOAD_TIMEOUT_S) == [EXTEND]
-        # What copies or waits for memory is not bounded by load_timeout alone.
-        assert stage.told(LOAD_TIMEOUT_S + 120.0) == [EXTEND]
+        assert harness.notifications(LOAD_TIMEOUT_S) == [EXTEND]
+        # Copies and waits for memory may exceed load_timeout.
+        assert harness.notifications(LOAD_TIMEOUT_S + 120.0) == [EXTEND]
 
 
-def test_a_start_that_is_stuck_gets_no_more_time() -> None:
+def test_stuck_start_is_not_extended() -> None:
     ready, stuck, other = FakeModel("ready").serving(), FakeModel("stuck"), FakeModel("other", required=False)
-    stage = Stage(ready, stuck, other)
-    assert stage.told() == [EXTEND]
-    # Who serves need not go on, and who is not required gets no time.
+    harness = NotifierHarness(ready, stuck, other)
+    assert harness.notifications() == [EXTEND]
+    # Serving models need no progress, and models that are not required extend no timeout.
     other.main_generation.progress = "building"
-    assert stage.told(LOAD_TIMEOUT_S + 120.0) == [EXTEND]
+    assert harness.notifications(LOAD_TIMEOUT_S + 120.0) == [EXTEND]
     other.main_generation.progress = "attaching 0/1"
-    assert stage.told(0.1) == []
+    assert harness.notifications(0.1) == []
     stuck.main_generation.progress = "building"
-    assert stage.told(1.0) == [EXTEND]
+    assert harness.notifications(1.0) == [EXTEND]
 
 
 # --- failed ---------------------------------------------------------------------------------------------------------
 
 
-def test_it_has_failed_if_a_required_model_fails_before_it_is_ready() -> None:
+def test_required_model_that_fails_before_ready_fails_start() -> None:
     required, other = FakeModel("required"), FakeModel("other", required=False)
-    stage = Stage(required, other)
+    harness = NotifierHarness(required, other)
     other.has_failed = True
-    assert not stage.failed()
+    assert not harness.failed()
     required.has_failed = True
-    assert stage.failed()
+    assert harness.failed()
     required.has_failed = False
     required.serving()
-    stage.look()
+    harness.poll()
     required.is_serving, required.has_failed = False, True
-    assert not stage.failed()
+    assert not harness.failed()
 
 
-def test_what_is_new_beside_what_goes_on_and_fails_does_not_end_it() -> None:
+def test_new_model_that_fails_does_not_fail_resumed_daemon() -> None:
     old, new = FakeModel("old"), FakeModel("new")
-    stage = Stage(old, new)
-    stage.herald.on_resumed(["old"])
+    harness = NotifierHarness(old, new)
+    harness.notifier.on_resumed(["old"])
     old.serving()
-    assert "READY=1" not in stage.told()
+    assert "READY=1" not in harness.notifications()
     new.has_failed = True
-    assert not stage.failed()
+    assert not harness.failed()
     old.has_failed = True
-    assert stage.failed()
+    assert harness.failed()
     old.has_failed = False
-    assert "READY=1" in stage.told()
+    assert "READY=1" in harness.notifications()
 
 
-# --- signs of life --------------------------------------------------------------------------------------------------
+# --- watchdog -------------------------------------------------------------------------------------------------------
 
 
-def signs(stage: Stage, seconds: float) -> list[float]:
-    """Look whenever something is due, for so long; return when there was a sign of life."""
-    begin = stage.now
+def watchdog_times(harness: NotifierHarness, seconds: float) -> list[float]:
+    """Poll at each due time for this many seconds; return the times of watchdog notifications."""
+    begin = harness.now
     found: list[float] = []
-    while stage.now <= begin + seconds:
-        if "WATCHDOG=1" in stage.look():
-            found.append(stage.now - begin)
-        assert stage.herald.next_event_at > stage.now
-        stage.now = stage.herald.next_event_at
+    while harness.now <= begin + seconds:
+        if "WATCHDOG=1" in harness.poll():
+            found.append(harness.now - begin)
+        assert harness.notifier.next_event_at > harness.now
+        harness.now = harness.notifier.next_event_at
     return found
 
 
 @pytest.mark.parametrize("watchdog", [0.3, 1.5, 3.0, 10.0, 30.0, 600.0])
-def test_signs_of_life_come_well_within_the_time(watchdog: float) -> None:
-    found = signs(Stage(FakeModel().serving(), watchdog=watchdog), 10 * watchdog)
+def test_watchdog_is_notified_in_time(watchdog: float) -> None:
+    found = watchdog_times(NotifierHarness(FakeModel().serving(), watchdog=watchdog), 10 * watchdog)
     gaps = [after - before for before, after in itertools.pairwise(found)]
     assert found[0] == 0.0
     assert max(gaps) <= watchdog / 3 + 1.0
@@ -373,124 +372,124 @@ def test_signs_of_life_come_well_within_the_time(watchdog: float) -> None:
     assert min(gaps) >= watchdog / 3 - 1e-6
 
 
-def test_signs_of_life_do_not_come_more_often_because_something_happens() -> None:
-    stage = Stage(FakeModel().serving(), watchdog=30.0)
-    assert ["WATCHDOG=1" in stage.look(0.5) for _ in range(40)].count(True) == 2
+def test_events_do_not_cause_more_watchdog_notifications() -> None:
+    harness = NotifierHarness(FakeModel().serving(), watchdog=30.0)
+    assert ["WATCHDOG=1" in harness.poll(0.5) for _ in range(40)].count(True) == 2
 
 
-def test_a_sign_of_life_does_not_wait_because_the_daemon_was_stopped() -> None:
-    """The clock of the daemon stood still then, the manager's did not."""
-    stage = Stage(FakeModel().serving(), watchdog=30.0)
-    assert "WATCHDOG=1" in stage.told()
-    assert stage.told(1.0) == []
-    stage.herald.on_suspended(9.0)
-    assert stage.told() == ["WATCHDOG=1"]
-    assert stage.told() == []
+def test_suspension_of_daemon_triggers_watchdog_notification() -> None:
+    """The daemon's clock stops while the daemon is stopped; the clock of the service manager does not."""
+    harness = NotifierHarness(FakeModel().serving(), watchdog=30.0)
+    assert "WATCHDOG=1" in harness.notifications()
+    assert harness.notifications(1.0) == []
+    harness.notifier.on_suspended(9.0)
+    assert harness.notifications() == ["WATCHDOG=1"]
+    assert harness.notifications() == []
 
 
-def test_without_a_required_model_that_is_ready_there_is_none() -> None:
+def test_unready_required_model_stops_watchdog() -> None:
     one, two, other = (FakeModel(name, required=name != "other").serving() for name in ("one", "two", "other"))
-    stage = Stage(one, two, other, FakeModel("loads"), watchdog=3.0)
-    assert signs(stage, 30.0) == []
-    stage.models.pop()
-    assert signs(stage, 3.0)
+    harness = NotifierHarness(one, two, other, FakeModel("loads"), watchdog=3.0)
+    assert watchdog_times(harness, 30.0) == []
+    harness.models.pop()
+    assert watchdog_times(harness, 3.0)
     other.why_unready = "nobody there"
-    assert signs(stage, 3.0)
+    assert watchdog_times(harness, 3.0)
     two.why_unready = "no worker has answered for 31 s"
-    assert signs(stage, 30.0) == []
+    assert watchdog_times(harness, 30.0) == []
     two.why_unready = ""
-    assert signs(stage, 3.0)[0] == 0.0
+    assert watchdog_times(harness, 3.0)[0] == 0.0
 
 
-def test_what_a_reload_adds_is_not_missed_before_it_has_served() -> None:
-    stage = Stage(FakeModel("there").serving(), watchdog=3.0)
-    stage.look()
+def test_model_added_by_reload_counts_after_it_served() -> None:
+    harness = NotifierHarness(FakeModel("there").serving(), watchdog=3.0)
+    harness.poll()
     added = FakeModel("added")
-    stage.models.append(added)
+    harness.models.append(added)
     added.main_generation.progress = "building"
-    assert signs(stage, 10 * LOAD_TIMEOUT_S)[-1] > 9 * LOAD_TIMEOUT_S
+    assert watchdog_times(harness, 10 * LOAD_TIMEOUT_S)[-1] > 9 * LOAD_TIMEOUT_S
     added.has_failed = True
-    assert signs(stage, 10.0)
+    assert watchdog_times(harness, 10.0)
     added.has_failed = False
     added.serving()
-    assert signs(stage, 10.0)
+    assert watchdog_times(harness, 10.0)
     added.why_unready = "no worker has answered for 31 s"
-    assert signs(stage, 10.0) == []
-    # Whoever comes under its name is another one.
-    stage.models.remove(added)
-    assert signs(stage, 10.0)
-    stage.models.append(FakeModel("added"))
-    assert signs(stage, 10.0)
+    assert watchdog_times(harness, 10.0) == []
+    # A later model of the same name is a new model.
+    harness.models.remove(added)
+    assert watchdog_times(harness, 10.0)
+    harness.models.append(FakeModel("added"))
+    assert watchdog_times(harness, 10.0)
 
 
-def test_a_model_that_is_loaded_again_is_a_sign_of_life_as_long_as_that_goes_on() -> None:
+def test_reload_of_model_keeps_watchdog_during_progress() -> None:
     model = FakeModel().serving()
-    stage = Stage(model, watchdog=3.0)
-    stage.look()
+    harness = NotifierHarness(model, watchdog=3.0)
+    harness.poll()
     model.is_serving, model.why_unready, model.main_generation.progress = False, "it loads", "building"
-    assert signs(stage, 2 * LOAD_TIMEOUT_S)[-1] > LOAD_TIMEOUT_S
-    assert signs(stage, 10.0 * LOAD_TIMEOUT_S)[-1:] == pytest.approx([20.0], abs=3.0)
+    assert watchdog_times(harness, 2 * LOAD_TIMEOUT_S)[-1] > LOAD_TIMEOUT_S
+    assert watchdog_times(harness, 10.0 * LOAD_TIMEOUT_S)[-1:] == pytest.approx([20.0], abs=3.0)
     model.main_generation.progress = "attaching 1/2"
-    assert signs(stage, 10.0)
+    assert watchdog_times(harness, 10.0)
     model.has_failed = True
-    assert signs(stage, 10.0) == []
+    assert watchdog_times(harness, 10.0) == []
 
 
-def test_workers_that_are_replaced_are_a_sign_of_life_however_long_the_pauses_are() -> None:
+def test_worker_replacement_keeps_watchdog_during_backoff() -> None:
     model = FakeModel()
-    stage = Stage(model.serving(2), watchdog=3.0)
-    stage.look()
+    harness = NotifierHarness(model.serving(2), watchdog=3.0)
+    harness.poll()
     model.serving(0).why_unready = "all workers have exited and are being replaced"
     for _ in range(20):
         for model.main_generation.progress in ("serving 0/2, backing off", "attaching 0/2"):
-            assert signs(stage, 30.0)[-1] > 27.0
-    # Stuck: nothing that is bounded takes so long.
-    assert signs(stage, 10.0 * LOAD_TIMEOUT_S)[-1] < LOAD_TIMEOUT_S + 120.0
+            assert watchdog_times(harness, 30.0)[-1] > 27.0
+    # Without progress the notifications stop, because every step has a time limit.
+    assert watchdog_times(harness, 10.0 * LOAD_TIMEOUT_S)[-1] < LOAD_TIMEOUT_S + 120.0
     model.serving(1).why_unready = "no worker has answered for 31 s"
-    assert signs(stage, 10.0) == []
+    assert watchdog_times(harness, 10.0) == []
 
 
 # --- status ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_status_is_one_line_told_when_it_changes() -> None:
+def test_status_is_one_line_and_sent_on_change() -> None:
     one, two = FakeModel("one"), FakeModel("two", device="ascend:0", required=False)
     two.main_generation.progress, two.main_generation.cause = "failed", "no such\nfile"
-    stage = Stage(one, two)
-    stage.look()
-    assert stage.herald.next_event_at == stage.now + 1.0
-    stage = Stage(one, two)
-    # Every user of the host may read it: it names no model, and no path.
-    assert stage.status() == "1 model is snapshotting; 1 model is failed on ascend:0; serving 0 models from 0 workers"
-    assert not any(each.startswith("STATUS=") for each in stage.look(1.0))
-    [status] = [each for each in stage.look(note="/etc/c: not TOML\nas before") if each.startswith("STATUS=")]
+    harness = NotifierHarness(one, two)
+    harness.poll()
+    assert harness.notifier.next_event_at == harness.now + 1.0
+    harness = NotifierHarness(one, two)
+    # All users of the host can read the status, so it contains neither model names nor paths.
+    assert harness.status() == "1 model is snapshotting; 1 model is failed on ascend:0; serving 0 models from 0 workers"
+    assert not any(each.startswith("STATUS=") for each in harness.poll(1.0))
+    [status] = [each for each in harness.poll(note="/etc/c: not TOML\nas before") if each.startswith("STATUS=")]
     assert status.startswith(
         "STATUS=the configuration file is not in force, see weightctl status; 1 model is snapshotting;"
     )
-    assert stage.status()
+    assert harness.status()
     one.serving(3)
-    assert stage.status() == "1 model is failed on ascend:0; serving 1 models from 3 workers"
+    assert harness.status() == "1 model is failed on ascend:0; serving 1 models from 3 workers"
     two.serving(1)
-    assert stage.status() == "serving 2 models from 4 workers"
-    assert not any(each.startswith("STATUS=") for each in stage.look(1.0))
+    assert harness.status() == "serving 2 models from 4 workers"
+    assert not any(each.startswith("STATUS=") for each in harness.poll(1.0))
 
 
-def test_the_status_says_how_far_who_loads_is_and_how_long_it_still_takes() -> None:
+def test_status_includes_load_progress() -> None:
     model = FakeModel(device="ascend:0")
     model.main_generation.progress, model.main_generation.cause = "building", "the last one failed"
-    look = Stage(model).herald.poll(
+    poll = NotifierHarness(model).notifier.poll(
         cast("list[ServedModel]", [model]), 0.0, load_progress=lambda _: "43 %, about 20 s left"
     )
     status = "STATUS=1 model is building on ascend:0, 43 %, about 20 s left; "
-    assert [each for each in look if each.startswith(status)]
+    assert [each for each in poll if each.startswith(status)]
 
 
-def test_a_status_is_short_enough_to_be_heard_and_plain_text() -> None:
+def test_status_is_short_and_plain_text() -> None:
     models = [FakeModel(f"model{number}", device=f"ascend:{number}") for number in range(100)]
     for number, model in enumerate(models):
         model.main_generation.progress = "bad\0 \x1b[31m\udcff" + "é" * number
-    stage = Stage(*models, watchdog=3.0)
-    message = "\n".join(stage.look()).encode()
+    harness = NotifierHarness(*models, watchdog=3.0)
+    message = "\n".join(harness.poll()).encode()
     [status] = [each for each in message.split(b"\n") if each.startswith(b"STATUS=")]
     assert 1000 < len(status) <= 1024 + len("STATUS=")
     assert status.decode().endswith("...")
@@ -502,20 +501,20 @@ MODELS = {"m": {"path": "/m.onnx"}}
 
 
 def config(directory: Path, passed: list[int], *names: str) -> Config:
-    """One with a listener of each name, and with the sockets of a service manager."""
+    """Return a configuration with a listener for each name, and with the passed sockets."""
     tables = {name: {"address": f"ipc://{directory}/{name}"} for name in names}
     daemon = {"runtime_dir": str(directory), "cache_dir": str(directory)}
     return parse({"daemon": daemon, "listeners": tables, "models": MODELS}, directory, listen_addresses(passed))
 
 
 def passed(*where: Path) -> list[int]:
-    """Descriptors of sockets that listen already."""
+    """Return descriptors of listening sockets."""
     descriptors: list[int] = []
     for each in where:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(str(each))
-            made.listen()
-            descriptors.append(os.dup(made.fileno()))
+        with socket.socket(socket.AF_UNIX) as created:
+            created.bind(str(each))
+            created.listen()
+            descriptors.append(os.dup(created.fileno()))
     return descriptors
 
 
@@ -523,7 +522,7 @@ def names(directory: Path) -> set[str]:
     return {each.name for each in directory.iterdir()}
 
 
-def test_without_a_service_manager_all_is_opened_and_nothing_is_left(tmp_path: Path) -> None:
+def test_opens_and_removes_sockets_without_service_manager(tmp_path: Path) -> None:
     with listen(config(tmp_path, []), []) as found:
         assert names(tmp_path) == {"weightd.sock", "weightd.sock.unix"}
         assert found.addresses == [f"unix://{tmp_path}/weightd.sock.unix", f"ipc://{tmp_path}/weightd.sock"]
@@ -537,7 +536,7 @@ def test_without_a_service_manager_all_is_opened_and_nothing_is_left(tmp_path: P
         }
 
 
-def test_what_was_passed_is_taken_and_what_was_not_is_opened(tmp_path: Path) -> None:
+def test_uses_passed_sockets_and_opens_others(tmp_path: Path) -> None:
     given = passed(tmp_path / "b", tmp_path / "w.unix")
     with listen(config(tmp_path, given, "a", "b"), given) as found:
         assert [each.fileno() for each in found.unix_listeners] == [given[1]]
@@ -549,7 +548,7 @@ def test_what_was_passed_is_taken_and_what_was_not_is_opened(tmp_path: Path) -> 
         os.fstat(given[0])
 
 
-def test_units_that_pass_no_unix_socket_can_do_without_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_passed_sockets_make_unix_socket_optional(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given = passed(tmp_path / "weightd.sock")
     with listen(config(tmp_path, given), given) as found:
         assert [each.getsockname() for each in found.unix_listeners] == [f"{tmp_path}/weightd.sock.unix"]
@@ -560,7 +559,7 @@ def test_units_that_pass_no_unix_socket_can_do_without_one(tmp_path: Path, caplo
     assert "must use ZeroMQ, which is slower: " in caplog.text
 
 
-def test_without_units_the_unix_socket_is_needed(tmp_path: Path) -> None:
+def test_unix_socket_is_required_without_passed_sockets(tmp_path: Path) -> None:
     with (
         listen_on(f"unix://{tmp_path}/weightd.sock.unix"),
         pytest.raises(PathInUse, match="another program listens there"),
@@ -573,14 +572,14 @@ def test_without_units_the_unix_socket_is_needed(tmp_path: Path) -> None:
 # --- a daemon under a service manager -------------------------------------------------------------------------------
 
 
-class Managed:
-    """A daemon without models, and what it does for its manager, in order."""
+class ServiceHarness:
+    """Service of a daemon without models; records its writes of the handover file and its failures."""
 
     def __init__(self, manager: ServiceManager, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.done: list[str] = []
+        self.calls: list[str] = []
         self.has_changed = False
         self.shutdown = Shutdown()
-        monkeypatch.setattr(state, "write", lambda *_: self.done.append("written"))
+        monkeypatch.setattr(state, "write", lambda *_: self.calls.append("written"))
         parts: Any = SimpleNamespace(
             shim=SimpleNamespace(handover_path=None),
             registry=SimpleNamespace(models={}, records=list, all_models=list),
@@ -589,45 +588,43 @@ class Managed:
         )
         self.service = ManagedService(
             manager, parts.shim, parts.registry, parts.supervisor, {}, load_monitor=parts.load_monitor,
-            shutdown=self.shutdown, config_note=lambda: "", on_failed=lambda _: self.done.append("failed"),
+            shutdown=self.shutdown, config_note=lambda: "", on_failed=lambda _: self.calls.append("failed"),
         )  # fmt: skip
 
 
 @pytest.fixture
-def managed(manager: ServiceManager, monkeypatch: pytest.MonkeyPatch) -> Managed:
-    return Managed(manager, monkeypatch)
+def harness(manager: ServiceManager, monkeypatch: pytest.MonkeyPatch) -> ServiceHarness:
+    return ServiceHarness(manager, monkeypatch)
 
 
-def test_what_has_changed_is_written_for_the_next_daemon_before_anybody_is_told(
-    managed: Managed, listener: socket.socket
-) -> None:
+def test_state_is_written_before_notification(harness: ServiceHarness, listener: socket.socket) -> None:
     listener.setblocking(False)
-    managed.service.on_change(1.0)
-    assert managed.done == []
-    managed.has_changed = True
-    managed.service.on_change(1.0)
-    assert (managed.done, received(listener)[0]) == (["written"], "READY=1")
-    managed.service.timer.fire(2.0)
-    assert managed.done == ["written", "written"]
+    harness.service.on_change(1.0)
+    assert harness.calls == []
+    harness.has_changed = True
+    harness.service.on_change(1.0)
+    assert (harness.calls, received(listener)[0]) == (["written"], "READY=1")
+    harness.service.timer.fire(2.0)
+    assert harness.calls == ["written", "written"]
 
 
-def test_a_daemon_that_drains_gives_no_more_signs_of_life(managed: Managed, listener: socket.socket) -> None:
-    managed.service.start([])
-    managed.service.timer.fire(1.0)
+def test_draining_daemon_stops_watchdog(harness: ServiceHarness, listener: socket.socket) -> None:
+    harness.service.start([])
+    harness.service.timer.fire(1.0)
     assert received(listener)[0] == "READY=1"
-    assert managed.service.timer.due_at == 2.0
-    managed.shutdown.handle(ShutdownEvent.STOP)
-    managed.service.timer.fire(2.0)
-    assert managed.service.timer.due_at == float("inf")
-    assert not managed.service.begin_reload()
+    assert harness.service.timer.due_at == 2.0
+    harness.shutdown.handle(ShutdownEvent.STOP)
+    harness.service.timer.fire(2.0)
+    assert harness.service.timer.due_at == float("inf")
+    assert not harness.service.begin_reload()
 
 
-def test_a_reload_is_told_once_the_start_is_over(managed: Managed, listener: socket.socket) -> None:
-    assert not managed.service.begin_reload()
-    managed.service.start([])
-    managed.service.timer.fire(1.0)
+def test_reload_is_notified_after_start(harness: ServiceHarness, listener: socket.socket) -> None:
+    assert not harness.service.begin_reload()
+    harness.service.start([])
+    harness.service.timer.fire(1.0)
     received(listener)
-    assert managed.service.begin_reload()
+    assert harness.service.begin_reload()
     assert received(listener)[0] == "RELOADING=1"
-    managed.service.end_reload()
+    harness.service.end_reload()
     assert received(listener) == ["READY=1"]
