@@ -36,19 +36,19 @@ PRODUCT = ("client", "cluster", "common", "ctl", "daemon", "gateway", "protocol"
 
 _WARM_UP = 20
 _START_LIMIT_S = 60.0
-# Between two requests, so that each has turns of the loop of its own.
+# Pause between two requests, so that no iteration of the event loop handles both.
 _PAUSE_S = 0.02
 
-# C functions that wait for the next event, and those that send.
+# C functions that wait for the next event, and C functions that send.
 _WAITS = frozenset({"poll", "select"})
 _SENDS = frozenset({"send", "sendmsg"})
 
 
 class Recorder:
-    """Writes one line of JSON for each turn of a process's loop: what was entered and left between two waits.
+    """Writes one line of JSON for each iteration of a process's event loop: the files run between two waits.
 
     Args:
-        prefix: path of the files to write, to which the process's id is added.
+        prefix: path of the output files, to which the recorder appends the pid of the process.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -85,7 +85,7 @@ class Recorder:
         return name
 
     def _mark_messages(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Note where in the turn the daemon decodes Built and encodes Attach."""
+        """Record at which place in the iteration the daemon decodes Built and encodes Attach."""
         if event == "return" and frame.f_code.co_name == "decode" and type(argument).__name__ == "Built":
             self._built = len(self._path) - 1
         elif event == "call" and frame.f_code.co_name == "encode":
@@ -104,7 +104,7 @@ class Recorder:
         if not self._path:
             return
         if self._pid != os.getpid():
-            # A forked process has a file of its own.
+            # A forked process writes to a separate file.
             self._pid = os.getpid()
             self._file = open(f"{self._prefix}.{self._pid}", "a", buffering=1)  # noqa: SIM115, PTH123 - open to the end
         turn = Turn(self._at, self._path, self._sent, self._built, self._attach)
@@ -114,14 +114,14 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Turn:
-    """What a process has run between two waits.
+    """One iteration of a process's event loop, between two waits.
 
     Attributes:
-        at: monotonic seconds.
-        path: the files, each once for each stay in it.
-        sent: how many stays there were when the last message was sent; 0 if none was.
-        built: the stay in which a Built was decoded; -1 if none was.
-        attach: the stay in which an Attach was encoded; -1 if none was.
+        at: begin of the iteration, monotonic seconds.
+        path: the files that ran; consecutive events in the same file, a stay, are one entry.
+        sent: number of stays when the last message was sent; 0 without messages.
+        built: index of the stay in which a Built was decoded; -1 if there was no Built.
+        attach: index of the stay in which an Attach was encoded; -1 if there was no Attach.
     """
 
     at: float
@@ -133,30 +133,30 @@ class Turn:
 
 @dataclass(frozen=True)
 class Walk:
-    """The files of one path, in the order of the stays in them."""
+    """The files of one code path, in the order in which they ran."""
 
     stays: Sequence[str]
 
     @property
     def files(self) -> int:
-        """Return how many files there are."""
+        """Return the number of different files."""
         return len({*self.stays})
 
     @property
     def file_changes(self) -> int:
-        """Return how often the file changes."""
+        """Return the number of changes of the file."""
         return sum(one != other for one, other in itertools.pairwise(self.stays))
 
     @property
     def package_changes(self) -> int:
-        """Return how often the folder changes."""
+        """Return the number of changes of the folder."""
         return sum(Path(one).parent != Path(other).parent for one, other in itertools.pairwise(self.stays))
 
 
 def run_traced(prefix: str, arguments: Sequence[str]) -> None:
-    """Run `-m MODULE ARGUMENTS`, as an interpreter would, with a recorder."""
+    """Run `-m MODULE ARGUMENTS`, as the interpreter would, with a recorder."""
     if "-m" not in arguments:
-        # The version, or where the engine is: nothing of the product.
+        # The daemon queries the version of Python or the location of the engine, which runs no code of the product.
         os.execv(sys.executable, [sys.executable, *arguments])  # noqa: S606 - no shell is wanted
     module, *rest = arguments[arguments.index("-m") + 1 :]
     sys.argv = [module, *rest]
@@ -165,7 +165,7 @@ def run_traced(prefix: str, arguments: Sequence[str]) -> None:
 
 
 def read_turns(directory: Path, role: str) -> list[list[Turn]]:
-    """Return the turns of each process of this role."""
+    """Return the iterations of each process of this role."""
     return [
         [Turn(**json.loads(line)) for line in path.read_text().splitlines()]
         for path in sorted(directory.glob(f"{role}.*"))
@@ -173,7 +173,7 @@ def read_turns(directory: Path, role: str) -> list[list[Turn]]:
 
 
 def walk_of(turns: Sequence[Turn], begin: float, end: float) -> Walk | None:
-    """Return the path of what began and ended in this time, up to the last message that was sent."""
+    """Return the path of the iterations that began in this time, up to the last message that was sent."""
     chosen = [turn for turn in turns if begin <= turn.at < end]
     while chosen and not chosen[-1].sent:
         chosen.pop()
@@ -184,7 +184,7 @@ def walk_of(turns: Sequence[Turn], begin: float, end: float) -> Walk | None:
 
 
 def handle_walk(turns: Sequence[Turn]) -> Walk:
-    """Return the path of the handle of the shared weights."""
+    """Return the path of the handle of the shared weights: from a Built to the next Attach."""
     stays: list[str] = []
     is_inside = False
     for turn in turns:
@@ -203,10 +203,10 @@ def handle_walk(turns: Sequence[Turn]) -> Walk:
 
 @contextlib.contextmanager
 def traced_daemon(directory: Path, workers: int) -> Generator[Callable[[], Any], None, None]:
-    """Run a daemon and its workers with recorders; give a function that connects a client."""
-    from benchmarks import material  # noqa: PLC0415 - the traced processes do without
+    """Run a daemon and its workers with recorders; yield a function that connects a client."""
+    from benchmarks import material  # noqa: PLC0415 - the traced processes do not need this module
 
-    from weightd import Client  # noqa: PLC0415 - likewise
+    from weightd import Client  # noqa: PLC0415 - the traced processes do not need this module
 
     python = directory / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {__file__} --trace {directory}/worker -- "$@"\n')
@@ -228,8 +228,8 @@ def traced_daemon(directory: Path, workers: int) -> Generator[Callable[[], Any],
 
 
 def measure(count: int) -> dict[str, list[Walk]]:
-    """Return each of the four paths, as often as it was walked."""
-    from benchmarks import material  # noqa: PLC0415 - the traced processes do without
+    """Return all measured instances of each of the four paths."""
+    from benchmarks import material  # noqa: PLC0415 - the traced processes do not need this module
 
     times: dict[str, list[tuple[float, float]]] = {"request": [], "status": []}
     with tempfile.TemporaryDirectory(prefix="walk-", dir="/tmp") as name:
@@ -250,7 +250,7 @@ def measure(count: int) -> dict[str, list[Walk]]:
                     times[kind].append((begin, time.monotonic()))
             time.sleep(_PAUSE_S)
         [daemon] = [turns for turns in read_turns(directory, "daemon") if any(turn.built >= 0 for turn in turns)]
-        # The worker is the process that has taken part in the requests.
+        # Forked helpers also have the role worker: the worker is the process that sent messages during the requests.
         begin, end = times["request"][0][0], times["request"][-1][1]
         workers = [
             turns
@@ -265,7 +265,7 @@ def measure(count: int) -> dict[str, list[Walk]]:
 
 @contextlib.contextmanager
 def _connected(connect: Callable[[], Any]) -> Generator[Any, None, None]:
-    """Give a client of a daemon that has just been started."""
+    """Yield a client, as soon as the daemon that was just started accepts it."""
     deadline = time.monotonic() + _START_LIMIT_S
     while True:
         try:
@@ -282,9 +282,11 @@ def _connected(connect: Callable[[], Any]) -> Generator[Any, None, None]:
 def main() -> int:
     """Measure and print the table; return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.walk", description="Counts the changes of file on a code path."
+        prog="python -m tools.walk", description="Counts how often the file changes along a code path."
     )
-    parser.add_argument("--count", type=int, default=25, help="requests, and status calls (default: %(default)s)")
+    parser.add_argument(
+        "--count", type=int, default=25, help="number of requests and of status calls (default: %(default)s)"
+    )
     parser.add_argument("--show", choices=["request", "worker", "handle", "status"], help="print the files of a path")
     parser.add_argument("--trace", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)

@@ -148,8 +148,8 @@ def _add_common(parser: argparse.ArgumentParser, defaults: Dict[str, object]) ->
         default=default("socket"),
         metavar="ADDRESS",
         help="address of the daemon: /PATH for its Unix or ZeroMQ socket, unix:///PATH for the Unix socket only, "
-        "ipc:///PATH or tcp://HOST:PORT for ZeroMQ only (default: $WEIGHTD_SOCKET, or the first daemon that listens, "
-        "this user's or the system's)"
+        "ipc:///PATH or tcp://HOST:PORT for ZeroMQ only (default: $WEIGHTD_SOCKET, otherwise this user's daemon "
+        "or, if that does not listen, the system's)"
         if defaults
         else "address of the daemon, see weightctl --help",
     )

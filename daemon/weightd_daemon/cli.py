@@ -110,7 +110,7 @@ def _name_argument(problem: str, name: str, *, is_name_given: bool) -> str:
     """Replace the configuration key in an error text by the command-line argument that sets it."""
     if problem.startswith("listeners"):
         return (
-            "--socket: expected ipc:///ABSOLUTE/PATH: tcp:// needs a configuration file, in which the listener has "
+            "--socket: expected ipc:///ABSOLUTE/PATH; tcp:// needs a configuration file, in which the listener has "
             'security = "curve" or insecure = true (see weightd.toml(5))'
         )
     name_argument = "--name" if is_name_given else f"MODEL: {name!r} is not a valid model name; set --name"
@@ -221,7 +221,7 @@ def parser() -> argparse.ArgumentParser:
         "--python", default="", metavar="FILE", help="Python interpreter with the engine (default: this one)"
     )
     run.add_argument(
-        "--socket", default="", metavar="ADDRESS", help="address for clients (default: weightctl's default)"
+        "--socket", default="", metavar="ADDRESS", help="address for clients, ipc:///PATH (default: as for weightctl)"
     )
     run.add_argument("--cache-dir", default="", metavar="DIR", help="directory of snapshots and page stores, on a disk")
     run.set_defaults(run=_run)

@@ -68,7 +68,7 @@ NO_NAME = "expected a model name of 1 to 64 ASCII letters"
     [
         (["my model.onnx"], f"MODEL: 'my model' is not a valid model name; set --name: {NO_NAME}"),
         (["m.onnx", "--name", "my model"], f"--name: {NO_NAME}"),
-        (["m.onnx", "--socket", "tcp://127.0.0.1:5555"], "--socket: expected ipc:///ABSOLUTE/PATH: tcp:// needs "),
+        (["m.onnx", "--socket", "tcp://127.0.0.1:5555"], "--socket: expected ipc:///ABSOLUTE/PATH; tcp:// needs "),
         (["m.onnx", "--device", "cuda:0"], '--device[0]: expected "cpu", a set of cores such as "cpu:0" or a card '),
         (["m.onnx", "--workers", "0"], "--workers: expected integer, 1 to 1024, got int 0"),
         (["m.txt"], "MODEL: expected a file that ends in .onnx or .mindir, got "),

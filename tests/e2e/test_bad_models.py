@@ -190,7 +190,10 @@ def test_wrong_output_declaration_loses_no_answer_or_worker(tmp_path: Path) -> N
             x = np.ones((batch, 2, 3), np.float32)
             assert np.array_equal(client.infer("off", {"x": x})["y"], x)
             assert client.infer("random", {"x": x})["y"].shape == x.shape
-        for name, selftest in (("off", "none: it is off"), ("random", "none: the model gives different answers")):
+        for name, selftest in (
+            ("off", "none: the key selftest is off"),
+            ("random", "none: the model gives different answers"),
+        ):
             model = model_status(service, name)
             assert (model.unexpected_exits, model.failed) == (0, 0)
             assert model.generations[0].selftest.startswith(selftest)

@@ -123,7 +123,7 @@ def test_oldest_interpreter_with_selftest_tolerance(host: Host, model: Path, var
     done = doctor(variables, "--model", model, "--limit", LIMIT_S, "--python", python, *keys)
     assert (done.status, done.those("not testable")) == (0, UNSEEN)
     assert "Python 3.7" in done.text("interpreter")
-    assert "strict: the worker cannot go on" in done.text(HOLDER_EXIT)
+    assert "strict: the worker cannot continue" in done.text(HOLDER_EXIT)
 
 
 def test_virtual_instance_fails_to_attach(host: Host, model: Path, variables: dict[str, str]) -> None:
@@ -196,7 +196,7 @@ def test_host_without_ascend(python: str) -> None:
     good = python == sys.executable
     assert (done.status, done.those("pass")) == ((69, {"interpreter", PROCESS_EXITS}) if good else (1, {PROCESS_EXITS}))
     assert good or "cannot be run: No such file or directory" in done.text("interpreter")
-    assert "no Ascend driver or library is here" in done.text("ascend")
+    assert "no Ascend driver or library found" in done.text("ascend")
     assert len(done.those("not testable")) == 1 + len(checks.CHECKS) + len(ranks.CHECKS) + len(CHECK_NAMES)
     not_reached(done)
 

@@ -150,7 +150,7 @@ def test_reloads_models_of_workers_with_other_protocol(service: ManagedService, 
     with service.client() as client:
         ask_all(client, "mlp", questions)
     assert not set(processes_by_name(service).values()) & set(before.values())
-    assert "loading every model again: weightd 9.9 speaks protocol 99 with its workers" in service.log
+    assert "loading every model again: weightd 9.9 uses protocol 99 with its workers" in service.log
 
 
 def test_replaces_killed_shim_and_reloads_models(service: ManagedService, questions: list[SampleRequest]) -> None:

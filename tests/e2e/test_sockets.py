@@ -167,6 +167,6 @@ def test_start_fails_if_unix_socket_is_in_use(table: dict[str, dict[str, object]
     with socket.create_server(path, family=socket.AF_UNIX):
         done = weightd("serve", place.config(table))
     assert done.returncode == CANNOT_CREATE
-    assert f"{path}: another program listens there" in done.stderr
+    assert f"{path}: another program listens on this path" in done.stderr
     Path(path).unlink()
     assert place.left == []

@@ -6,24 +6,24 @@ import argparse
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-# argparse has no public way to ask for what was declared. Its own help formatter reads these two, in every version.
+# argparse has no public interface to its declarations. Its help formatter reads these attributes in all versions.
 _ACTIONS = "_actions"
 _CHOICES_ACTIONS = "_choices_actions"
 
-# Named so that no checker infers a map of unknown things from the comparison.
+# A named type: from a comparison with `dict`, type checkers would infer a map of unknown types.
 _MAP: type[Any] = dict
 
 
 class Argument(NamedTuple):
-    """An option, or a positional argument where there are no flags.
+    """An option, or a positional argument if it has no flags.
 
     Attributes:
         flags: as in ("-v", "--verbose").
-        metavar: what stands for its value; "" if it takes none.
-        choices: the values that it allows; none if it allows any.
-        help: what it does, the default filled in.
-        is_optional: it may be left out.
-        is_repeatable: it may be given several times.
+        metavar: the placeholder of the value; "" for a flag without a value.
+        choices: the allowed values; empty if any value is allowed.
+        help: the help text, including the default.
+        is_optional: whether it may be omitted.
+        is_repeatable: whether it may be given several times.
     """
 
     flags: tuple[str, ...]
@@ -38,13 +38,13 @@ class ProgramCommand(NamedTuple):
     """A program, or one of its commands.
 
     Attributes:
-        name: what is typed.
-        help: what it does, in a line; "" for the program.
-        description: the same at length.
-        epilog: what stands after the list of arguments.
-        options: its options.
-        positionals: its other arguments, in their order.
-        commands: what it has of them.
+        name: the name on the command line.
+        help: the summary in one line; "" for the program.
+        description: the full description.
+        epilog: the text after the list of arguments.
+        options: the options.
+        positionals: the positional arguments, in their order.
+        commands: the commands of a program.
     """
 
     name: str
@@ -57,7 +57,7 @@ class ProgramCommand(NamedTuple):
 
 
 def read_parser(parser: argparse.ArgumentParser, name: str | None = None, help: str = "") -> ProgramCommand:
-    """Return what `parser` declares; what it hides is left out."""
+    """Return the declarations of `parser`, without its hidden arguments."""
     actions = [action for action in _actions(parser) if action.help != argparse.SUPPRESS]
     arguments = [_argument(parser, action) for action in actions if not _is_commands(action)]
     return ProgramCommand(
@@ -96,7 +96,7 @@ def _argument(parser: argparse.ArgumentParser, action: argparse.Action) -> Argum
         tuple(action.option_strings),
         metavar if takes_value else "",
         choices,
-        # Last, an action's own: its default is what %(default)s means.
+        # The values of the action include the default, for %(default)s.
         _expand(parser, action.help or "", vars(action)),
         is_optional=bool(action.option_strings and not action.required) or action.nargs in ("?", "*"),
         is_repeatable="Append" in type(action).__name__ or action.nargs in ("*", "+"),
@@ -104,7 +104,7 @@ def _argument(parser: argparse.ArgumentParser, action: argparse.Action) -> Argum
 
 
 def _expand(parser: argparse.ArgumentParser, text: str, values: dict[str, Any] | None = None) -> str:
-    """What argparse fills in when it prints a help: it does that for the help of arguments only."""
+    """Return the text with its placeholders replaced, which argparse itself does only in the help of arguments."""
     if values is None:
         return text.replace("%(prog)s", parser.prog)
     return text % {**values, "prog": parser.prog}

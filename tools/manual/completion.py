@@ -1,6 +1,6 @@
 """Shell completion: a bash script, which zsh reads through `bashcompinit`.
 
-It uses nothing but what bash has built in, and sed: the package bash-completion need not be there.
+It needs only bash itself, tr and sed, not the package bash-completion.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from tools.manual.commands import Argument, ProgramCommand
 
-# What can stand for a metavar.
+# Kinds of completions.
 FILE = "file"
 DIRECTORY = "directory"
 MODEL = "model"  # a name that the running daemon knows
@@ -20,10 +20,10 @@ _HEAD = """\
 
 """
 
-# The daemon is asked only where a model's name is wanted, and given a second.
+# The script queries the daemon only to complete a model's name, with a time limit of one second.
 _MODELS_FUNCTION = r"""_@NAME@_models() {
     local socket="" word previous=""
-    # Not COMP_WORDS: bash takes an address apart at its colons.
+    # COMP_WORDS is of no use here, because bash splits an address at its colons.
     while IFS= read -r word; do
         case "$previous" in (--socket) socket="$word" ;; esac
         case "$word" in (--socket=*) socket="${word#--socket=}" ;; esac
@@ -41,11 +41,11 @@ _@NAME@() {
     local command="" position=0 option="" value="" wanted="" options="" index word line
     local -a positionals
     COMPREPLY=()
-    # Which command it is, how many arguments it has before this one, and whether this one is an option's value.
+    # Find the command, the number of positional arguments before this word, and whether this word is an option's value.
     for ((index = 1; index < COMP_CWORD; index++)); do
         word="${COMP_WORDS[index]}"
         case "$value$word" in
-            # bash makes three words of --option=value, and of an address.
+            # bash splits --option=value into three words, and also an address.
             (=|:|value=) value="value" ;;
             (value*) value="" ;;
             (@VALUED@) value="value" option="$word" ;;
@@ -63,7 +63,7 @@ _@NAME@() {
         (-*) wanted="$options" ;;
         (*) if [ "$position" -lt "${#positionals[@]}" ]; then wanted="${positionals[position]}"; fi ;;
     esac
-    # So that a space in a name is quoted, and a directory can be gone into.
+    # With this option bash quotes spaces, and appends a slash to directories.
     case "$wanted" in (file|directory) compopt -o filenames 2>/dev/null ;; esac
     while IFS= read -r line; do COMPREPLY+=("$line"); done < <(
         case "$wanted" in
@@ -85,8 +85,8 @@ def bash_script(program: ProgramCommand, kinds: Mapping[str, str]) -> str:
     """Return the script for a program.
 
     Args:
-        program: what is completed.
-        kinds: what stands for a metavar: `FILE`, `DIRECTORY` or `MODEL`. For another one nothing is offered.
+        program: the command line to complete.
+        kinds: the kind of completion for each metavar: `FILE`, `DIRECTORY` or `MODEL`. Others have no completion.
     """
     needs_models = MODEL in kinds.values()
     text = _HEAD + (_MODELS_FUNCTION if needs_models else "") + _BODY

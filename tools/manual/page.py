@@ -1,6 +1,6 @@
 """Man pages in the macros of man(7) that both groff and mandoc support.
 
-All text is escaped: the page shows it unchanged, and roff never takes it for a request or an escape.
+All text is escaped, so the page shows it unchanged, and roff never interprets it as a request or an escape.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ _CODE = re.compile(r"`([^`]+)`")
 
 
 def escape(text: str) -> str:
-    """Return `text` as roff shows it: a "-" that can be copied, a backslash that is one, no line that is a request."""
+    """Escape `text` for roff: "-" stays an ASCII hyphen, a backslash is literal, and no line is a request."""
     for plain, written in (("\\", "\\e"), ("-", "\\-"), ("^", "\\(ha"), ("~", "\\(ti"), ("`", "\\(ga")):
         text = text.replace(plain, written)
     return re.sub(r"^(?=[.'])", "\\\\&", text, flags=re.MULTILINE)
 
 
 def bold(text: str) -> str:
-    """Return `text` as what is typed as it stands."""
+    """Return `text` in bold, for literal words."""
     return f"\\fB{escape(text)}\\fR"
 
 
 def italic(text: str) -> str:
-    """Return `text` as what stands for something else."""
+    """Return `text` in italics, for placeholders."""
     return f"\\fI{escape(text)}\\fR"
 
 
 def prose(text: str) -> str:
-    """Return a sentence; what stands between backquotes is bold."""
+    """Return prose in roff; text between backquotes is bold."""
     parts = _CODE.split(text)
     return "".join(bold(part) if index % 2 else escape(part) for index, part in enumerate(parts))
 
 
 class ManPage:
-    """A man page that is written from its top to its end.
+    """A man page, written from the beginning to the end.
 
     Args:
-        name: what `man` is asked for.
-        section: of the manual, such as 8.
-        purpose: of it, in a line without a full stop.
+        name: name of the page.
+        section: section of the manual, such as 8.
+        purpose: summary in one line, without a full stop.
     """
 
     def __init__(self, name: str, section: int, purpose: str) -> None:
@@ -52,8 +52,8 @@ class ManPage:
         self.section = section
         self._lines: list[str] = [
             f'.TH "{escape(name.upper())}" "{section}" "" "weightd {escape(VERSION)}" "weightd"',
-            # Words are not hyphenated and lines are flush left only: names of options stay whole. The macros of groff
-            # set hyphenation anew now and then, from HY.
+            # No hyphenation and no justification, so that names of options stay whole. The macros of groff reset
+            # hyphenation from the register HY.
             ".nr HY 0",
             ".nh",
             ".ad l",
@@ -66,11 +66,11 @@ class ManPage:
         self._lines.append(f'.SH "{_argument(text)}"')
 
     def subheading(self, text: str) -> None:
-        """Begin a part of a section."""
+        """Begin a subsection."""
         self._lines.append(f'.SS "{_argument(text)}"')
 
     def text(self, text: str) -> None:
-        """Add paragraphs, which blank lines part; lines that begin with two spaces are kept as they are."""
+        """Add paragraphs, separated by blank lines; lines that begin with two spaces keep their layout."""
         for block in re.split(r"\n\s*\n", text.strip("\n")):
             self._lines.append(".PP")
             self._block(block)
@@ -81,23 +81,23 @@ class ManPage:
             if line.startswith("  ") != kept:
                 self._lines.append(".EE\n.RE" if kept else ".RS 4\n.EX")
                 kept = not kept
-            # roff breaks a line before one that begins with a space, and no text here means that.
+            # roff starts a new output line at an input line that begins with a space.
             self._lines.append(escape(line[2:]) or "\\&" if kept else prose(line.strip()))
         if kept:
             self._lines.append(".EE\n.RE")
 
     def code(self, text: str) -> None:
-        """Add lines that stay as they are."""
+        """Add preformatted lines."""
         self.text("\n".join(f"  {line}" for line in text.splitlines() if line))
 
     def synopsis(self, words: Iterable[str]) -> None:
-        """Add how something is called; each of `words`, marked up already, stays on one line."""
+        """Add a synopsis of `words` in roff. No word is broken across lines."""
         first, *rest = words
         glued = [word.replace(" ", "\\ ") for word in rest]
         self._lines += [".HP 4", " ".join([first, *glued])]
 
     def entry(self, label: str, text: str) -> None:
-        """Add what a label, marked up already, means."""
+        """Add a label in roff and its explanation."""
         self._lines += [".TP", label]
         first, *rest = re.split(r"\n\s*\n", text.strip("\n"))
         self._lines.append(prose(" ".join(first.split())) or "\\&")
@@ -105,13 +105,13 @@ class ManPage:
             self._lines += [".IP", prose(" ".join(block.split()))]
 
     def table(self, heading: str, rows: Mapping[str, str]) -> None:
-        """Add a section of terms, which are bold, and what they mean."""
+        """Add a section of terms, in bold, with their meanings."""
         self.heading(heading)
         for term, meaning in rows.items():
             self.entry(bold(term), meaning)
 
     def see_also(self, pages: Iterable[tuple[str, int]]) -> None:
-        """End with the pages to read next."""
+        """Add the section of related pages."""
         self.heading("SEE ALSO")
         self._lines.append(", ".join(f"{bold(name)}({section})" for name, section in pages))
 
@@ -121,7 +121,7 @@ class ManPage:
 
 
 def _argument(text: str) -> str:
-    """Text as an argument of a macro."""
+    """Return text as an argument of a macro."""
     return escape(text).replace('"', "\\(dq")
 
 
@@ -136,7 +136,7 @@ def write_program(page: ManPage, program: ProgramCommand) -> None:
     page.heading("OPTIONS")
     _arguments(page, program.options)
     page.heading("COMMANDS")
-    # An option that stands before a command as well as after it is explained once.
+    # Options that are allowed both before and after a command are explained only once, for the program.
     common = {argument.flags for argument in program.options}
     for command in program.commands:
         page.subheading(command.name)

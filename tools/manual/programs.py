@@ -14,7 +14,7 @@ from weightctl import exit_codes as weightctl_exit_codes
 from weightd_daemon import cli as weightd_cli
 from weightd_daemon import exit_codes as weightd_exit_codes
 
-# What the shell offers for a metavar.
+# Completions of the arguments, by metavar.
 _WEIGHTD_COMPLETIONS: Mapping[str, str] = {
     "CONFIG": completion.FILE,
     "MODEL": completion.FILE,
@@ -35,53 +35,57 @@ _WEIGHTCTL_COMPLETIONS: Mapping[str, str] = {
 
 _SIGNALS: Mapping[str, str] = {
     "SIGTERM, SIGINT": (
-        "Stop: nothing new is accepted, and what was accepted is finished within `drain_timeout`. A second one waits "
-        "for no request. When the service is stopped, every process ends, and no file is left; when it is restarted, "
-        "workers and holders live on, and the next daemon goes on with them."
+        "Stop: the daemon rejects new requests and finishes the accepted ones within `drain_timeout`. After a second "
+        "signal it does not wait for requests. If the service is stopped, all processes exit and the daemon removes "
+        "its files except the usage counters. If the service is restarted, workers and holders continue, and the next "
+        "daemon takes them over."
     ),
     "SIGHUP": (
-        "Read the configuration file again, as `weightctl reload` does. A file that is wrong changes nothing. `weightd "
-        "run` has no file and stops, and so does a `weightd serve` or `weightd gateway` that was started in the "
-        "foreground of a terminal which has closed. Under nohup(1) a closed terminal stops none of them."
+        "Read the configuration file again, as `weightctl reload` does; an invalid file changes nothing. `weightd "
+        "run` has no file and stops. `weightd serve` and `weightd gateway` stop if they run in the foreground of a "
+        "terminal that has closed. Under nohup(1) a closed terminal stops none of these programs."
     ),
 }
 
 WEIGHTD_ENVIRONMENT: Mapping[str, str] = {
-    "WEIGHTD_SOCKET": "`weightd run`: where clients connect, unless --socket says so.",
-    "RUNTIME_DIRECTORY": "From systemd: the default of `runtime_dir`, where the sockets are.",
-    "CACHE_DIRECTORY": "From systemd: the default of `cache_dir`, where snapshots and page stores are.",
-    "CONFIGURATION_DIRECTORY": "From systemd: where `weightd serve` looks for weightd.toml if it is given no file.",
-    "NOTIFY_SOCKET": "From systemd: where it is told that the required models serve, of a reload, and of the end.",
+    "WEIGHTD_SOCKET": "`weightd run`: the address for clients, unless --socket is given.",
+    "RUNTIME_DIRECTORY": "From systemd: the default of `runtime_dir`, the directory of the sockets.",
+    "CACHE_DIRECTORY": "From systemd: the default of `cache_dir`, the directory of snapshots and page stores.",
+    "CONFIGURATION_DIRECTORY": "From systemd: the directory of weightd.toml if `weightd serve` is run without a file.",
+    "NOTIFY_SOCKET": (
+        "From systemd: the socket to which weightd reports that the required models serve, that it reloads, and that "
+        "it stops."
+    ),
     "WATCHDOG_USEC": (
-        "From systemd: how often it wants to hear that the daemon goes on. It is told so only while each required "
-        "model has a worker that makes progress, or is being loaded again."
+        "From systemd: the interval within which systemd expects a sign of life. weightd sends it only while each "
+        "required model has a worker that makes progress, or is being loaded again."
     ),
     "LISTEN_FDS": (
-        "From systemd: how many descriptors it passes, with LISTEN_PID and LISTEN_FDNAMES: the sockets on which "
-        "clients connect (socket activation), one whose path ends in .unix for those of this host and others for those "
-        "that speak ZeroMQ, and what leads to the processes of the daemon before this one."
+        "From systemd: the number of file descriptors that it passes, described by LISTEN_PID and LISTEN_FDNAMES: the "
+        "sockets for clients (socket activation; the path of the socket for clients without ZeroMQ ends in .unix), and "
+        "the descriptors through which weightd takes over the processes of the previous daemon."
     ),
-    "JOURNAL_STREAM": "From systemd: stderr is the journal, so each line of the log begins with its priority.",
-    "XDG_RUNTIME_DIR": "Without systemd and not as root: `runtime_dir` is weightd in it by default.",
-    "XDG_CACHE_HOME": "Without systemd and not as root: `cache_dir` is weightd in it by default.",
-    "ASCEND_HOME_PATH": "Where CANN is installed; `weightd doctor` looks there, and set_env.sh of CANN sets it.",
-    "LD_LIBRARY_PATH": "Where `weightd doctor --ranks` looks for libhccl.so, as the loader of the processes does.",
-    "ASCEND_RT_VISIBLE_DEVICES": "Which cards the processes see. CANN reads it, and weightd for rank tables.",
+    "JOURNAL_STREAM": "From systemd: if stderr is the journal, each line of the log begins with its priority.",
+    "XDG_RUNTIME_DIR": "Without systemd, not as root: `runtime_dir` defaults to weightd in this directory.",
+    "XDG_CACHE_HOME": "Without systemd, not as root: `cache_dir` defaults to weightd in this directory.",
+    "ASCEND_HOME_PATH": "The directory of CANN, which CANN's set_env.sh sets; `weightd doctor` searches it.",
+    "LD_LIBRARY_PATH": "The directories that the dynamic loader and `weightd doctor --ranks` search for libhccl.so.",
+    "ASCEND_RT_VISIBLE_DEVICES": "The cards that processes can use. CANN reads it; weightd does for rank tables.",
 }
 
 _WEIGHTD_FILES: Mapping[str, str] = {
     "/etc/weightd/weightd.toml": "The configuration, see weightd.toml(5).",
-    "/run/weightd/weightd.sock.unix": "Where clients of this host connect; the group that may is the service's to set.",
-    "/run/weightd/weightd.sock": "Where clients connect that speak ZeroMQ; likewise.",
-    "/run/weightd/weightd.sock.lock": "The lock of the daemon on that socket; it holds the daemon's pid.",
+    "/run/weightd/weightd.sock.unix": "The socket for clients on this host; weightd.socket sets its group.",
+    "/run/weightd/weightd.sock": "The socket for ZeroMQ clients; weightd.socket sets its group.",
+    "/run/weightd/weightd.sock.lock": "The daemon's lock on this socket; the file contains the pid.",
     "/var/cache/weightd": (
         "Snapshots of the models, page stores and logs of the processes, below a directory named after the socket. "
-        "Nothing in it has to be kept: a daemon that starts makes it anew."
+        "It may be removed while weightd is stopped; the next daemon creates it again."
     ),
 }
 
 _WEIGHTCTL_ENVIRONMENT: Mapping[str, str] = {
-    "WEIGHTD_SOCKET": "Where the daemon listens, unless --socket says so.",
+    "WEIGHTD_SOCKET": "The address of the daemon, unless --socket is given.",
     "XDG_RUNTIME_DIR": (
         "The runtime directory of this user's own daemon is weightd in it. If no daemon listens there, weightctl "
         "connects to the system's daemon."
@@ -89,18 +93,18 @@ _WEIGHTCTL_ENVIRONMENT: Mapping[str, str] = {
 }
 
 _WEIGHTCTL_FILES: Mapping[str, str] = {
-    "/run/weightd/weightd.sock.unix": "Where the system's daemon listens.",
-    "/run/weightd/weightd.sock": "The same for ZeroMQ.",
+    "/run/weightd/weightd.sock.unix": "The socket of the system's daemon.",
+    "/run/weightd/weightd.sock": "Its socket for ZeroMQ clients.",
 }
 
 
 def weightd() -> ProgramCommand:
-    """Return what the command line of weightd takes."""
+    """Return the command line of weightd."""
     return read_parser(weightd_cli.parser())
 
 
 def weightctl() -> ProgramCommand:
-    """Return what the command line of weightctl takes."""
+    """Return the command line of weightctl."""
     program = read_parser(weightctl_cli.parser())
     commands = [_add_manual_text(command, weightctl_cli.COMMANDS[command.name].manual) for command in program.commands]
     # The epilog of the help is a short form of EXIT STATUS.
@@ -118,7 +122,7 @@ def _add_manual_text(command: ProgramCommand, text: str) -> ProgramCommand:
 
 def weightd_page() -> str:
     """Return weightd(8)."""
-    page = ManPage("weightd", 8, "serve models from many processes that hold one copy of the weights")
+    page = ManPage("weightd", 8, "serve models from worker processes that share one copy of the weights")
     write_program(page, weightd())
     page.table("EXIT STATUS", {str(status): text for status, text in weightd_exit_codes.MEANINGS.items()})
     page.table("SIGNALS", _SIGNALS)
@@ -130,7 +134,7 @@ def weightd_page() -> str:
 
 def weightctl_page() -> str:
     """Return weightctl(1)."""
-    page = ManPage("weightctl", 1, "ask a running weightd, and change what it serves")
+    page = ManPage("weightctl", 1, "query and control a running weightd")
     write_program(page, weightctl())
     page.table("EXIT STATUS", {str(status): text for status, text in weightctl_exit_codes.MEANINGS.items()})
     page.table("ENVIRONMENT", _WEIGHTCTL_ENVIRONMENT)

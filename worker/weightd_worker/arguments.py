@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--store", required=True, help="path where the holder may write its page store")
     parser.add_argument("--threads", required=True, type=int, help="threads of one predict")
-    parser.add_argument("--device", required=True, help="where to run: cpu, a set cpu:N of its cores, or card ascend:N")
+    parser.add_argument("--device", required=True, help="device: cpu, a set of its cores cpu:N, or a card ascend:N")
     parser.add_argument("--cores", default="", help="the cores on which all its threads stay: 0-3,8")
     parser.add_argument(
         "--sharing", choices=["on", "off"], default="on", help="off: the process has a private copy of the weights"

@@ -58,7 +58,7 @@ def main() -> int:
     forker.freeze_memory()
     channel = channels.connect(endpoints.channel_path(arguments.address))
     if channel is None:
-        _log.error("%s: no process listens", endpoints.channel_path(arguments.address))
+        _log.error("%s: no process listens on this socket", endpoints.channel_path(arguments.address))
         return exit_codes.FAILED
     return _serve(channel, forker)
 

@@ -293,7 +293,7 @@ class Predictor(RequestRunner):
         return isinstance(error, NotRun) or self.verifier is None or not self.verifier.is_corrupted()
 
     def _fail_unexpected(self, order: Predict, error: Exception) -> int:
-        _log.exception("request %d", order.request)
+        _log.exception("request %d failed", order.request)
         return self._fail(order, Internal(f"{type(error).__name__}: {error}"), is_leaving=True)
 
     def _fail(self, order: Predict, error: RequestError, *, is_leaving: bool) -> int:

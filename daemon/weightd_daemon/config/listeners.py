@@ -49,8 +49,8 @@ class ListenerConfig:
     have access to it."""
 
     insecure: bool = field(default=False, metadata=boolean())
-    """Must be true for tcp:// without "curve": any client that reaches the port may then send requests, and anyone on
-    the network path may read and change all messages."""
+    """Whether to accept clients without authentication and encryption, required for tcp:// without "curve": any client
+    that reaches the port may send requests, and anyone on the network path may read and change all messages."""
 
     tenants: tuple[str, ...] = field(default=(), metadata=list_of(text(limits.MAX_NAME_BYTES), limits.MAX_TENANTS))
     """Tenants that may use this listener; the daemon rejects others. Empty: all tenants."""

@@ -112,11 +112,14 @@ def read_text(path: Path) -> str:
     """
     try:
         # Some editors write a byte order mark at the beginning of a file.
-        return read_regular(path, MAX_CONFIG_BYTES).decode("utf-8-sig")
+        return read_regular(path, MAX_CONFIG_BYTES).decode("utf-8").removeprefix("\ufeff")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ConfigError(f"{path}: not UTF-8: invalid byte 0x{byte:02x} at offset {error.start}") from None
     except ValueError as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from None
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def check_config(path: Path, unit: UnitDefaults | None = None) -> CheckedConfig:
@@ -125,7 +128,7 @@ def check_config(path: Path, unit: UnitDefaults | None = None) -> CheckedConfig:
     The defaults come from `unit` or, without a unit, from the environment of this process.
 
     Raises:
-        ConfigError: the file is unreadable or not TOML.
+        ConfigError: the file is unreadable, not UTF-8 or not TOML.
     """
     return _check_text(read_text(path), path, (), unit)
 

@@ -55,9 +55,7 @@ _CONTAINER_ADVICE = (
     + " -v /usr/local/Ascend/driver:/usr/local/Ascend/driver:ro -v /etc/ascend_install.info:/etc/ascend_install.info:ro"
     " --group-add GID-OF-THE-NODES; or by the Ascend Docker Runtime: -e ASCEND_VISIBLE_DEVICES=N"
 )
-_DROP_IN_ADVICE = (
-    "install the drop-in weightd.service.d/ascend.conf (docs/operations.md, Cards), and look through it first"
-)
+_DROP_IN_ADVICE = "review the drop-in weightd.service.d/ascend.conf and install it (docs/operations.md, Cards)"
 
 
 def _install_hint(python: str) -> str:
@@ -69,13 +67,13 @@ def _check_interpreter(host: Host) -> Verdict:
     """Check that the interpreter runs and has the same version of weightd as the daemon."""
     python, report = host.options.python, host.report
     if "python" not in report.steps:
-        found = f"{python}: {report.exit_description or 'it reported nothing'}"
+        found = f"{python}: {report.exit_description or 'the interpreter reported nothing'}"
         found += f": {report.log_tail}" if report.log_tail else ""
-        return failed(found, f"{_install_hint(python)}; or name another with --python")
+        return failed(found, f"{_install_hint(python)}; or select another interpreter with --python")
     found = f"{python}: Python {report.value('python', 'version')}"
     error = report.error("weightd")
     if error:
-        return failed(f"{found}; weightd cannot run there: {error}", _install_hint(python))
+        return failed(f"{found}; this interpreter cannot run weightd: {error}", _install_hint(python))
     version = report.value("weightd", "version")
     if version != VERSION:
         found += f" has weightd {version}, the daemon is {VERSION}"
@@ -86,7 +84,7 @@ def _check_interpreter(host: Host) -> Verdict:
 def _check_process_exits(_: Host) -> Verdict:
     """Report how the daemon detects the exit of a process; both ways are equally good."""
     reason = exit_watch.unavailable_reason()
-    way = f"a thread waits for each process, for lack of pidfds: {reason}" if reason else "pidfds"
+    way = f"a thread waits for each process, because pidfds are unavailable: {reason}" if reason else "pidfds"
     return passed(f"Linux {platform.release()}: {way}")
 
 
@@ -94,10 +92,10 @@ def _check_service(host: Host) -> Verdict:
     """Report whose environment, user and devices the checks use; check that a service can access the cards."""
     unit = host.unit
     if isinstance(unit, OSError):
-        found = f"{unit}: this shell's environment and user were judged"
+        found = f"{unit}: checked the environment and the user of this shell"
         return untestable(found, "for a service, on its host: weightd doctor --unit NAME")
     home = unit.environment.get("ASCEND_HOME_PATH", "not set")
-    found = f"the environment of {unit.name} was judged: user {unit.user or 'root'}, ASCEND_HOME_PATH {home}"
+    found = f"checked the environment of {unit.name}: user {unit.user or 'root'}, ASCEND_HOME_PATH {home}"
     if unit.hides_devices:
         return failed(f"{found}; PrivateDevices=yes hides every card", _DROP_IN_ADVICE)
     denied_nodes = _denied_nodes(unit)
@@ -126,7 +124,9 @@ def _check_device_nodes(host: Host) -> Verdict:
     if missing:
         return failed(f"no {', '.join(missing)}", f"load the driver; {_CONTAINER_ADVICE}")
     if isinstance(user, OSError):
-        return untestable(f"whether the service may open them is unknown: {user}", "create its user")
+        return untestable(
+            f"cannot check whether the service may open the device nodes: {user}", "create the user of the service"
+        )
     denied_nodes = [each for each in host.nodes if not each.is_card and not each.is_accessible_to(user)]
     if not any(each.is_accessible_to(user) for each in cards):
         denied_nodes = cards + denied_nodes
@@ -134,7 +134,7 @@ def _check_device_nodes(host: Host) -> Verdict:
         return passed(f"{user.name} may open {cards[0]} and {', '.join(REQUIRED_NODES)}")
     group = host.install_info.get("usergroup") or denied_nodes[0].group_name
     advice = (
-        f"put {user.name} into the group: usermod --append --groups {group} {user.name}; for the service,"
+        f"add {user.name} to the group: usermod --append --groups {group} {user.name}; for the service,"
         f" SupplementaryGroups={group} in the drop-in; for a container, --group-add {denied_nodes[0].gid}"
     )
     return failed(f"{user.name} may not open {', '.join(map(str, denied_nodes))}", advice)
@@ -149,9 +149,11 @@ def _check_library(host: Host) -> Verdict:
     version = str(host.report.value("library", "version"))
     numbers = _parse_version(version)
     if not numbers:
-        return untestable(f"version {version!r}", "expected numbers as in 2.7.0: see whether it is 2.7 or later")
+        return untestable(
+            f"version {version!r}", "expected a number such as 2.7.0: check by hand that the version is 2.7 or later"
+        )
     if numbers < _MIN_LIBRARY_VERSION:
-        return failed(f"version {version}; weights can be shared from 2.7 on", advice)
+        return failed(f"version {version}; sharing weights needs 2.7 or later", advice)
     return passed(f"version {version}")
 
 
@@ -162,7 +164,7 @@ def _check_driver(host: Host) -> Verdict:
     if not isinstance(host.npus, OSError):
         found += f"; npu-smi lists {len(host.npus)} devices"
     if not host.cards:
-        return untestable(found, f"if the next lines see no device: load the driver; {_CONTAINER_ADVICE}")
+        return untestable(found, f"if the following checks find no device, load the driver; {_CONTAINER_ADVICE}")
     if not host.driver:
         advice = f"read /usr/local/Ascend/driver/version.info ({_MOUNT_ADVICE}), or run npu-smi info"
         return untestable(found, advice)
@@ -173,24 +175,29 @@ def _check_cann(host: Host) -> Verdict:
     """Check the version of CANN, and whether published lists name it together with the library's version."""
     home, machine = host.environment.get("ASCEND_HOME_PATH", ""), platform.machine()
     if home and not (host.root / home.lstrip("/")).is_dir():
-        return failed(f"ASCEND_HOME_PATH is {home}, which is not there", _SOURCE_CANN_ADVICE)
+        return failed(f"ASCEND_HOME_PATH is {home}, which does not exist", _SOURCE_CANN_ADVICE)
     in_home = [f"{machine}-linux/ascend_toolkit_install.info", "ascend_toolkit_install.info"] if home else []
     cann = host.read_version(
         [*(f"{home}/{name}" for name in in_home), *(each.format(machine=machine) for each in _CANN_VERSION_FILES)]
     )
     home = f"ASCEND_HOME_PATH {home}" if home else "ASCEND_HOME_PATH is not set"
     if not cann:
-        advice = "look for ascend_toolkit_install.info where CANN is installed; the self-test shows whether it works"
+        advice = "look for ascend_toolkit_install.info where CANN is installed; the self-test shows whether CANN works"
         return untestable(f"no version file below /usr/local/Ascend; {home}", advice)
     library = str(host.report.value("library", "version") or "")
     listed = _CANN_BY_MINDSPORE.get(_parse_version(library)[:3], "")
     found = f"version {cann}; {home}"
     if not listed:
-        return passed(f"{found}; not in our list")
+        return passed(
+            f"{found}; weightd does not know which CANN fits MindSpore Lite {library or 'of unknown version'}"
+        )
     if cann.upper().startswith(listed):
-        return passed(f"{found}; as published lists name it for {library}")
-    advice = f"the self-test shows whether they work together; listed is CANN {listed}, with the driver of its notes"
-    return untestable(f"{found}; published lists name {listed} for {library}", advice)
+        return passed(f"{found}; published lists name this version for MindSpore Lite {library}")
+    advice = (
+        f"the self-test shows whether both work together; the listed combination is CANN {listed} and the driver of its"
+        " release notes"
+    )
+    return untestable(f"{found}; published lists name {listed} for MindSpore Lite {library}", advice)
 
 
 def _check_libascendcl(host: Host) -> Verdict:
@@ -204,21 +211,23 @@ def _check_libascendcl(host: Host) -> Verdict:
 def _check_chip(host: Host) -> Verdict:
     """Report what the vendor documents about this kind of card; if the self-test has run, its result decides."""
     soc, shared = host.soc, host.sharing_result(BUILD)
-    kind = soc or "a chip without a name"
-    test = "weightd doctor --model FILE.mindir tries it"
+    kind = soc or "chip of unknown name"
+    test = "test it with weightd doctor --model FILE.mindir"
     if shared is CheckResult.PASS:
-        return passed(f"{kind}: the self-test could share")
+        return passed(f"{kind}: the self-test shared weights")
     if soc.startswith(_LISTED_CHIPS):
-        return passed(f"{kind}: the vendor's documents list it for shared memory")
+        return passed(f"{kind}: the vendor's documents list it as able to share memory")
     doubt = next((cards for begin, cards in _CONTRADICTORY_CHIPS.items() if soc.startswith(begin)), "")
     if soc.startswith(_SOURCE_ONLY_CHIPS):
-        return untestable(f"{kind}: listed, and known here from the driver's source only", test)
+        return untestable(f"{kind}: only the driver's source lists it as able to share memory", test)
     if not doubt:
-        return untestable(f"{kind}: nothing is known here of its kind", test)
+        return untestable(f"{kind}: whether it can share memory is unknown", test)
     found = f"{kind}: the vendor's documents contradict each other on whether {doubt} can share memory"
     if shared is CheckResult.NOT_TESTABLE:
-        return untestable(found, f'{test}; if it cannot, sharing = "auto" or "off"')
-    return failed(f"{found}; here the self-test could not", 'set sharing = "auto" or "off" for models on it')
+        return untestable(found, f'{test}; if it fails, set sharing = "auto" or "off"')
+    return failed(
+        f"{found}; the self-test could not share weights on this host", 'set sharing = "auto" or "off" for models on it'
+    )
 
 
 def _check_current_pid(host: Host) -> Verdict:
@@ -233,7 +242,7 @@ def _check_current_pid(host: Host) -> Verdict:
     if driver_pid == process_pid:
         return passed(f"{driver_pid}, the pid of the process")
     return passed(
-        f"{driver_pid}, while the process is {process_pid} to itself: a pid namespace (container) lies between"
+        f"{driver_pid}; the process's own pid is {process_pid}, because it runs in a pid namespace (container)"
     )
 
 
@@ -241,15 +250,17 @@ def _check_devices(host: Host) -> Verdict:
     """Check that the device exists."""
     error = host.report.error("devices")
     if error:
-        return failed(error, "npu-smi info must list the card; the driver must be loaded, this user allowed to use it")
+        return failed(
+            error, "load the driver, check that npu-smi info lists the card and that this user may open its device node"
+        )
     count = int(host.report.value("devices", "count"))
-    found = f"{count} seen; ascend:{host.device} is asked for"
+    found = f"devices found: {count}; the checked device is ascend:{host.device}"
     if host.device < count:
         return passed(found)
     if not count:
         return failed(found, f"pass the card to this virtual machine; {_CONTAINER_ADVICE}")
     return failed(
-        found, f"name one of ascend:0 to ascend:{count - 1}; ASCEND_RT_VISIBLE_DEVICES hides and renumbers devices"
+        found, f"select one of ascend:0 to ascend:{count - 1}; ASCEND_RT_VISIBLE_DEVICES hides and renumbers devices"
     )
 
 
@@ -257,14 +268,16 @@ def _check_memory(host: Host) -> Verdict:
     """Check that a process can open the device and that memory is free."""
     error = host.report.error("memory")
     if error:
-        advice = f"a device takes {MAX_PROCESSES} processes: see the line processes; npu-smi info shows its health"
+        advice = f"a device accepts {MAX_PROCESSES} processes: see the check processes; npu-smi info shows its health"
         return failed(f"ascend:{host.device}: {error}", advice)
     free, total = (int(host.report.value("memory", name)) for name in ("free_bytes", "total_bytes"))
     found = f"ascend:{host.device}: {format_mib(free)} free of {format_mib(total)}, by all processes of all users"
     if total == 0:
         return failed(found, "the device reports no memory: npu-smi info shows its health")
     if free < MIB:
-        return failed(found, "end what uses it: npu-smi info -t proc-mem -i NPU_ID on the host lists processes")
+        return failed(
+            found, "end processes that use the device: npu-smi info -t proc-mem -i NPU_ID on the host lists them"
+        )
     return passed(found)
 
 
@@ -277,39 +290,42 @@ def _check_processes(host: Host) -> Verdict:
         hint = f' in a virtual machine: set processes = {limit} in [devices."ascend:{device}"]'
     if isinstance(count, OSError):
         return untestable(
-            f"at most {limit} on a device{hint}; how many run now is unknown: {count}",
-            "on the host: npu-smi info -t proc-mem -i NPU_ID (a container may not see the others)",
+            f"at most {limit} on a device{hint}; the current number is unknown: {count}",
+            "on the host: npu-smi info -t proc-mem -i NPU_ID (a container may not see processes outside it)",
         )
     npu = host.npu(device)
     where = f" (NPU {npu.npu_id}, chip {npu.chip_id})" if npu else ""
     found = f"{count} of {limit} on ascend:{device}{where}{hint}"
     if count >= limit:
-        return failed(found, "end some: a further process fails when it opens the device")
+        return failed(found, "end some processes: another one would fail to open the device")
     return passed(found)
 
 
 def _check_virtual_instance(host: Host) -> Verdict:
     """Check that the card is not a virtual instance, which refuses to share memory between processes."""
     if host.sharing_result(ATTACH) is CheckResult.PASS:
-        return passed("none, or one that shares: the self-test could import memory")
+        return passed("not a virtual instance, or one that can share: the self-test could import memory")
     advice = "use a whole card: a virtual instance (vNPU) refuses to import shared memory"
     if re.search(r"vir\d", host.soc, re.IGNORECASE):
-        return failed(f"the chip calls itself {host.soc}", advice)
+        return failed(f"a virtual instance: the chip's name is {host.soc}", advice)
     virtual = ", ".join(f"/dev/{each.name}" for each in host.cards if each.is_virtual)
     if virtual and all(each.is_virtual for each in host.cards):
-        return failed(f"only {virtual}", advice)
-    test = "weightd doctor --model FILE.mindir tries it; on the host: npu-smi info -t info-vnpu -i NPU_ID -c CHIP_ID"
+        return failed(f"only device nodes of virtual instances: {virtual}", advice)
+    test = (
+        "test it with weightd doctor --model FILE.mindir; on the host: npu-smi info -t info-vnpu -i NPU_ID -c CHIP_ID"
+    )
     doubt = ""
     if virtual:
-        doubt = f"some are: {virtual}"
+        doubt = f"some device nodes are virtual instances: {virtual}"
     elif not host.cards:
-        doubt = "no device nodes to tell it from"
+        doubt = "no device nodes that would show a virtual instance"
     elif host.is_virtual_machine:
-        doubt = "in a virtual machine a virtual instance looks like a card"
+        doubt = "in a virtual machine, a virtual instance cannot be distinguished from a card"
     if doubt:
         return untestable(doubt, test)
     return passed(
-        f"none: device nodes are below /dev/davinci{FIRST_VIRTUAL_ID}" + (f", chip {host.soc}" if host.soc else "")
+        f"not a virtual instance: all device nodes are below /dev/davinci{FIRST_VIRTUAL_ID}"
+        + (f", chip {host.soc}" if host.soc else "")
     )
 
 

@@ -13,10 +13,10 @@ from weightd_daemon.doctor.host import Host
 from weightd_daemon.doctor.selftest import sharing
 
 _NO_ASCEND_DETAIL = (
-    "no Ascend driver or library is here: no /dev/davinci*, no driver below /usr/local/Ascend, no libascendcl"
+    "no Ascend driver or library found: no /dev/davinci*, no driver below /usr/local/Ascend, no libascendcl"
 )
-_NO_ASCEND_ADVICE = "run weightd doctor where the cards are; here weightd serves on the CPU"
-_NO_ASCEND = "no Ascend here"
+_NO_ASCEND_ADVICE = "run weightd doctor on a host with cards; on this host, weightd can serve models on the CPU"
+_NO_ASCEND = "no Ascend on this host"
 
 
 def run(options: argparse.Namespace) -> int:

@@ -43,11 +43,9 @@ class InterpreterReport:
         if step in self.steps:
             return str(self.steps[step].get("error", ""))
         if step == self.unfinished_step:
-            return f"the process {self.exit_description}" + (
-                f"; its log ends: {self.log_tail}" if self.log_tail else ""
-            )
+            return f"process {self.exit_description}" + (f"; its log ends: {self.log_tail}" if self.log_tail else "")
         return (
-            f"not reached: the process {self.exit_description} in the step {self.unfinished_step}"
+            f"not reached: process {self.exit_description} in the step {self.unfinished_step}"
             if self.unfinished_step
             else "not reached"
         )
@@ -75,7 +73,7 @@ def run_report(python: str, device: int, limit_s: float, environment: Mapping[st
                 exit_description = describe_status(result.returncode)
         except subprocess.TimeoutExpired as error:
             output = error.stdout or b""
-            exit_description = f"was killed: it did not answer within {timeout_s:g} s"
+            exit_description = f"killed: no answer within {timeout_s:g} s"
         except OSError as error:
             return InterpreterReport(exit_description=f"cannot be run: {error.strerror}")
         log.seek(0)

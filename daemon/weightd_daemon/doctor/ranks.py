@@ -28,7 +28,7 @@ _HOME_LIBRARY_DIRS = ("lib64", "{machine}-linux/lib64", "compiler/lib64")
 
 _HCCL_PORT = ranktable.DEFAULT_PORT
 
-_NO_CARD = "no card here"
+_NO_CARD = "no card found"
 
 
 def _cards(host: Host) -> dict[str, int | None]:
@@ -65,12 +65,12 @@ def _check_hccl_library(host: Host) -> Verdict:
     directories = list(dict.fromkeys(_library_dirs(host.environment)))
     for path in (f"{each.rstrip('/')}/{_HCCL_LIBRARY}" for each in directories):
         if (host.root / path.lstrip("/")).is_file():
-            return passed(f"{path}; it was not loaded")
+            return passed(f"{path}; not loaded by this check")
     where = ", ".join(directories) or "neither LD_LIBRARY_PATH nor ASCEND_HOME_PATH is set"
     return failed(
         f"no {_HCCL_LIBRARY}: {where}",
-        "source CANN's set_env.sh in the shell (or the service's environment) that starts weightd; the runtime parts of"
-        " CANN may lack it: install the toolkit",
+        "source CANN's set_env.sh in the shell (or the service's environment) that starts weightd; the runtime"
+        " package of CANN may lack this library: install the toolkit",
     )
 
 
@@ -87,34 +87,34 @@ def _check_cards(host: Host) -> Verdict:
     cards, count = _cards(host), _device_count(host)
     found = ", ".join(f"{name} is card {'?' if number is None else number}" for name, number in cards.items())
     if len(cards) < 2:
-        advice = "a model with ranks has two or more; on one card serve it without [models.NAME.ranks]"
+        advice = "a model with ranks needs two cards or more; on one card, serve a model without [models.NAME.ranks]"
         return failed(f"{found or _NO_CARD}: ranks need at least two", advice)
     missing = [name for name, number in cards.items() if number is None]
     if count is not None:
         missing += [name for name in cards if name not in missing and int(name.partition(":")[2]) >= count]
     if missing:
-        seen = "" if count is None else f"; {count} seen"
+        seen = "" if count is None else f"; devices found: {count}"
         advice = "ASCEND_RT_VISIBLE_DEVICES hides and renumbers devices; npu-smi info lists the cards of the host"
-        return failed(f"{found}; not there: {', '.join(missing)}{seen}", advice)
+        return failed(f"{found}; missing: {', '.join(missing)}{seen}", advice)
     if count is None:
-        return untestable(f"{found}; how many a process sees is unknown", "see the line devices")
+        return untestable(f"{found}; the number of devices that a process can use is unknown", "see the check devices")
     return passed(found)
 
 
 def _check_addresses(host: Host) -> Verdict:
     """Check that each card has its own address for the generated rank table; some cards on one host need none."""
     advice = (
-        f"hccn_tool -i N -ip -g tells the address of card N, -s address A netmask M sets it and writes {_HCCN_CONF};"
-        f' into a container: -v {_HCCN_CONF}:{_HCCN_CONF}:ro; or set ip in [devices."ascend:N"]. Cards of one host'
-        " need none, except cards of a 300I Duo"
+        f"hccn_tool -i N -ip -g prints the address of card N; -s address A netmask M sets it and writes {_HCCN_CONF};"
+        f' into a container: -v {_HCCN_CONF}:{_HCCN_CONF}:ro; or set ip in [devices."ascend:N"]; cards of one host'
+        " need no addresses, except cards of a 300I Duo"
     )
     error, addresses = _addresses(host), _known_addresses(host)
     if isinstance(error, OSError):
         reason = error.strerror or str(error)
-        return untestable(f"{_HCCN_CONF}: {reason}: the table that weightd writes has none", advice)
+        return untestable(f"{_HCCN_CONF}: {reason}: a generated rank table would have no addresses", advice)
     missing = [name for name, address in addresses.items() if not address]
     if missing:
-        detail = f"{_HCCN_CONF} has none for {', '.join(missing)}: the table that weightd writes has none at all"
+        detail = f"{_HCCN_CONF} has no address of {', '.join(missing)}: a generated rank table would have none at all"
         return untestable(detail, advice)
     duplicates = sorted({each for each in addresses.values() if [*addresses.values()].count(each) > 1})
     if duplicates:
@@ -130,12 +130,14 @@ def _check_port(host: Host) -> Verdict:
     used_counts = [f"{count} on {name}" for name, count in counts.items() if isinstance(count, int) and count]
     unknown_counts = [f"{name} are unknown: {count}" for name, count in counts.items() if isinstance(count, OSError)]
     advice = (
-        f"a second process with HCCL on a card needs another port than {_HCCL_PORT}, as device_ports says, which A2 and"
-        " A3 take with driver 25.0.RC1 and later; on 910 and 300I Duo end the other one"
+        f"set device_ports to another port than {_HCCL_PORT} if a second process uses HCCL on the card; A2 and A3"
+        " support this with driver 25.0.RC1 and later; on 910 and 300I Duo, end the other process"
     )
     if used_counts:
         each = ", ".join(used_counts)
-        return untestable(f"processes: {each}; whether one has port {_HCCL_PORT} of the card is not seen", advice)
+        return untestable(
+            f"processes: {each}; the host cannot see whether one uses port {_HCCL_PORT} of the card", advice
+        )
     if unknown_counts:
         return untestable(f"the processes on {unknown_counts[0]}", advice)
     if not counts:
@@ -150,21 +152,21 @@ def _check_rank_table(host: Host) -> Verdict:
     if path is None:
         numbers = [number for number in cards.values() if number is not None]
         if len(numbers) < 2 or len(numbers) < len(cards):
-            return untestable(f"weightd could write none: {_CARDS} has the reason")
+            return untestable(f"weightd could not generate a rank table: see the check {_CARDS!r}")
         generated_json = ranktable.generate(list(map(RankDevice, numbers, addresses.values())))
         with_ips = "with" if ranktable.parse(generated_json).devices[0].ip else "without"
-        return passed(f"weightd would write one for {len(numbers)} ranks, {with_ips} addresses")
+        return passed(f"weightd would generate a rank table for {len(numbers)} ranks, {with_ips} addresses")
     rank_table = read_rank_table(path.absolute())
-    advice = 'rank_table = "generate", the default, has weightd write one'
+    advice = 'correct the file, or let weightd generate the rank table: rank_table = "generate" (default)'
     if isinstance(rank_table, str):
         return failed(f"{path}: {rank_table}", advice)
     found = f"{path}: {len(rank_table.devices)} ranks on {rank_table.server}"
     if not cards:
-        return untestable(f"{found}; it is good by itself, there are no cards to compare it with")
+        return untestable(f"{found}; valid, but there are no cards to compare it with")
     problems = list(ranktable.device_problems(rank_table, cards))
     for (name, known), each in zip(addresses.items(), rank_table.devices, strict=False):
         if each.ip and known and each.ip != known:
-            problems.append(f"{name} has the address {known} in {_HCCN_CONF}, and {each.ip} here")
+            problems.append(f"{name} has the address {known} in {_HCCN_CONF}, but {each.ip} in the rank table")
     if problems:
         return failed(f"{path}: {'; '.join(problems)}", advice)
     return passed(found)

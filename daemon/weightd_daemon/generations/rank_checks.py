@@ -78,7 +78,7 @@ def verified_models(
             each,
             selftest_cases=result.selftest_cases if result.selftest_digest else (),
             selftest_digest=result.selftest_digest,
-            selftest_note="" if result.selftest_digest else "none was configured",
+            selftest_note="" if result.selftest_digest else "the model has no key selftest",
             device=selftest.device,
             row_support=selftest.row_support,
         )

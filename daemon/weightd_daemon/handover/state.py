@@ -90,7 +90,7 @@ def _check_protocol(values: Any) -> None:
     fields = cast("dict[str, Any]", values) if isinstance(values, dict) else {}
     if fields.get("protocol") != CHILD_PROTOCOL_VERSION:
         theirs, ours = (
-            f"weightd {fields.get('version')} speaks protocol {fields.get('protocol')}",
+            f"weightd {fields.get('version')} uses protocol {fields.get('protocol')}",
             f"{VERSION} {CHILD_PROTOCOL_VERSION}",
         )
         raise HandoverError(f"{theirs} with its workers, {ours}")

@@ -159,9 +159,7 @@ class Deployment(DeploymentView):
         self._wanted_source = None
         for generation in (self.serving, self.loading):
             if generation is not None:
-                _log.info(
-                    "%s stops: a changed model is to take its place", generation.label, extra=generation.log_extra()
-                )
+                _log.info("%s stops: a changed model replaces it", generation.label, extra=generation.log_extra())
                 self._drain_generation(generation, now)
         self.loading = self._pending_snapshot = None
 

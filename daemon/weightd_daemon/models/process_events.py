@@ -273,7 +273,7 @@ class ProcessEvents:
         if generation.attach_control.can_trust_answers(
             self._process_manager.is_alive
         ) and not self._storage.is_store_intact(generation):
-            generation.on_store_lost("the page store was changed or truncated: its pages are not trusted", now)
+            generation.on_store_lost("the page store was changed or truncated, so its pages may be wrong", now)
             self._reconcile(now)
 
     # --- private ------------------------------------------------------------------------------------------------

@@ -316,7 +316,7 @@ def _parse_entry(text: str, key: str) -> int:
     pairs = [line.partition(" ") for line in text.split("\n")]
     values = [value for name, _, value in pairs if name == key]
     if len(values) != 1:
-        raise ValueError(f"{key} stands there {len(values)} times")
+        raise ValueError(f"expected {key} once, got it {len(values)} times")
     return _parse_number(values[0])
 
 

@@ -40,6 +40,6 @@ def check_not_replaceable(path: Path, status: os.stat_result) -> None:
     """
     if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
         raise PathInUse(
-            f"{path}: every user may remove what is there and put something else in its place: expected mode "
+            f"{path}: every user can remove and replace the files in this directory: expected mode "
             f"{stat.S_IMODE(status.st_mode) & ~stat.S_IWOTH:04o}, or the sticky bit; chmod o-w, or +t"
         )

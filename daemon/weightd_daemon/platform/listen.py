@@ -35,7 +35,7 @@ def _listen_address(descriptor: int) -> str:
     try:
         listener = socket.socket(fileno=descriptor)
     except OSError as error:
-        raise PathInUse(f"descriptor {descriptor}, which was passed, is no socket: {error.strerror}") from None
+        raise PathInUse(f"descriptor {descriptor} from the service manager is not a socket: {error.strerror}") from None
     try:
         name: Any = listener.getsockname()
         is_stream = listener.type == socket.SOCK_STREAM
@@ -47,7 +47,7 @@ def _listen_address(descriptor: int) -> str:
             return f"tcp://[{name[0]}]:{name[1]}"
     finally:
         listener.detach()
-    raise PathInUse(f"descriptor {descriptor}, which was passed: expected a stream socket with a path or a port")
+    raise PathInUse(f"descriptor {descriptor} from the service manager: expected a stream socket with a path or a port")
 
 
 # --- new sockets --------------------------------------------------------------------------------------------------
@@ -150,14 +150,14 @@ def _check_no_listener(path: Path) -> None:
             return
         except OSError as error:
             raise PathInUse(f"{path}: {error.strerror or error}") from None
-    raise PathInUse(f"{path}: another program listens there")
+    raise PathInUse(f"{path}: another program listens on this path")
 
 
 def _remove_socket(path: Path) -> None:
     """Remove the socket, but never anything else."""
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise PathInUse(f"{path}: expected a socket or nothing there, and will not remove what is there")
+            raise PathInUse(f"{path}: expected a socket or no file; weightd does not remove other files")
         path.unlink()
     except FileNotFoundError:
         return

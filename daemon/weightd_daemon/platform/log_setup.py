@@ -163,7 +163,7 @@ def subject_of(record: logging.LogRecord) -> tuple[str, int | None, str]:
 
 def _log_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Log an uncaught exception: Python would print it without a priority."""
-    _log.critical("weightd fails", exc_info=(kind, error, trace))
+    _log.critical("weightd failed", exc_info=(kind, error, trace))
 
 
 def log_resource_error(text: str) -> None:

@@ -71,7 +71,7 @@ class _Spawner:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         if failure:
-            _log.warning("new processes may wait for descriptors of clients: unshare: %s", failure)
+            _log.warning("cannot unshare descriptors, so the start of processes may wait for clients: %s", failure)
         else:
             os.close(number)
 

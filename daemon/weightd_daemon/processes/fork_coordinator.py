@@ -144,7 +144,7 @@ class ForkCoordinator:
         try:
             request = self._pending_forks.complete(forked.name, parent)
         except LookupError:
-            raise RemoteProtocolError(f"forked: expected one that was asked for, got {forked.name}") from None
+            raise RemoteProtocolError(f"forked: expected a requested process, got {forked.name}") from None
         try:
             if not forked.pid:
                 raise OSError(0, forked.error)

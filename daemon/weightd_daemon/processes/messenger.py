@@ -215,7 +215,7 @@ class ChildMessenger:
         except RemoteProtocolError as error:
             return _protocol_failure(error)
         if isinstance(message, Forked):
-            return _protocol_failure(RemoteProtocolError("forked: expected it on the channel"))
+            return _protocol_failure(RemoteProtocolError("forked: expected this message only on the channel"))
         if isinstance(message, Hello):
             # The kernel knows the sender: it must be the process that was started under that name.
             process = self._process_table.processes.get(name)

@@ -97,7 +97,7 @@ def rank_program(
         options=config.engine_options.to_json(),
         sample=snapshot.sample,
         tolerance=config.selftest_tolerance,
-        spawn_reason="ranks are of no fork server",
+        spawn_reason="ranks are not forked from a fork server",
         snapshot_identity=f"{rank_slice.identity}:{rank_slice.sha256}",
         cores="" if rank is None else config.cores_of(device),
         rendezvous=_rendezvous_info(config, config.ranks, rank_slice.group_info, device, rank, rendezvous),

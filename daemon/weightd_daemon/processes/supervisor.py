@@ -264,7 +264,7 @@ class ProcessSupervisor:
             self._defer(functools.partial(event_handler.on_exit, name, exit_cause))
 
     def _fail_fork(self, process_spec: ProcessSpec, why: str) -> None:
-        self._fail_start(process_spec.name, f"it cannot be forked: {why}")
+        self._fail_start(process_spec.name, f"cannot be started by a fork: {why}")
 
     def _cancel_fork(self, name: str) -> None:
         if self._pending_forks.cancel(name):

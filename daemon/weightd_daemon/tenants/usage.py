@@ -298,7 +298,7 @@ class Quota:
         """
         self.connections += 1
         if config.max_connections and self.connections > config.max_connections:
-            text = f"max_connections of this tenant is {config.max_connections}: closing this connection"
+            text = f"max_connections of this tenant is {config.max_connections}; closing this connection"
             raise QuotaExceeded("max_connections", text, retry_after=_RETRY_AFTER_S)
 
     def start_request(self, nbytes: int) -> None:

@@ -292,7 +292,7 @@ def identify_user(connection: socket.socket, peers: Peers | None) -> tuple[str, 
         return f"uid {uid}", is_operator(uid)
     peer = peers.identify(connection)
     if not peer.is_known:
-        raise OSError("it has gone")
+        raise OSError("it has disconnected")
     return peer.key, peer.is_operator
 
 

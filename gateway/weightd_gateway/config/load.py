@@ -65,13 +65,16 @@ def load(path: Path, listen_addresses: Sequence[str] = ()) -> tuple[GatewayFile,
         listen_addresses: addresses of the HTTP sockets from the service manager, which replace `http`.
 
     Raises:
-        ConfigError: the file cannot be read, is not TOML, or has invalid content.
+        ConfigError: the file cannot be read, is not UTF-8 or not TOML, or has invalid content.
     """
     try:
         # Some editors write a byte order mark at the beginning of a file.
-        content = tomllib.loads(read_regular(path, MAX_CONFIG_BYTES).decode("utf-8-sig"))
+        content = tomllib.loads(read_regular(path, MAX_CONFIG_BYTES).decode("utf-8").removeprefix("\ufeff"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        byte = error.object[error.start]
+        raise ConfigError(f"{path}: not UTF-8: invalid byte 0x{byte:02x} at offset {error.start}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from None
     problems = ErrorCollector()

@@ -80,7 +80,7 @@ VM = {"is_virtual_machine": True}
             FAIL,
             ["p: died: No module", "pip install ./weightd"],
         ),
-        ("interpreter", {"report": InterpreterReport()}, FAIL, ["it reported nothing"]),
+        ("interpreter", {"report": InterpreterReport()}, FAIL, ["the interpreter reported nothing"]),
         (
             "interpreter",
             {"report": report(weightd="no such thing")},
@@ -93,7 +93,12 @@ VM = {"is_virtual_machine": True}
             FAIL,
             ["weightd 0.0.1", f"the daemon is {VERSION}", f"./weightd, from a checkout of version {VERSION}"],
         ),
-        ("service", {"unit": OSError("no systemd")}, OPEN, ["no systemd: this shell's environment and user were"]),
+        (
+            "service",
+            {"unit": OSError("no systemd")},
+            OPEN,
+            ["no systemd: checked the environment and the user of this shell"],
+        ),
         (
             "service",
             unit(environment={"ASCEND_HOME_PATH": "/c"}, user="weightd"),
@@ -104,10 +109,10 @@ VM = {"is_virtual_machine": True}
             "service",
             unit(allowed_devices=ALLOWED),
             PASS,
-            ["environment of u was judged: user root, ASCEND_HOME_PATH not set"],
+            ["checked the environment of u: user root, ASCEND_HOME_PATH not set"],
         ),
-        ("service", unit(allowed_devices=("char-davinci",)), PASS, ["u was judged"]),
-        ("service", unit(hides_devices=True), FAIL, ["PrivateDevices=yes hides every card -> install the drop-in"]),
+        ("service", unit(allowed_devices=("char-davinci",)), PASS, ["environment of u: "]),
+        ("service", unit(hides_devices=True), FAIL, ["PrivateDevices=yes hides every card -> review the drop-in"]),
         ("service", unit(allowed_devices=ALLOWED[1:]), FAIL, ["DeviceAllow= lacks /dev/davinciN -> "]),
         ("service", unit(allowed_devices=ALLOWED[:-1]), FAIL, ["DeviceAllow= lacks /dev/hisi_hdc -> "]),
         ("service", unit(unreadable_files=("/etc/x",)), OPEN, ["/etc/x cannot be read -> run the doctor as root"]),
@@ -158,13 +163,18 @@ VM = {"is_virtual_machine": True}
         ),
         ("driver", {"nodes": TWO[:1]}, OPEN, ["version unknown", "version.info"]),
         ("driver", {"nodes": (), "files": DRIVER}, OPEN, ["no /dev/davinci*", "--device /dev/davinciN"]),
-        ("cann", {"files": cann("8.2.RC1")}, PASS, ["8.2.RC1", "as published lists name it for 2.7.0"]),
+        (
+            "cann",
+            {"files": cann("8.2.RC1")},
+            PASS,
+            ["8.2.RC1", "published lists name this version for MindSpore Lite 2.7.0"],
+        ),
         ("cann", {}, OPEN, ["ascend_toolkit_install.info", "ASCEND_HOME_PATH is not set"]),
         (
             "cann",
             {"environment": {"ASCEND_HOME_PATH": "/gone"}, "files": cann("8.2.RC1")},
             FAIL,
-            ["/gone, which is not there", "set_env.sh"],
+            ["/gone, which does not exist", "set_env.sh"],
         ),
         (
             "cann",  # ASCEND_HOME_PATH has priority over the default directory
@@ -175,9 +185,14 @@ VM = {"is_virtual_machine": True}
             PASS,
             ["version 8.2.RC1.B1 (", "ASCEND_HOME_PATH /opt/cann"],
         ),
-        ("cann", {"files": cann("8.0.0"), "report": library("2.7.1")}, OPEN, ["lists name 8.3.RC1 for 2.7.1"]),
-        ("cann", {"files": cann("9.0.0"), "report": library("3.0.0")}, PASS, ["not in our list"]),
-        ("cann", {"files": cann("9.0.0"), "report": library("")}, PASS, ["not in our list"]),
+        (
+            "cann",
+            {"files": cann("8.0.0"), "report": library("2.7.1")},
+            OPEN,
+            ["lists name 8.3.RC1 for MindSpore Lite 2.7.1"],
+        ),
+        ("cann", {"files": cann("9.0.0"), "report": library("3.0.0")}, PASS, ["does not know which CANN fits"]),
+        ("cann", {"files": cann("9.0.0"), "report": library("")}, PASS, ["does not know which CANN fits"]),
         (
             "cann",
             {"files": {"usr/local/Ascend/latest/version.cfg": "# x\nruntime_running_version=[7.5.0.1.129:8.0.0]\n"}},
@@ -193,9 +208,14 @@ VM = {"is_virtual_machine": True}
         ("current_pid", {"report": report(current_pid={"pid": ""})}, FAIL, ["empty", "built for Ascend"]),
         ("current_pid", {"report": report(current_pid={"pid": "4711"})}, PASS, ["4711", "12", "container"]),
         ("current_pid", {"report": report(current_pid="no such thing")}, FAIL, ["no such thing"]),
-        ("devices", {"device": 1}, PASS, ["2 seen", "ascend:1"]),
-        ("devices", {"device": 2}, FAIL, ["2 seen", "ascend:0 to ascend:1", "ASCEND_RT_VISIBLE_DEVICES"]),
-        ("devices", {"report": report(devices={"count": 0})}, FAIL, ["0 seen", "pass the card", "docker run"]),
+        ("devices", {"device": 1}, PASS, ["devices found: 2", "ascend:1"]),
+        ("devices", {"device": 2}, FAIL, ["devices found: 2", "ascend:0 to ascend:1", "ASCEND_RT_VISIBLE_DEVICES"]),
+        (
+            "devices",
+            {"report": report(devices={"count": 0})},
+            FAIL,
+            ["devices found: 0", "pass the card", "docker run"],
+        ),
         ("devices", {"report": report(devices="no such thing")}, FAIL, ["no such thing"]),
         ("device memory", {}, PASS, ["30,720 MiB free of 32,768 MiB"]),
         # The device cannot be opened.
@@ -205,7 +225,7 @@ VM = {"is_virtual_machine": True}
             "device memory",
             {"report": report(memory={"free_bytes": 0, "total_bytes": GIB})},
             FAIL,
-            ["0 MiB free of 1,024 MiB", "end what uses it"],
+            ["0 MiB free of 1,024 MiB", "end processes that use the device"],
         ),
         ("processes", {"count": 0}, PASS, ["0 of 63"]),
         ("processes", {"count": 62}, PASS, ["62 of 63", "NPU 0, chip 0"]),
@@ -215,8 +235,18 @@ VM = {"is_virtual_machine": True}
         ("processes", {"count": 32, **VM}, FAIL, ["32 of 32", 'set processes = 32 in [devices."ascend:0"]']),
         ("virtual instance", {"nodes": TWO}, PASS, ["below /dev/davinci100, chip Ascend910B3"]),
         ("virtual instance", {"nodes": TWO, "report": soc("Ascend310P3Vir04")}, FAIL, ["Ascend310P3Vir04"]),
-        ("virtual instance", {"nodes": nodes("davinci100", "davinci_manager")}, FAIL, ["only /dev/davinci100"]),
-        ("virtual instance", {"nodes": nodes("davinci0", "vdavinci100")}, OPEN, ["some are: /dev/vdavinci100"]),
+        (
+            "virtual instance",
+            {"nodes": nodes("davinci100", "davinci_manager")},
+            FAIL,
+            ["only device nodes of virtual instances: /dev/davinci100"],
+        ),
+        (
+            "virtual instance",
+            {"nodes": nodes("davinci0", "vdavinci100")},
+            OPEN,
+            ["some device nodes are virtual instances: /dev/vdavinci100"],
+        ),
         ("virtual instance", {"nodes": ()}, OPEN, ["no device nodes"]),
         ("virtual instance", {"nodes": TWO, **VM, "report": soc("")}, OPEN, ["virtual machine"]),
         # A successful import proves that the instance supports sharing.
@@ -243,7 +273,7 @@ def test_check_result_and_advice(
 
 @pytest.mark.parametrize(
     ("reason", "text"),
-    [("", "pidfds"), ("pidfd_open: no", "a thread waits for each process, for lack of pidfds: pidfd_")],
+    [("", "pidfds"), ("pidfd_open: no", "a thread waits for each process, because pidfds are unavailable: pidfd_")],
 )
 def test_reports_how_daemon_detects_exits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, text: str
@@ -319,7 +349,7 @@ def test_every_check_is_reported(tmp_path: Path) -> None:
     assert list(found) == [
         *independent, "ascend", *checks.CHECKS, *ranks.CHECKS, *sharing.CHECK_NAMES
     ]  # fmt: skip
-    assert "no Ascend driver or library is here" in found["ascend"].detail
+    assert "no Ascend driver or library found" in found["ascend"].detail
     assert {each.result for name, each in found.items() if name not in independent} == {OPEN}
 
 

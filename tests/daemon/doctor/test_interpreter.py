@@ -32,8 +32,8 @@ def test_report_names_step_in_which_process_died() -> None:
     output = lines({"begin": "python"}, {"step": "python"}, {"begin": "devices"}) + '{"step": "devi'
     report = parse_report(output, "killed by SIGSEGV", "one\n\n two  words \n")
     assert report.unfinished_step == "devices"
-    assert report.error("devices") == "the process killed by SIGSEGV; its log ends: one | two words"
-    assert report.error("memory") == "not reached: the process killed by SIGSEGV in the step devices"
+    assert report.error("devices") == "process killed by SIGSEGV; its log ends: one | two words"
+    assert report.error("memory") == "not reached: process killed by SIGSEGV in the step devices"
     assert report.error("python") == ""
 
 
@@ -53,7 +53,7 @@ def write_interpreter(tmp_path: Path) -> WriteInterpreter:
 def test_hanging_interpreter_is_killed(write_interpreter: WriteInterpreter) -> None:
     python = write_interpreter("""echo '{"begin": "devices"}'; echo native log >&2; exec sleep 1000""")
     report = interpreter.run_report(python, 0, 0.5, os.environ)
-    assert report.error("devices") == "the process was killed: it did not answer within 0.5 s; its log ends: native log"
+    assert report.error("devices") == "process killed: no answer within 0.5 s; its log ends: native log"
 
 
 def test_failing_or_missing_interpreter_is_reported(write_interpreter: WriteInterpreter) -> None:

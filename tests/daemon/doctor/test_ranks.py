@@ -40,12 +40,12 @@ LIB = f"{platform.machine()}-linux/lib64"
             f"no libhccl.so: /a, /opt/cann/lib64, /opt/cann/{LIB}, /opt/cann/compiler/lib64",
         ),
         ([], {}, "no libhccl.so: neither LD_LIBRARY_PATH nor ASCEND_HOME_PATH is set"),
-        (["opt/cann/lib64"], {"ASCEND_HOME_PATH": "/opt/cann"}, "/opt/cann/lib64/libhccl.so; it was not loaded"),
+        (["opt/cann/lib64"], {"ASCEND_HOME_PATH": "/opt/cann"}, "/opt/cann/lib64/libhccl.so; not loaded by this check"),
         # LD_LIBRARY_PATH has priority.
         (
             ["opt/cann/lib64", "opt/own"],
             {"ASCEND_HOME_PATH": "/opt/cann/", "LD_LIBRARY_PATH": "/opt/own/"},
-            "/opt/own/libhccl.so; it was not loaded",
+            "/opt/own/libhccl.so; not loaded by this check",
         ),
         # A directory of this name is not a library.
         (["lib/libhccl.so"], {"LD_LIBRARY_PATH": "/lib"}, "no libhccl.so: /lib"),
@@ -65,12 +65,12 @@ def test_hccl_library_is_searched(tmp_path: Path, files: list[str], environment:
     [
         ((0, 1), 2, (PASS, CARDS)),
         ((), 2, (PASS, CARDS)),
-        ((0, 1), None, (OPEN, f"{CARDS}; how many a process sees is unknown")),
-        ((0, 1), 1, (FAIL, f"{CARDS}; not there: ascend:1; 1 seen")),
-        ((0, 2), None, (FAIL, "ascend:0 is card 4, ascend:2 is card ?; not there: ascend:2")),
-        ((0, 2), 1, (FAIL, "ascend:0 is card 4, ascend:2 is card ?; not there: ascend:2; 1 seen")),
+        ((0, 1), None, (OPEN, f"{CARDS}; the number of devices that a process can use is unknown")),
+        ((0, 1), 1, (FAIL, f"{CARDS}; missing: ascend:1; devices found: 1")),
+        ((0, 2), None, (FAIL, "ascend:0 is card 4, ascend:2 is card ?; missing: ascend:2")),
+        ((0, 2), 1, (FAIL, "ascend:0 is card 4, ascend:2 is card ?; missing: ascend:2; devices found: 1")),
         ((0,), 1, (FAIL, "ascend:0 is card 4: ranks need at least two")),
-        ((), 0, (FAIL, "no card here: ranks need at least two")),
+        ((), 0, (FAIL, "no card found: ranks need at least two")),
     ],
 )
 def test_cards_of_ranks_must_exist(
@@ -86,8 +86,12 @@ def test_cards_of_ranks_must_exist(
     ("conf", "expected", "text"),
     [
         (CONF, PASS, "ascend:0: 192.168.1.8, ascend:1: 192.168.1.9"),
-        (None, OPEN, "/etc/hccn.conf: No such file or directory: the table that weightd writes has none"),
-        (CONF.partition("address_5")[0], OPEN, "has none for ascend:1: the table that weightd writes has none at all"),
+        (None, OPEN, "/etc/hccn.conf: No such file or directory: a generated rank table would have no addresses"),
+        (
+            CONF.partition("address_5")[0],
+            OPEN,
+            "has no address of ascend:1: a generated rank table would have none at all",
+        ),
         ("address_4=::1\naddress_5=::1\n", FAIL, "/etc/hccn.conf has ::1 for several cards"),
     ],
 )
@@ -99,7 +103,7 @@ def test_device_addresses_are_read(tmp_path: Path, conf: str | None, expected: C
 
 def test_address_file_that_is_directory(tmp_path: Path) -> None:
     (tmp_path / "etc/hccn.conf").mkdir(parents=True)
-    check(verdict(tmp_path, "device addresses", None), OPEN, "/etc/hccn.conf: Is a directory: the table")
+    check(verdict(tmp_path, "device addresses", None), OPEN, "/etc/hccn.conf: Is a directory: a generated rank table")
 
 
 NPUS = NpuInfo(0, 0, 4), NpuInfo(0, 1, 5)
@@ -109,9 +113,13 @@ NPUS = NpuInfo(0, 0, 4), NpuInfo(0, 1, 5)
     ("facts", "expected", "text"),
     [
         ({"npus": NPUS, "processes": 0}, PASS, "no process is on ascend:0, ascend:1, so no process uses port 16666"),
-        ({"npus": NPUS, "processes": 3}, OPEN, "processes: 3 on ascend:1; whether one has port 16666 of the card is"),
+        (
+            {"npus": NPUS, "processes": 3},
+            OPEN,
+            "processes: 3 on ascend:1; the host cannot see whether one uses port 16666",
+        ),
         ({}, OPEN, "the processes on ascend:0 are unknown: npu-smi is not on PATH"),
-        ({"ranks": (), "report": report(devices={"count": 0})}, OPEN, "no card here"),
+        ({"ranks": (), "report": report(devices={"count": 0})}, OPEN, "no card found"),
     ],
 )
 def test_hccl_port_is_checked_for_other_processes(
@@ -127,9 +135,12 @@ def test_hccl_port_is_checked_for_other_processes(
 @pytest.mark.parametrize(
     ("conf", "devices", "expected", "text"),
     [
-        (CONF, (0, 1), PASS, "weightd would write one for 2 ranks, with addresses"),
-        ("", (0, 1), PASS, "weightd would write one for 2 ranks, without addresses"),
-        *((CONF, each, OPEN, "weightd could write none: cards of ranks has the reason") for each in ((0,), (0, 1, 2))),
+        (CONF, (0, 1), PASS, "weightd would generate a rank table for 2 ranks, with addresses"),
+        ("", (0, 1), PASS, "weightd would generate a rank table for 2 ranks, without addresses"),
+        *(
+            (CONF, each, OPEN, "weightd could not generate a rank table: see the check 'cards of ranks'")
+            for each in ((0,), (0, 1, 2))
+        ),
     ],
 )
 def test_describes_generated_rank_table(
@@ -153,9 +164,9 @@ def test_describes_generated_rank_table(
             {},
             CONF.replace("192.168.1.9", "10.0.0.1"),
             FAIL,
-            "table.json: ascend:1 has the address 10.0.0.1 in /etc/hccn.conf, and 192.168.1.9 here",
+            "table.json: ascend:1 has the address 10.0.0.1 in /etc/hccn.conf, but 192.168.1.9 in the rank table",
         ),
-        ({"has_cards": False}, CONF, OPEN, "it is good by itself, there are no cards to compare it with"),
+        ({"has_cards": False}, CONF, OPEN, "valid, but there are no cards to compare it with"),
         ({"has_cards": False, "text": "{}"}, CONF, FAIL, "table.json: "),
     ],
 )

@@ -472,7 +472,7 @@ def test_one_process_serves_several_models() -> None:
     one, other = group.rank_group.models
     assert (one.inputs, one.outputs, one.selftest_digest, one.selftest_cases) == ((X,), (Y,), "one", CASES)
     assert (other.inputs, other.outputs, other.selftest_digest, other.selftest_cases) == ((Y,), (X,), "", ())
-    assert other.selftest_note == "none was configured"
+    assert other.selftest_note == "the model has no key selftest"
     assert (group.rank_group.built, group.rank_group.processes.slots) == (one, {SLOT: (R0,)})
     models = group.rank_group.models
     group.resumed()

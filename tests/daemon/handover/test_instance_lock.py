@@ -142,7 +142,7 @@ def test_regular_file_at_socket_path_is_kept(root: Path, config: DaemonConfig) -
     path = config.children_socket
     path.parent.mkdir()
     path.write_text("precious")
-    assert refused(config) == f"{path}: expected a socket or nothing there, and will not remove what is there"
+    assert refused(config) == f"{path}: expected a socket or no file; weightd does not remove other files"
     assert tree(root) == {str(path.relative_to(root))}
     assert not config.private_dir.exists()
     path.unlink()
@@ -157,7 +157,7 @@ def test_socket_of_other_program_is_kept(config: DaemonConfig) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        assert refused(config) == f"{path}: another program listens there"
+        assert refused(config) == f"{path}: another program listens on this path"
     assert path.is_socket()
 
 
@@ -180,7 +180,7 @@ def test_world_writable_directory_is_rejected(root: Path, config: DaemonConfig, 
     directory = root / which
     directory.mkdir()
     directory.chmod(0o777)
-    assert re.match(rf"{directory}: every user may remove .*: expected mode 0775, or the sticky bit", refused(config))
+    assert re.match(rf"{directory}: every user can remove .*: expected mode 0775, or the sticky bit", refused(config))
     directory.chmod(0o1777)
     with lock_instance(config):
         pass

@@ -231,7 +231,7 @@ def test_directory_of_other_shim_is_rejected(
     service.shims.add(other.pid)
     # Simulate a directory that another shim locks right after the check.
     monkeypatch.setattr(shim_launcher, "make_private_directory", mock.Mock())
-    with pytest.raises(PathInUse, match=r"^cannot start the shim: .*another shim has the directory"):
+    with pytest.raises(PathInUse, match=r"^cannot start the shim: .*another shim uses the directory"):
         service.start(config)
     assert other.surviving_processes() == []
     other.kill()

@@ -113,7 +113,7 @@ def refusal(path: Path) -> str:
 @pytest.mark.parametrize("text", ["[]", "null", "1", '"handover"', "{}"])
 def test_file_without_protocol_is_rejected(path: Path, text: str) -> None:
     path.write_text(text)
-    assert "speaks protocol None" in refusal(path)
+    assert "uses protocol None" in refusal(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000], ids=["empty", "cut", "bytes", "deep"])
@@ -123,7 +123,7 @@ def test_invalid_json_is_rejected(path: Path, content: bytes) -> None:
 
 
 LATER = CHILD_PROTOCOL_VERSION + 1
-LATER_TEXT = f"weightd 9.9 speaks protocol {LATER} with its workers, {VERSION} {CHILD_PROTOCOL_VERSION}"
+LATER_TEXT = f"weightd 9.9 uses protocol {LATER} with its workers, {VERSION} {CHILD_PROTOCOL_VERSION}"
 
 
 @pytest.mark.parametrize(

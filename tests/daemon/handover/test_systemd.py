@@ -562,7 +562,7 @@ def test_passed_sockets_make_unix_socket_optional(tmp_path: Path, caplog: pytest
 def test_unix_socket_is_required_without_passed_sockets(tmp_path: Path) -> None:
     with (
         listen_on(f"unix://{tmp_path}/weightd.sock.unix"),
-        pytest.raises(PathInUse, match="another program listens there"),
+        pytest.raises(PathInUse, match="another program listens on this path"),
         listen(config(tmp_path, []), []),
     ):
         pass

@@ -84,7 +84,7 @@ def test_rejects_sockets_without_a_usable_address(
     bad = socket.socket(family, kind)
     passed.append(bad)
     bad.bind(name.format(tmp_path) if isinstance(name, str) else name)
-    message = f"^descriptor {bad.fileno()}, which was passed: expected a stream socket with a path or a port$"
+    message = f"^descriptor {bad.fileno()} from the service manager: expected a stream socket with a path or a port$"
     with pytest.raises(PathInUse, match=message):
         listen_addresses([bad.fileno()])
     os.fstat(bad.fileno())
@@ -92,7 +92,7 @@ def test_rejects_sockets_without_a_usable_address(
 
 def test_rejects_descriptors_that_are_not_sockets() -> None:
     read, write = os.pipe()
-    message = f"^descriptor {read}, which was passed, is no socket: "
+    message = f"^descriptor {read} from the service manager is not a socket: "
     with pytest.raises(PathInUse, match=f"{message}Socket operation on non-socket$"):
         listen_addresses([read])
     for each in (read, write):
@@ -115,7 +115,7 @@ def test_creates_unix_socket_with_permissions_and_removes_it(tmp_path: Path, sch
             assert not made.getblocking()
             assert connects(made, socket.AF_UNIX, str(path))
             # A killed process leaves such a socket behind; this one still listens.
-            assert refused(f"{scheme}://{path}") == f"{path}: another program listens there"
+            assert refused(f"{scheme}://{path}") == f"{path}: another program listens on this path"
             path.rename(path.with_suffix(".left"))
     finally:
         os.umask(before)
@@ -127,7 +127,7 @@ def test_creates_unix_socket_with_permissions_and_removes_it(tmp_path: Path, sch
 
 def test_leaves_other_files_alone(tmp_path: Path) -> None:
     (tmp_path / "s").write_text("precious")
-    assert refused(f"unix://{tmp_path}/s").startswith(f"{tmp_path}/s: expected a socket or nothing there, ")
+    assert refused(f"unix://{tmp_path}/s").startswith(f"{tmp_path}/s: expected a socket or no file; ")
     assert (tmp_path / "s").read_text() == "precious"
 
 

@@ -196,7 +196,7 @@ def test_journal_receives_events_and_tracebacks(tmp_path: Path, journal_socket: 
     assert stderr_of(program, tmp_path / "log", journal=True) == ""
     first, crash = read_entry(journal_socket), read_entry(journal_socket)
     assert (first["MESSAGE"], first["PRIORITY"], crash["PRIORITY"]) == ("serving", "6", "3")
-    assert crash["MESSAGE"].startswith("weightd fails\nTraceback (most recent call last):\n")
+    assert crash["MESSAGE"].startswith("weightd failed\nTraceback (most recent call last):\n")
     assert crash["MESSAGE"].endswith("RuntimeError: nobody\ncatches this")
 
 

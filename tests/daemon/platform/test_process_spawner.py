@@ -87,7 +87,8 @@ def test_warns_where_unshare_is_refused(monkeypatch: pytest.MonkeyPatch, caplog:
     # Other inheritable descriptors of this process come from the program that started the tests.
     assert printed().startswith("0 1 2 3")
     assert (
-        "new processes may wait for descriptors of clients: unshare: [Errno 1] Operation not permitted" in caplog.text
+        "cannot unshare descriptors, so the start of processes may wait for clients: [Errno 1] Operation not permitted"
+        in caplog.text
     )
 
 

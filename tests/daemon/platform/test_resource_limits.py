@@ -34,7 +34,7 @@ TERMINATED = (
         (SUBPROCESS, ResourceShortage.TASKS),
         (TERMINATED, ResourceShortage.TASKS),
         ("Resource temporarily unavailable (src/thread.cpp:241) | Fatal Python error: Aborted", ResourceShortage.TASKS),
-        ("it cannot be forked: cannot fork: Resource temporarily unavailable", ResourceShortage.TASKS),
+        ("cannot be started by a fork: cannot fork: Resource temporarily unavailable", ResourceShortage.TASKS),
         ("cannot start /usr/bin/python3: Resource temporarily unavailable", ResourceShortage.TASKS),
         ("its fork server cannot be started: Resource temporarily unavailable", ResourceShortage.TASKS),
         ("cannot take a snapshot: [Errno 11] Resource temporarily unavailable", ResourceShortage.TASKS),

@@ -107,6 +107,6 @@ def test_who_is_not_bounded_may_say_what_he_wants() -> None:
 def test_a_connection_too_many_counts_until_it_has_gone() -> None:
     quota, config = Quota(), TenantConfig(max_connections=1)
     quota.add_connection(config)
-    with pytest.raises(QuotaExceeded, match="max_connections of this tenant is 1: closing this connection"):
+    with pytest.raises(QuotaExceeded, match="max_connections of this tenant is 1; closing this connection"):
         quota.add_connection(config)
     assert quota.connections == 2

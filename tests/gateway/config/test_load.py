@@ -148,7 +148,9 @@ def test_all_mistakes_are_told_at_once_and_name_the_file(tmp_path: Path) -> None
     ]
 
 
-@pytest.mark.parametrize(("content", "problem"), [(b"[gateway", "not TOML"), (b"\xff", "not TOML")])
+@pytest.mark.parametrize(
+    ("content", "problem"), [(b"[gateway", "not TOML"), (b"a = 1 #\xff", "not UTF-8: invalid byte 0xff at offset 7$")]
+)
 def test_what_is_no_toml(tmp_path: Path, content: bytes, problem: str) -> None:
     path = tmp_path / "gateway.toml"
     path.write_bytes(content)

@@ -355,7 +355,7 @@ def test_a_machine_without_a_driver_is_told_before_anything_is_built(card: Card)
     card.host.switch(ascend=False)
     card.begin("h")
     broken, _ = card.daemon.hear("h", ProcessFailed)
-    assert broken.reason.startswith(f"{sys.executable}: the library has no number for this process: ")
+    assert broken.reason.startswith(f"{sys.executable}: the library has no pid for this process: ")
     assert "set_env.sh" in broken.reason
     assert broken.reason.endswith(": dlopen libascend_kernel_plugin.so failed")
     assert card.daemon.stop("h") == exit_codes.NO_ENGINE
@@ -413,7 +413,7 @@ def test_with_sharing_off_each_has_a_copy_and_nobody_depends_on_another(card: Ca
 def test_a_build_that_names_nobody_is_a_private_one(card: Card) -> None:
     card.start("h")
     built = card.build()
-    assert (built.handle, built.note) == ("", "weights are not shared: the build named no process to share with")
+    assert (built.handle, built.note) == ("", "weights are not shared: the build order lists no process to share with")
 
 
 # --- sizes that a model was converted for ---------------------------------------------------------------------

@@ -363,8 +363,8 @@ def test_without_a_test_only_the_form_is_looked_at() -> None:
 
 def test_a_model_without_a_canary_is_not_run() -> None:
     engine = fake(lambda x: x)
-    rows = found(engine, known=selftest.SelfTestRun((), "", note="it is off"))
-    assert (rows.note, rows.outputs) == ("rows cannot be checked without a self-test: it is off", ())
+    rows = found(engine, known=selftest.SelfTestRun((), "", note="the key selftest is off"))
+    assert (rows.note, rows.outputs) == ("rows cannot be checked without a self-test: the key selftest is off", ())
     assert not engine.received_inputs
 
 

@@ -341,7 +341,7 @@ def test_an_engine_that_cannot_be_rebuilt_takes_another_process_for_the_next_try
 @pytest.mark.parametrize(
     ("unfit", "note"),
     [
-        ((), "it is off, so weightd cannot check the answers of workers"),
+        ((), "the key selftest is off, so weightd cannot check the answers of workers"),
         ((x(1, 4),), "the search was given up: it took too long or crashed too many processes; "),
     ],
 )

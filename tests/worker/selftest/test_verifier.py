@@ -197,7 +197,7 @@ def test_of_one_that_can_be_the_first_answer_shows_whether_the_signature_is_true
         assert shape_of(proof, untrue, batch(size)) == (size, 3)
     proof = proved(true, sizes=())
     shape_of(proof, true, OF_SIX)
-    with pytest.raises(ModelCorrupted, match=r"expected \[1, 2, 60\]; it has no self-test to check that$"):
+    with pytest.raises(ModelCorrupted, match=r"expected \[1, 2, 60\]; without a self-test, the answer is unproven$"):
         shape_of(proof, true, batch(5))
 
 

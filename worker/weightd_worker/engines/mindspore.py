@@ -85,7 +85,7 @@ class MindSporeRank(RankEngine):
     def load(self, path: str, options: Mapping[str, Any] = types.MappingProxyType({})) -> ModelSignature:
         """Load the slice, and compile it for the shapes that its file gives."""
         for name in options:
-            raise BuildError(f"options.{name}: unknown; mindspore has none")
+            raise BuildError(f"options.{name}: unknown; engine mindspore has no options")
         self._path = path
         self._signature = read_signature(path)
         self._free_dim_count = sum(

@@ -52,7 +52,7 @@ class OnnxRuntime(CpuEngine):
     def __init__(self, settings: BuildSettings) -> None:
         super().__init__(settings)
         for name in settings.options:
-            raise BuildError(f"options.{name}: unknown; onnxruntime has none")
+            raise BuildError(f"options.{name}: unknown; engine onnxruntime has no options")
         # Otherwise the import starts a telemetry thread, which would prevent a fork.
         os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
         try:

@@ -45,7 +45,7 @@ _RANKS = (2, 4, 3, 1, 0)
 # Larger inputs are not generated, because every process runs the self-test when it starts.
 _MAX_BYTES = 16 * 1024 * 1024
 
-_OFF = "it is off, so weightd cannot check the answers of workers"
+_OFF = "the key selftest is off, so weightd cannot check the answers of workers"
 _GIVEN_UP = "the search was given up: it took too long or crashed too many processes; set the key selftest to an input"
 _INCONCLUSIVE = "the model's answer has no finite number, so it cannot be compared"
 _NO_INPUT_RUNS = "the model runs on none of {} inputs generated from its signature; set the key selftest to an input"

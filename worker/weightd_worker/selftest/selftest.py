@@ -214,7 +214,7 @@ class AnswerVerifier:
         else:
             is_legitimate = is_untouched or not self._engine.may_corrupt
         if not is_legitimate:
-            unproven = "" if self._reference.cases else "; it has no self-test to check that"
+            unproven = "" if self._reference.cases else "; without a self-test, the answer is unproven"
             raise ModelCorrupted(f"the answer contradicts the model's signature: {contradiction}{unproven}")
         _log.warning("the model's signature is wrong; answers are no longer checked against it: %s", contradiction)
         self._outputs.clear()

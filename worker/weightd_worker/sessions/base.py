@@ -160,7 +160,7 @@ class Session(abc.ABC):
                 str(error), exit_codes.CANNOT_BUILD, is_out_of_memory=is_out_of_memory, is_transient=transient
             )
         except Exception as error:  # noqa: BLE001 - a failure is reported to the daemon, whatever a library raises
-            _log.exception("%s", type(order).__name__)
+            _log.exception("order %s failed", type(order).__name__)
             cause = f"{type(error).__name__}: {error}"
             return self._report_failure(
                 cause, exit_codes.FAILED, is_transient=is_transient(error) or mentions_transient(cause)

@@ -36,7 +36,7 @@ def find_load_failures(models: Mapping[str, ModelConfig]) -> Iterator[str]:
     """
     models_without_ranks = {name: model for name, model in models.items() if model.ranks is None}
     for name in models.keys() - models_without_ranks.keys():
-        _log.info("%s: its ranks are not loaded here; only a start does that", name)
+        _log.info("%s: not loaded, because it has ranks, which only weightd serve loads", name)
     loads = [
         (name, model, device) for name, model in models_without_ranks.items() for device in model.devices_by_weight_copy
     ]
@@ -78,17 +78,18 @@ def _load_model(model: ModelConfig, device: str, *, is_shared: bool) -> tuple[st
             except ChildError as error:
                 return str(error), ""
         if children.survivors:
-            return f"{', '.join(map(str, children.survivors))} did not end after SIGKILL", ""
+            return f"processes {', '.join(map(str, children.survivors))} have not exited after SIGKILL", ""
     return _evaluate(built, attached, must_share=is_shared and not is_cpu(device))
 
 
 def _evaluate(built: Built, attached: Attached | None, *, must_share: bool) -> tuple[str, str]:
     if must_share and not built.handle:
-        return f'the library shares no weights: {built.note or "it gave no handle"}; sharing = "auto" allows that', ""
+        reason = built.note or "no handle"
+        return f'the library shares no weights: {reason}; set sharing = "auto" to load the model without sharing', ""
     if must_share and not built.selftest_digest:
         return f"no self-test: {built.selftest_note}; set the key selftest, or turn sharing off", ""
     if attached is not None and attached.selftest_digest != built.selftest_digest:
-        return "a worker does not give the holder's answer", ""
+        return "the answer of a worker differs from the holder's answer", ""
     shared_text = f"{built.shared_bytes / MIB:,.0f} MiB shared" if built.shared_bytes else "nothing shared"
     selftest_text = "" if built.selftest_digest else f"no self-test: {built.selftest_note}"
     return "", "; ".join(filter(None, (shared_text, built.note, selftest_text)))

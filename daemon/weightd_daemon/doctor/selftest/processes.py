@@ -197,7 +197,7 @@ class SelfTestProcesses:
     def _next_message(self, name: str, step: str) -> ChildReply:
         process = self._processes.get(name)
         if process is None:
-            raise ChildExited(f"{name}: {step}: it has ended before")
+            raise ChildExited(f"{name}: {step}: the process has already exited")
         deadline = event_loop.now() + self._step_timeout_s
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)

@@ -65,8 +65,8 @@ HOLDER_EXIT = "sharing: holder exit"
 CHECK_NAMES = (BUILD, ATTACH, ANSWER, MEMORY, LATER_WORKER, UNLISTED, HOLDER_EXIT)
 """The checks of the self-test, in the order of its steps."""
 
-_SPARES_ADVICE = "weightd then replaces lost workers by spares and new generations: set spares for each device"
-_MODEL_ADVICE = "weightd doctor --model FILE.mindir shares the weights of a model among real processes"
+_SPARES_ADVICE = "weightd replaces lost workers only by spares and new generations: set spares for each device"
+_MODEL_ADVICE = "to test sharing between real processes, run weightd doctor --model FILE.mindir"
 
 # Part of the library's error text when the driver refuses an import.
 _IMPORT_ERROR = "import from shareable handle"
@@ -74,29 +74,32 @@ _IMPORT_ERROR = "import from shareable handle"
 # Parts of the native log, and the advice for each.
 _ADVICE_BY_ERROR = (
     ("207001", "the device is out of memory: free some, or use a smaller model (see the line device memory)"),
-    ("open device", f"the device takes no further process: it has {MAX_PROCESSES}, or is not there (see processes)"),
-    (_IMPORT_ERROR, "the driver refuses the import: a virtual instance does, and so does one whose list lacks the pid"),
+    ("open device", f"the device has {MAX_PROCESSES} processes and accepts no more, or does not exist (see processes)"),
+    (
+        _IMPORT_ERROR,
+        "the driver refuses the import: the device is a virtual instance, or the list of pids lacks the process",
+    ),
     (
         "Set pid to shareable_handle",
-        "the driver cannot list pids: driver and CANN must be of versions that fit together",
+        "the driver cannot list pids: install matching versions of the driver and CANN",
     ),
-    ("207000", "the driver does not know this call: update driver and CANN to versions that fit together"),
+    ("207000", "the driver does not support this call: update the driver and CANN to matching versions"),
 )
 _LOG_ADVICE = "the first error of the native log is the cause; see docs/ascend.md, trouble-shooting"
 _HANG_ADVICE = (
-    "npu-smi info shows the device's health, CANN's own log is in ~/ascend/log; a model that needs longer: --limit"
+    "npu-smi info shows the device's health; CANN's own log is in ~/ascend/log; for a slow model, raise --limit"
 )
 _CRASH_ADVICE = "the library or the driver crashed: CANN's own log is in ~/ascend/log, the kernel's in dmesg"
 
 
 AnswerFrames = tuple[bytes, ...]
-"""The digest of the self-test's, or the outputs of a predict: a frame each."""
+"""The digest of the self-test's answer, or the outputs of a predict, one frame for each output."""
 
 
 def check_sharing(options: argparse.Namespace, environment: Mapping[str, str], report: InterpreterReport) -> Findings:
     """Share the weights of the model that the command line names, and return a verdict on each step."""
     if not options.model:
-        return {"sharing": untestable("not tried", _MODEL_ADVICE)}
+        return {"sharing": untestable("not tested", _MODEL_ADVICE)}
     # For any other problem, the worker's own error text is better than a guess.
     if report.error("library"):
         return not_run("the library cannot be imported")
@@ -140,14 +143,14 @@ def run_selftest(children: SelfTestProcesses, selftest: SelfTestSpec, free_bytes
         return {**not_run("no handle to attach to"), BUILD: _child_failed(error)}
     if not built.handle:
         advice = "convert the model for Ascend with one OM node: not encrypted, not for weight updates, not in a group"
-        no_handle = failed(f"the library gave no handle{': ' if built.note else ''}{built.note}", advice)
+        no_handle = failed(f"the library exported no handle{': ' if built.note else ''}{built.note}", advice)
         return {**not_run("no handle to attach to"), BUILD: no_handle}
     findings = {BUILD: passed(f"{format_mib(built.shared_bytes)} exported for {len(pids) - 1} processes")}
     try:
         attached = _attach_worker(children, WORKER, built)
     except ChildError as error:
         return {**not_run("no worker has attached"), **findings, ATTACH: _child_failed(error)}
-    findings[ATTACH] = passed(f"a second process uses {format_mib(attached.shared_bytes)} of the first one's")
+    findings[ATTACH] = passed(f"the worker uses {format_mib(attached.shared_bytes)} of the holder's memory")
     findings[ANSWER] = _check_answer(built, attached)
     findings[MEMORY] = _check_memory(children, built, attached, free_bytes_before)
     findings[LATER_WORKER] = _check_later_worker(children, built)
@@ -177,11 +180,13 @@ def format_mib(size: int) -> str:
 def _check_answer(built: Built, attached: Attached) -> Verdict:
     if not built.selftest_digest:
         # The same text as in `weightd serve`.
-        found = f"no self-test: {built.selftest_note}: nothing else shows that a worker computes on the right weights"
-        return failed(found, "name an input with the key selftest, or set sharing to off")
+        found = (
+            f"no self-test: {built.selftest_note}: only a self-test shows that a worker computes with the right weights"
+        )
+        return failed(found, 'set the key selftest to inputs that work, or set sharing = "off"')
     if built.selftest_digest != attached.selftest_digest:
         found = f"holder {built.selftest_digest[:12]}, worker {attached.selftest_digest[:12]}"
-        return failed(found, "do not share this model: the worker computes something else")
+        return failed(found, "do not share this model: the worker's answer is wrong")
     return passed(f"holder and worker give {built.selftest_digest[:12]}")
 
 
@@ -200,18 +205,18 @@ def _check_memory(
     )
     if worker_bytes < built.shared_bytes:
         return passed(found)
-    advice = "try a model whose weights are larger than the other memory of a process, on an idle device"
+    advice = "test on an idle device, with a model whose weights are larger than the other memory of a process"
     try:
         private_copy = _attach_new_worker(children, PRIVATE_WORKER, built, handle="").device
     except ChildError:
         private_copy = None
     if private_copy is None:
-        return untestable(f"{found}; a private copy could not be built to compare", advice)
+        return untestable(f"{found}; cannot build a private copy for comparison", advice)
     private_copy_bytes = attached.device.free_bytes - private_copy.free_bytes
     found += f"; a worker with a private copy takes {format_mib(private_copy_bytes)}"
     if private_copy_bytes - worker_bytes >= built.shared_bytes // 2:
         return passed(found)
-    return failed(found, f"the weights are taken again, or the device is in use by others: {advice}")
+    return failed(found, f"the worker copied the weights, or other processes use the device: {advice}")
 
 
 def _check_later_worker(children: SelfTestProcesses, built: Built) -> Verdict:
@@ -219,20 +224,24 @@ def _check_later_worker(children: SelfTestProcesses, built: Built) -> Verdict:
     try:
         pids = _start_children(children, NEW_WORKER)
         children.send_order(HOLDER, AllowAttach((pids[NEW_WORKER],)))
-        allowed = children.wait_for(HOLDER, AttachAllowed, "put one more pid on the list")[0]
+        allowed = children.wait_for(HOLDER, AttachAllowed, "add a pid to the list")[0]
         if allowed.error:
             return failed(f"the list of pids cannot grow: {allowed.error}", _SPARES_ADVICE)
         try:
             attached = _attach_worker(children, NEW_WORKER, built)
         except ChildError as error:
             if _IMPORT_ERROR in str(error):
-                return failed(f"it was put on the list, but not let in: {error}", _SPARES_ADVICE)
+                return failed(
+                    f"the process was added to the list of pids, but could not attach: {error}", _SPARES_ADVICE
+                )
             raise
     except ChildError as error:
         return _child_failed(error)
     finally:
         children.kill(NEW_WORKER)
-    return _check_same_answer(attached, built, "a process that started after the build could be listed, and attached")
+    return _check_same_answer(
+        attached, built, "a process that started after the build could be added to the list of pids, and attached"
+    )
 
 
 def _check_unlisted_worker(children: SelfTestProcesses, built: Built) -> Verdict:
@@ -240,14 +249,18 @@ def _check_unlisted_worker(children: SelfTestProcesses, built: Built) -> Verdict
     try:
         _attach_new_worker(children, UNLISTED_WORKER, built, handle=built.handle)
     except (ChildExited, ChildTimedOut) as error:
-        advice = "a process that is not on the list must be refused, and end so: report it with this output"
+        advice = (
+            "expected an error for a process that is not on the list of pids; report this as a bug, with this output"
+        )
         return failed(str(error), advice)
     except ChildError as error:
         if _IMPORT_ERROR not in str(error):
-            return untestable(f"it failed for another reason than its pid: {error}", _LOG_ADVICE)
+            return untestable(
+                f"the attach of an unlisted process failed, but not because of its pid: {error}", _LOG_ADVICE
+            )
         return passed(f"refused: {error}")
-    advice = "the list of pids protects nothing here: keep other users' processes off this device"
-    return failed("a process that is not on the list could attach", advice)
+    advice = "the list of pids has no effect on this host: keep other users' processes off this device"
+    return failed("a process that is not on the list of pids could attach", advice)
 
 
 def _check_holder_exit(children: SelfTestProcesses, built: Built) -> Verdict:
@@ -260,29 +273,31 @@ def _check_holder_exit(children: SelfTestProcesses, built: Built) -> Verdict:
     try:
         answer_after = _get_answer(children, built)
     except ChildError as error:
-        return passed(f'strict: the worker cannot go on, so holder_loss = "strict" ({error})')
+        return passed(f'strict: the worker cannot continue, so set holder_loss = "strict" ({error})')
     if answer_after != answer_before:
-        return passed('strict: the worker gave another answer, without an error, so holder_loss = "strict"')
-    counted = 'reference-counted: the worker goes on with the same answer, holder_loss = "frozen" is possible'
+        return passed('strict: the worker gave another answer, without an error, so set holder_loss = "strict"')
+    counted = 'reference-counted: the worker continues with the same answer, so holder_loss = "frozen" is possible'
     try:
         late = _attach_worker(children, LATE_WORKER, built)
     except ChildError as error:
-        return passed(f"{counted}; one that was on the list could not attach any more ({error})")
-    return _check_same_answer(late, built, f"{counted}; one that was on the list could still attach")
+        return passed(f"{counted}; a listed process could no longer attach ({error})")
+    return _check_same_answer(late, built, f"{counted}; a listed process could still attach")
 
 
 def _check_same_answer(attached: Attached, built: Built, found: str) -> Verdict:
     if attached.selftest_digest == built.selftest_digest:
         return passed(found)
-    return failed(f"{found}, but gives another answer", "do not share this model: that worker is wrong")
+    return failed(f"{found}, but its answer differs", "do not share this model: the answer of this worker is wrong")
 
 
 def _check_survivors(pids: Sequence[int]) -> Findings:
     """Return a failed check if a process did not exit after SIGKILL, which means that it waits in the driver."""
     if not pids:
         return {}
-    found = f"{', '.join(map(str, pids))} did not end after SIGKILL"
-    return {"clean-up": failed(found, "they wait in the driver: npu-smi info shows the device's health; see dmesg")}
+    found = f"processes {', '.join(map(str, pids))} have not exited after SIGKILL"
+    return {
+        "clean-up": failed(found, "the processes hang in the driver: npu-smi info shows the device's health; see dmesg")
+    }
 
 
 def _not_reached(reason: str) -> Verdict:
@@ -324,9 +339,9 @@ def _build_model(children: SelfTestProcesses, pids: tuple[str, ...], selftest: S
             tried = describe_cases(search.current_cases)
             if not search.on_holder_lost(has_timed_out=isinstance(error, ChildTimedOut), is_external=from_outside):
                 if tried:
-                    raise type(error)(f"{error}; it ran the self-test, {tried}") from None
+                    raise type(error)(f"{error}; it was running the self-test, {tried}") from None
                 raise
-            _log.info("%s; it ran %s", error, tried)
+            _log.info("%s; it was running the self-test, %s; trying other inputs", error, tried)
         children.kill(HOLDER)
         _start_children(children, HOLDER)
 

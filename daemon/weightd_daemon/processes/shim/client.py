@@ -25,7 +25,7 @@ from weightd_daemon.processes.spec import ProcessSpec, SurvivingProcess
 _log = logging.getLogger("weightd")
 
 LOG_NAME = "shim.log"
-"""In its directory: what it says if it fails."""
+"""Name of the file in the shim's directory with its error output."""
 
 _CHUNK_BYTES = 65536
 
@@ -132,7 +132,7 @@ class ShimClient:
         except ShimLost:
             raise
         except ChildProcessError:
-            raise ShimLost(f"process {survivor.pid} is gone with its shim") from None
+            raise ShimLost(f"process {survivor.pid} exited with its shim") from None
         except OSError:
             # Without a descriptor the exit of the child would go unnoticed.
             with contextlib.suppress(ProcessLookupError):
@@ -207,7 +207,7 @@ class ShimClient:
                     self._drop_descriptor()
                     self._received_descriptor = descriptors[0] if descriptors else _NO_DESCRIPTOR
                 if not more:
-                    raise OSError("it has gone")
+                    raise OSError("it has disconnected")
                 self._buffer += more
                 continue
             self._buffer = rest
@@ -243,7 +243,7 @@ def start_shim(directory: Path, *extra_paths: Path) -> ShimClient:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             # The same errno as for a process that cannot be started.
-            raise OSError(errno.EBUSY, "another shim has the directory", str(directory)) from None
+            raise OSError(errno.EBUSY, "another shim uses the directory", str(directory)) from None
         # Isolated and without site-packages, which the shim does not need and which would double its memory.
         # The directory is removed last: `wait_until_exited` takes its absence as the sign that the shim has finished.
         argv = [

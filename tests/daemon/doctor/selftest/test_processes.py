@@ -99,7 +99,7 @@ def test_reads_last_message_of_exited_child(start_holder: StartHolder, program: 
     for kind, text in (
         (ChildRejected, "that is why"),
         (ChildExited, "exited with status 70"),
-        (ChildExited, "it has ended before"),
+        (ChildExited, "the process has already exited"),
     ):
         with pytest.raises(kind, match=text):
             children.wait_for("holder", Hello, "start")

@@ -183,7 +183,7 @@ NEW, UNLISTED_ATTACH, LATE = "new worker Attached", "unlisted worker Attached", 
             ANSWER,
             {"Built": replace(BUILT, selftest_digest="", selftest_note="it dreams")},
             FAIL,
-            "no self-test: it dreams: nothing ",
+            "no self-test: it dreams: only a self-test ",
         ),
         (
             MEMORY,
@@ -198,29 +198,29 @@ NEW, UNLISTED_ATTACH, LATE = "new worker Attached", "unlisted worker Attached", 
             MEMORY,
             {"worker Attached": attached(400), "private worker Attached": ChildRejected("207001")},
             OPEN,
-            "a private copy could not be built",
+            "cannot build a private copy",
         ),
-        (LATER_WORKER, {LIST: AttachAllowed("no such call")}, FAIL, "no such call -> weightd then replaces lost"),
+        (LATER_WORKER, {LIST: AttachAllowed("no such call")}, FAIL, "no such call -> weightd replaces lost"),
         (LATER_WORKER, {LIST: ChildTimedOut("no answer")}, FAIL, "no answer"),
         (LATER_WORKER, {NEW: NO_IMPORT}, FAIL, "spares"),
         (LATER_WORKER, {NEW: NO_PLACE}, FAIL, "63"),
-        (LATER_WORKER, {NEW: OTHER}, FAIL, "gives another answer"),
+        (LATER_WORKER, {NEW: OTHER}, FAIL, "its answer differs"),
         (UNLISTED, {}, PASS, "refused: "),
-        (UNLISTED, {UNLISTED_ATTACH: ATTACHED}, FAIL, "protects nothing"),
+        (UNLISTED, {UNLISTED_ATTACH: ATTACHED}, FAIL, "has no effect"),
         (UNLISTED, {UNLISTED_ATTACH: ChildExited("killed by SIGSEGV")}, FAIL, "SIGSEGV"),
         (UNLISTED, {UNLISTED_ATTACH: ChildTimedOut("no answer")}, FAIL, "no answer"),
-        (UNLISTED, {UNLISTED_ATTACH: NO_PLACE}, OPEN, "for another reason"),
-        (UNLISTED, {UNLISTED_ATTACH: ProtocolViolation("expected Attached")}, OPEN, "for another reason"),
-        (HOLDER_EXIT, {}, PASS, "reference-counted: the worker goes on with the same answer"),
+        (UNLISTED, {UNLISTED_ATTACH: NO_PLACE}, OPEN, "not because of its pid"),
+        (UNLISTED, {UNLISTED_ATTACH: ProtocolViolation("expected Attached")}, OPEN, "not because of its pid"),
+        (HOLDER_EXIT, {}, PASS, "reference-counted: the worker continues with the same answer"),
         (HOLDER_EXIT, {}, PASS, "could still attach"),
-        (HOLDER_EXIT, {LATE: NO_IMPORT}, PASS, "could not attach any more"),
-        (HOLDER_EXIT, {LATE: OTHER}, FAIL, "gives another answer"),
+        (HOLDER_EXIT, {LATE: NO_IMPORT}, PASS, "could no longer attach"),
+        (HOLDER_EXIT, {LATE: OTHER}, FAIL, "its answer differs"),
         (HOLDER_EXIT, {"Pong": ChildRejected("predict failed!")}, FAIL, "predict failed!"),
         (
             HOLDER_EXIT,
             {"second Pong": ChildExited("killed by SIGBUS")},
             PASS,
-            'cannot go on, so holder_loss = "strict" (k',
+            'cannot continue, so set holder_loss = "strict" (k',
         ),
         (HOLDER_EXIT, {"second Pong": Pong("other")}, PASS, "strict: the worker gave another answer, without an error"),
     ],
@@ -279,7 +279,7 @@ def test_failed_selftest_case_is_excluded_from_next_build() -> None:
     assert [each.failed_cases for each in builds] == [(), (TRIED,), (TRIED,), (TRIED,)]
     assert children.happened.count("start holder") == children.happened.count("kill holder") + 1 == len(builds)
     children = Scripted(deaths=[ChildExited("killed by SIGSEGV")])
-    with pytest.raises(ChildExited, match=r"^killed by SIGSEGV; it ran the self-test, x \[1, 4\]$"):
+    with pytest.raises(ChildExited, match=r"^killed by SIGSEGV; it was running the self-test, x \[1, 4\]$"):
         sharing.load_model(children, SelfTestSpec(should_search=False, cases=(TRIED,)), should_attach=False)
 
 

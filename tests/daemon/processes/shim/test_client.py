@@ -254,12 +254,12 @@ def test_error_names_the_file_that_failed(shim: ShimClient, tmp_path: Path) -> N
 
 
 def test_only_children_of_the_shim_can_be_watched(shim: ShimClient, tmp_path: Path) -> None:
-    with pytest.raises(ShimLost, match=f"^process {os.getpid()} is gone with its shim$"):
+    with pytest.raises(ShimLost, match=f"^process {os.getpid()} exited with its shim$"):
         shim.watch(SurvivingProcess(os.getpid(), "stranger", tmp_path / "log"))
     assert shim.surviving_processes() == []
     child = shim.start(launch(["true"], tmp_path / "log"))
     assert exited(child) == 0
-    with pytest.raises(ShimLost, match=f"^process {child.pid} is gone with its shim$"):
+    with pytest.raises(ShimLost, match=f"^process {child.pid} exited with its shim$"):
         shim.watch(SurvivingProcess(child.pid, "c", tmp_path / "log"))
 
 
@@ -410,7 +410,7 @@ def test_one_shim_per_directory(start_shim: Callable[..., ShimClient], directory
     assert wait_until_exited(directory, 0.0)
     assert wait_until_exited(tmp_path / "missing", 0.0)
     shim = start_shim()
-    with pytest.raises(OSError, match="another shim has the directory"):
+    with pytest.raises(OSError, match="another shim uses the directory"):
         start_shim()
     assert not wait_until_exited(directory, 0.05)
     assert shim.surviving_processes() == []

@@ -128,7 +128,7 @@ class MindSporeLiteAscend(MindSporeLite):
         if not self._options.variable_weights:
             raise BuildError("the weights of this model cannot be changed: the option variable_weights is not set")
         if not weights:
-            raise BuildError("there are no weights to change")
+            raise BuildError("the file contains no weights")
         tensors: List[Any] = []
         for name, array in weights.items():
             # The library ignores arrays of other layouts or byte orders, without an error.
@@ -223,7 +223,7 @@ _GRANULE = 2 * 1024 * 1024  # a huge page of the card
 _TOO_OLD = "mindspore_lite {} shares no weights between processes; install 2.7 or later, or set sharing = 'off'"
 
 _NO_PID = (
-    "the library has no number for this process: it finds no Ascend driver. Run set_env.sh of CANN in the "
+    "the library has no pid for this process: it finds no Ascend driver. Run set_env.sh of CANN in the "
     "environment of weightd, and let its user open /dev/davinci*"
 )
 
@@ -283,7 +283,7 @@ class WeightHandleSharing(WeightSharing):
     def export(self, store: str) -> SharedWeights:
         """Return the handle that the build has exported."""
         if not self._is_sharing:
-            return SharedWeights("", 0, "weights are not shared: the build named no process to share with")
+            return SharedWeights("", 0, "weights are not shared: the build order lists no process to share with")
         handle = self._model.get_model_info(_HANDLE)
         if not _DECIMAL.fullmatch(handle) or not 0 < int(handle) <= _MAX_HANDLE:
             raise BuildError(_NOT_EXPORTED.format(handle))

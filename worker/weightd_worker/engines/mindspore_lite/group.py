@@ -27,7 +27,7 @@ _FLAGS: Dict[str, str] = {
     "both": "SHARE_WEIGHT_WORKSPACE",
 }
 
-_TOO_OLD = "mindspore_lite {} has no groups of models; install 2.1 or later"
+_TOO_OLD = "mindspore_lite {} does not support model groups; install 2.1 or later"
 
 
 class ModelGroup:
