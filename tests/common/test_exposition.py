@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from weightd_common.exposition import COUNTER, FAMILIES, HISTOGRAM, exposition, iterate_text
+from weightd_common.exposition import COUNTER, FAMILIES, GAUGE, HISTOGRAM, exposition, iterate_text
 from weightd_protocol.errors import ERRORS
 from weightd_protocol.messages.accounts import AccountStatus, TenantStatus
 from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics, ProcessCount, ReloadCounts
@@ -232,4 +232,9 @@ def test_the_documents_have_each_metric_with_its_kind_its_labels_and_its_text() 
         for each in FAMILIES
     }
     told = {name: ", ".join(label for label in listed if label != "le") for name, listed in labels.items()}
-    assert lines == [f"| `{each.name}` | {each.kind} | {told[each.name]} | {each.help} |" for each in FAMILIES]
+    assert lines == [f"| `{each.name}` | {told[each.name]} | {each.help} |" for each in FAMILIES]
+    # The page derives the kind of a metric from the end of its name.
+    [counter, *histogram] = re.findall(r"`(_\w+)`", re.findall(r"^Counters end in .*", section, re.MULTILINE)[0])
+    for each in FAMILIES:
+        kind = COUNTER if each.name.endswith(counter) else GAUGE
+        assert each.kind == (HISTOGRAM if each.name.endswith(tuple(histogram)) else kind), each.name

@@ -185,6 +185,9 @@ def typed(kind: str, value: object, names: Mapping[str, str]) -> str:
 )
 def test_each_field_is_described_with_its_type_and_default(heading: str, cls: Type[Any]) -> None:
     names = {row[1]: row[0].strip("`") for row in rows(SECTION["Types"]) if row[1].startswith(("one of ", "integer, "))}
+    for name, listed in (("datatype", SECTION["Datatypes"]), ("code", CHAPTER["Error codes"])):
+        assert f"`{name}`" in [row[0] for row in rows(SECTION["Types"])]
+        names["one of " + ", ".join(sorted(row[0].strip("`") for row in rows(listed)))] = name
     [envelope_id] = [
         row[1] for row in rows(CHAPTER["Messages and frames"].partition("Every envelope")[2]) if "id" in row[0]
     ]
