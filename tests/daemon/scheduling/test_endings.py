@@ -1,4 +1,4 @@
-"""Many requests that end at one moment: a few in each turn of the loop, each of them once."""
+"""Many requests that end at the same moment: a few in each turn of the loop, each of them once."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def request(number: int, client: bytes = b"client", deadline: float = 100.0, nam
     return Request(number, client, name, WRONG, (), 0.0, deadline, 10)
 
 
-# --- the heap -------------------------------------------------------------------------------------------------------
+# --- deadlines ------------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "remove", "sooner", "take"]), st.integers(0, 20)), max_size=60))
-def test_deadlines_are_found_in_their_order_and_only_while_their_requests_are_watched(
+def test_deadlines_are_taken_in_order(
     steps: list[tuple[str, int]],
 ) -> None:
     deadlines, watched, numbers = Deadlines(), dict[int, Request](), itertools.count()
@@ -60,7 +60,7 @@ def test_deadlines_are_found_in_their_order_and_only_while_their_requests_are_wa
         assert deadlines.next_deadline <= min((each.deadline for each in watched.values()), default=math.inf)
 
 
-def test_requests_that_have_ended_before_their_deadlines_leave_nothing_behind() -> None:
+def test_ended_requests_leave_no_deadlines() -> None:
     deadlines = Deadlines()
     for number in range(10_000):
         each = request(number, deadline=1e6 - number)
@@ -73,7 +73,7 @@ def test_requests_that_have_ended_before_their_deadlines_leave_nothing_behind() 
 
 
 class Compared(float):
-    """A deadline that counts how often deadlines are compared."""
+    """A deadline that counts its comparisons."""
 
     count = 0
 
@@ -86,7 +86,7 @@ class Compared(float):
         return float(self) <= float(other)
 
 
-def test_a_deadline_passes_without_a_look_at_the_other_requests() -> None:
+def test_expiry_does_not_scan_other_requests() -> None:
     scheduler, deadlines = Scheduler(10_000, 10**9), [Compared(1000 + number) for number in range(2000)]
     for number, deadline in enumerate(deadlines):
         scheduler.submit(request(number, deadline=deadline), 0.0)
@@ -99,22 +99,22 @@ def test_a_deadline_passes_without_a_look_at_the_other_requests() -> None:
 # --- the dispatcher -------------------------------------------------------------------------------------------------
 
 
-class Clients(IgnoringSink):
-    """A dispatcher without a worker, whose queue has requests of a client and two of another one; counts the errors."""
+class DispatcherHarness(IgnoringSink):
+    """A dispatcher without workers whose queue holds many requests of one client and two of another; records errors."""
 
     def __init__(self) -> None:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", max_queue=10_000)
         self.due = math.inf
-        self.desk = Dispatcher("m", config, self, self.send_order, self.due_by)
+        self.dispatcher = Dispatcher("m", config, self, self.send_order, self.due_by)
         self.errors: dict[int, str] = {}
         for number in range(COUNT):
-            self.desk.infer(request(number, deadline=50.0), 0.0)
+            self.dispatcher.infer(request(number, deadline=50.0), 0.0)
         self.others = [
             request(COUNT, b"other", name="same"),
             request(COUNT + 1, b"other", name="another"),
         ]
         for each in self.others:
-            self.desk.infer(each, 0.0)
+            self.dispatcher.infer(each, 0.0)
 
     def due_by(self, latest: float) -> None:
         self.due = min(self.due, latest)
@@ -128,75 +128,81 @@ class Clients(IgnoringSink):
 
     def turn(self, now: float) -> None:
         self.due = math.inf
-        self.desk.expire(now, lambda error: error)
-        self.desk.dispatch_gathered(now)
+        self.dispatcher.expire(now, lambda error: error)
+        self.dispatcher.dispatch_gathered(now)
 
 
 ENDINGS: dict[str, Callable[[Dispatcher], object]] = {
-    "CANCELLED the client disconnected": lambda desk: desk.on_disconnect(b"client", 1.0),
-    "CANCELLED cancelled by the client": lambda desk: desk.cancel(b"client", "same", 1.0),
-    "DEADLINE_EXCEEDED was waiting in the queue at its deadline": lambda desk: desk.expire(60.0, lambda error: error),
-    "UNAVAILABLE no more": lambda desk: desk.set_unavailable(lambda: Unavailable("no more"), fails_waiting=True),
-    "INVALID_ARGUMENT": lambda desk: desk.on_built(Built("", (TensorSignature("x", "FP32", (1,)),), (), (), "", 0)),
+    "CANCELLED the client disconnected": lambda dispatcher: dispatcher.on_disconnect(b"client", 1.0),
+    "CANCELLED cancelled by the client": lambda dispatcher: dispatcher.cancel(b"client", "same", 1.0),
+    "DEADLINE_EXCEEDED was waiting in the queue at its deadline": lambda dispatcher: dispatcher.expire(
+        60.0, lambda error: error
+    ),
+    "UNAVAILABLE no more": lambda dispatcher: dispatcher.set_unavailable(
+        lambda: Unavailable("no more"), fails_waiting=True
+    ),
+    "INVALID_ARGUMENT": lambda dispatcher: dispatcher.on_built(
+        Built("", (TensorSignature("x", "FP32", (1,)),), (), (), "", 0)
+    ),
 }
 
 
 @pytest.mark.parametrize("words", ENDINGS)
-def test_many_requests_end_a_few_in_each_turn(words: str) -> None:
-    clients = Clients()
-    ENDINGS[words](clients.desk)
-    takes_all = clients.desk._scheduler.queue.count == 0
-    turns, had = 1, len(clients.errors)
-    assert 0 < had <= MAX_ENDED_PER_TURN
-    while clients.desk.next_event_at <= 60.0:
-        assert not clients.desk.is_idle
-        clients.turn(60.0)
-        assert len(clients.errors) <= had + MAX_ENDED_PER_TURN
-        turns, had = turns + 1, len(clients.errors)
-    assert turns == math.ceil((COUNT + 2 * takes_all) / MAX_ENDED_PER_TURN)
-    assert sorted(clients.errors) == list(range(COUNT + 2 * takes_all))
-    assert clients.desk._replies.failed_count == len(clients.errors)
-    assert all(text.startswith(words) for text in clients.errors.values()), Counter(clients.errors.values())
-    assert clients.desk.is_idle == takes_all
+def test_ends_a_few_requests_per_turn(words: str) -> None:
+    harness = DispatcherHarness()
+    ENDINGS[words](harness.dispatcher)
+    ends_all = harness.dispatcher._scheduler.queue.count == 0
+    turns, count = 1, len(harness.errors)
+    assert 0 < count <= MAX_ENDED_PER_TURN
+    while harness.dispatcher.next_event_at <= 60.0:
+        assert not harness.dispatcher.is_idle
+        harness.turn(60.0)
+        assert len(harness.errors) <= count + MAX_ENDED_PER_TURN
+        turns, count = turns + 1, len(harness.errors)
+    assert turns == math.ceil((COUNT + 2 * ends_all) / MAX_ENDED_PER_TURN)
+    assert sorted(harness.errors) == list(range(COUNT + 2 * ends_all))
+    assert harness.dispatcher._replies.failed_count == len(harness.errors)
+    assert all(text.startswith(words) for text in harness.errors.values()), Counter(harness.errors.values())
+    assert harness.dispatcher.is_idle == ends_all
 
 
-def test_a_request_that_is_being_ended_is_not_ended_again() -> None:
-    clients = Clients()
-    clients.desk.on_disconnect(b"client", 1.0)
-    assert clients.due == 0.0
-    clients.desk.cancel(b"client", "same", 1.0)
-    clients.desk.on_disconnect(b"client", 1.0)
-    clients.desk.fail_waiting(Unavailable("stopping"))
-    while clients.desk.next_event_at <= 1000.0:
-        clients.turn(1000.0)
-    texts = Counter(clients.errors.values())
+def test_request_that_is_ending_does_not_end_again() -> None:
+    harness = DispatcherHarness()
+    harness.dispatcher.on_disconnect(b"client", 1.0)
+    assert harness.due == 0.0
+    harness.dispatcher.cancel(b"client", "same", 1.0)
+    harness.dispatcher.on_disconnect(b"client", 1.0)
+    harness.dispatcher.fail_waiting(Unavailable("stopping"))
+    while harness.dispatcher.next_event_at <= 1000.0:
+        harness.turn(1000.0)
+    texts = Counter(harness.errors.values())
     assert texts == {"CANCELLED the client disconnected": COUNT, "UNAVAILABLE stopping": 2}
-    assert clients.desk.is_idle
+    assert harness.dispatcher.is_idle
 
 
-def test_all_have_ended_when_the_daemon_leaves_or_their_memory_is_needed() -> None:
-    clients = Clients()
-    clients.desk.on_disconnect(b"client", 1.0)
-    clients.desk.shed(lambda each: each.client == b"client", Unavailable("full"), 1.0)
-    assert set(clients.errors) == set(range(COUNT))
-    clients.desk.hand_over()
-    assert set(clients.errors) == set(range(COUNT + 2))
-    clients = Clients()
-    clients.desk.hand_over()
-    assert set(clients.errors) == set(range(COUNT + 2))
+def test_shedding_and_handover_end_all_at_once() -> None:
+    harness = DispatcherHarness()
+    harness.dispatcher.on_disconnect(b"client", 1.0)
+    harness.dispatcher.shed(lambda each: each.client == b"client", Unavailable("full"), 1.0)
+    assert set(harness.errors) == set(range(COUNT))
+    harness.dispatcher.hand_over()
+    assert set(harness.errors) == set(range(COUNT + 2))
+    harness = DispatcherHarness()
+    harness.dispatcher.hand_over()
+    assert set(harness.errors) == set(range(COUNT + 2))
 
 
-def test_late_requests_at_the_head_of_the_queue_take_several_turns() -> None:
-    clients = Clients()
-    clients.desk.on_disconnect(b"other", 1.0)
-    clients.errors.clear()
-    clients.desk.processes.add("worker")
-    clients.due = math.inf
-    clients.desk.dispatch(60.0)
-    # Those that were found late have still to be refused.
-    assert clients.desk._scheduler.queue.count == COUNT - MAX_ENDED_PER_TURN
-    assert (clients.due, clients.errors) == (0.0, {})
-    while clients.desk.next_event_at <= 60.0:
-        clients.turn(60.0)
-    assert set(clients.errors) == set(range(COUNT))
-    assert clients.desk.is_idle
+def test_late_requests_at_the_head_take_several_turns() -> None:
+    harness = DispatcherHarness()
+    harness.dispatcher.on_disconnect(b"other", 1.0)
+    harness.errors.clear()
+    harness.dispatcher.processes.add("worker")
+    harness.due = math.inf
+    harness.dispatcher.dispatch(60.0)
+    # The late requests have left the queue but have not been answered.
+    assert harness.dispatcher._scheduler.queue.count == COUNT - MAX_ENDED_PER_TURN
+    assert (harness.due, harness.errors) == (0.0, {})
+    while harness.dispatcher.next_event_at <= 60.0:
+        harness.turn(60.0)
+    assert set(harness.errors) == set(range(COUNT))
+    assert harness.dispatcher.is_idle

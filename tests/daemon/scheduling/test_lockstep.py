@@ -1,4 +1,4 @@
-"""What comes of what the processes of a slot say of a part: nothing before all have said it, and all alike."""
+"""Reports of a rank group's processes: a batch item ends only after all have reported, with matching reports."""
 
 from __future__ import annotations
 
@@ -24,50 +24,50 @@ def refusal(number: int = 7, code: str = "INVALID_ARGUMENT") -> PredictFailed:
     return PredictFailed(number, code, "no", is_exiting=False)
 
 
-def in_step(reply: str | None = "r2") -> LockstepTracker:
-    made = LockstepTracker(RANKS, reply, step=4)
-    assert made.start(7) == 5
-    return made
+def tracker_at_step_5(reply: str | None = "r2") -> LockstepTracker:
+    tracker = LockstepTracker(RANKS, reply, step=4)
+    assert tracker.start(7) == 5
+    return tracker
 
 
-def test_each_part_has_the_next_step() -> None:
-    made = LockstepTracker(RANKS, "r0")
-    assert [made.start(number) for number in (9, 4, 11)] == [1, 2, 3]
-    assert made.step == 3
+def test_each_item_has_the_next_step() -> None:
+    tracker = LockstepTracker(RANKS, "r0")
+    assert [tracker.start(number) for number in (9, 4, 11)] == [1, 2, 3]
+    assert tracker.step == 3
 
 
-def test_the_reply_is_passed_on_once_all_have_run() -> None:
-    made, view = in_step(), memoryview(bytearray(b"ab"))
-    assert made.on_done("r0", 7) is None
-    assert made.on_result("r2", result(), [view]) is None
-    view[:] = b"??"  # it is received into
-    assert made.on_done("r1", 7) == InferenceResult(result(), [b"ab"])
+def test_result_is_returned_after_all_ranks() -> None:
+    tracker, view = tracker_at_step_5(), memoryview(bytearray(b"ab"))
+    assert tracker.on_done("r0", 7) is None
+    assert tracker.on_result("r2", result(), [view]) is None
+    view[:] = b"??"  # the receive buffer is reused
+    assert tracker.on_done("r1", 7) == InferenceResult(result(), [b"ab"])
 
 
-def test_what_has_come_last_is_passed_on_without_a_copy() -> None:
-    made, view = in_step(), memoryview(b"ab")
-    made.on_done("r0", 7)
-    made.on_done("r1", 7)
-    outcome = made.on_result("r2", result(), [view])
+def test_last_result_is_returned_without_a_copy() -> None:
+    tracker, view = tracker_at_step_5(), memoryview(b"ab")
+    tracker.on_done("r0", 7)
+    tracker.on_done("r1", 7)
+    outcome = tracker.on_result("r2", result(), [view])
     assert isinstance(outcome, InferenceResult)
     assert outcome.frames[0] is view
 
 
-def test_parts_of_one_job_are_told_of_each_by_itself() -> None:
-    made = in_step()
-    made.start(8)
+def test_items_of_a_batch_end_separately() -> None:
+    tracker = tracker_at_step_5()
+    tracker.start(8)
     for number in (7, 8):
         for rank in ("r0", "r1"):
-            assert made.on_done(rank, number) is None
-    assert made.on_result("r2", result(7), [b"ab"]) == InferenceResult(result(7), [b"ab"])
-    assert made.on_result("r2", result(8), [b"cd"]) == InferenceResult(result(8), [b"cd"])
+            assert tracker.on_done(rank, number) is None
+    assert tracker.on_result("r2", result(7), [b"ab"]) == InferenceResult(result(7), [b"ab"])
+    assert tracker.on_result("r2", result(8), [b"cd"]) == InferenceResult(result(8), [b"cd"])
 
 
-def test_shares_are_joined_in_the_order_of_the_ranks() -> None:
-    made = in_step(reply=None)
-    assert made.on_result("r2", result(shape=(1, 2)), [b"ef"]) is None
-    assert made.on_result("r0", result(shape=(2, 2)), [b"abcd"]) is None
-    assert made.on_result("r1", result(shape=(0, 2)), [b""]) == InferenceResult(result(shape=(3, 2)), [b"abcdef"])
+def test_joins_slices_in_the_order_of_ranks() -> None:
+    tracker = tracker_at_step_5(reply=None)
+    assert tracker.on_result("r2", result(shape=(1, 2)), [b"ef"]) is None
+    assert tracker.on_result("r0", result(shape=(2, 2)), [b"abcd"]) is None
+    assert tracker.on_result("r1", result(shape=(0, 2)), [b""]) == InferenceResult(result(shape=(3, 2)), [b"abcdef"])
 
 
 @pytest.mark.parametrize(
@@ -83,87 +83,85 @@ def test_shares_are_joined_in_the_order_of_the_ranks() -> None:
         ),
     ],
 )
-def test_shares_that_do_not_fit_together_are_an_error_of_the_request(other: PredictResult, words: str) -> None:
-    made = in_step(reply=None)
-    made.on_result("r0", result(), [b"ab"])
-    made.on_result("r1", other, [b""] * len(other.description.outputs))
-    outcome = made.on_result("r2", result(), [b"ab"])
+def test_mismatching_slices_are_an_error_of_the_request(other: PredictResult, words: str) -> None:
+    tracker = tracker_at_step_5(reply=None)
+    tracker.on_result("r0", result(), [b"ab"])
+    tracker.on_result("r1", other, [b""] * len(other.description.outputs))
+    outcome = tracker.on_result("r2", result(), [b"ab"])
     assert isinstance(outcome, Rejected)
     assert (outcome.error.code, str(outcome.error)) == ("INTERNAL", words)
 
 
 @pytest.mark.parametrize("most", [5, 3])
-def test_shares_that_are_too_much_together_are_an_error_of_the_request(
-    monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
+def test_oversized_result_is_an_error_of_the_request(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(limits, "MAX_FRAME_BYTES", most)
-    made = in_step(reply=None)
+    tracker = tracker_at_step_5(reply=None)
     for rank in RANKS[:2]:
-        assert made.on_result(rank, result(), [b"ab"]) is None
-    outcome = made.on_result("r2", result(), [b"ab"])
+        assert tracker.on_result(rank, result(), [b"ab"]) is None
+    outcome = tracker.on_result("r2", result(), [b"ab"])
     assert isinstance(outcome, Rejected)
     assert (outcome.error.code, str(outcome.error)) == ("RESOURCE_EXHAUSTED", f"the answer has more than {most} bytes")
 
 
-def test_what_all_refuse_before_it_begins_is_an_error_of_the_request() -> None:
-    made = in_step()
-    assert made.on_failed("r1", refusal(code="RESOURCE_EXHAUSTED")) is None
-    assert made.on_failed("r0", refusal()) is None
-    outcome = made.on_failed("r2", refusal())
+def test_rejection_by_all_ranks_is_an_error_of_the_request() -> None:
+    tracker = tracker_at_step_5()
+    assert tracker.on_failed("r1", refusal(code="RESOURCE_EXHAUSTED")) is None
+    assert tracker.on_failed("r0", refusal()) is None
+    outcome = tracker.on_failed("r2", refusal())
     assert isinstance(outcome, Rejected)
     assert (outcome.error.code, str(outcome.error)) == ("INVALID_ARGUMENT", "no")
 
 
-Says = Callable[[LockstepTracker], Outcome | None]
+Action = Callable[[LockstepTracker], Outcome | None]
 
 
-def says(process: str, report: PredictResult | PredictFailed | int, frames: Sequence[bytes] = (b"ab",)) -> Says:
+def report_of(process: str, report: PredictResult | PredictFailed | int, frames: Sequence[bytes] = (b"ab",)) -> Action:
     if isinstance(report, PredictResult):
-        return lambda made: made.on_result(process, report, frames)
+        return lambda tracker: tracker.on_result(process, report, frames)
     if isinstance(report, PredictFailed):
-        return lambda made: made.on_failed(process, report)
-    return lambda made: made.on_done(process, report)
+        return lambda tracker: tracker.on_failed(process, report)
+    return lambda tracker: tracker.on_done(process, report)
 
 
 @pytest.mark.parametrize(
     ("reply", "before", "last", "words"),
     [
-        ("r2", says("r0", 7), says("r1", refusal()), "7 was rejected by r1 and executed by r0"),
-        ("r2", says("r0", refusal()), says("r2", result()), "7 was rejected by r0 and executed by r2"),
-        ("r2", says("r0", 7), says("r0", 7), "r0: for 7 expected one report, got done after done"),
+        ("r2", report_of("r0", 7), report_of("r1", refusal()), "7 was rejected by r1 and executed by r0"),
+        ("r2", report_of("r0", refusal()), report_of("r2", result()), "7 was rejected by r0 and executed by r2"),
+        ("r2", report_of("r0", 7), report_of("r0", 7), "r0: for 7 expected one report, got done after done"),
         (
             "r2",
-            says("r2", result()),
-            says("r2", refusal()),
+            report_of("r2", result()),
+            report_of("r2", refusal()),
             "r2: for 7 expected one report, got INVALID_ARGUMENT after a result",
         ),
-        ("r2", says("r0", 7), says("r1", result()), "r1: for 7 expected done, got a result"),
-        ("r2", says("r0", 7), says("r2", 7), "r2: for 7 expected a result, got done"),
-        (None, says("r0", result()), says("r1", 7), "r1: for 7 expected a result, got done"),
+        ("r2", report_of("r0", 7), report_of("r1", result()), "r1: for 7 expected done, got a result"),
+        ("r2", report_of("r0", 7), report_of("r2", 7), "r2: for 7 expected a result, got done"),
+        (None, report_of("r0", result()), report_of("r1", 7), "r1: for 7 expected a result, got done"),
         (
             None,
-            says("r0", result()),
-            says("r1", result(placed=(0,)), ()),
+            report_of("r0", result()),
+            report_of("r1", result(placed=(0,)), ()),
             "r1: for 7 expected frames, got outputs in shared memory",
         ),
-        ("r2", says("r0", 7), says("r1", 8), "r1: got done for 8, which was not sent to this process"),
-        ("r2", says("r0", 7), says("x", 7), "x: got done for 7, which was not sent to this process"),
+        ("r2", report_of("r0", 7), report_of("r1", 8), "r1: got done for 8, which was not sent to this process"),
+        ("r2", report_of("r0", 7), report_of("x", 7), "x: got done for 7, which was not sent to this process"),
     ],
 )
-def test_who_is_not_in_step_is_not_believed(reply: str | None, before: Says, last: Says, words: str) -> None:
-    made = in_step(reply)
-    assert before(made) is None
-    assert last(made) == OutOfStep(words)
+def test_detects_ranks_out_of_step(reply: str | None, before: Action, last: Action, words: str) -> None:
+    tracker = tracker_at_step_5(reply)
+    assert before(tracker) is None
+    assert last(tracker) == OutOfStep(words)
 
 
-def test_what_all_have_told_of_is_not_under_way_any_more() -> None:
-    made = in_step()
+def test_ended_item_is_not_accepted_again() -> None:
+    tracker = tracker_at_step_5()
     for rank in ("r0", "r1"):
-        made.on_done(rank, 7)
-    made.on_result("r2", result(), [b"ab"])
-    assert isinstance(made.on_done("r1", 7), OutOfStep)
+        tracker.on_done(rank, 7)
+    tracker.on_result("r2", result(), [b"ab"])
+    assert isinstance(tracker.on_done("r1", 7), OutOfStep)
 
 
-def test_who_replies_is_one_of_them() -> None:
+def test_reply_must_be_one_of_the_ranks() -> None:
     with pytest.raises(ValueError, match="reply: expected one of r0, r1, r2, got r3"):
         LockstepTracker(RANKS, "r3")

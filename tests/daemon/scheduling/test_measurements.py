@@ -11,13 +11,13 @@ from weightd_daemon.scheduling.measurements import LatencyWindow
         ([], [50], [None]),
         ([0.003, 0.001, 0.002], [0, 33, 34, 50, 66, 67, 100], [1e3, 1e3, 2e3, 2e3, 2e3, 3e3, 3e3]),
         ([each / 1000 for each in range(1000)], [0, 50, 99, 100], [0.0, 500e3, 990e3, 999e3]),
-        # Only the last ones are looked at, but all are counted.
+        # Percentiles cover the last 1024 values; the count covers all.
         ([1.0] * 5000 + [2.0] * 1024, [0, 100], [2e6, 2e6]),
         ([1.0] + [2.0] * 1023, [0], [1e6]),
     ],
     ids=["none", "few", "many", "too many", "window"],
 )
-def test_percentiles_are_of_the_last_answers_and_in_microseconds(
+def test_percentiles_of_recent_latencies_in_microseconds(
     values: list[float], percents: list[float], expected: list[float | None]
 ) -> None:
     latencies = LatencyWindow()

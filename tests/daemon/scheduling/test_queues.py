@@ -20,10 +20,10 @@ def request(number: int, arrived: float, level: int) -> Request:
         max_size=20,
     )
 )
-def test_levels_are_a_queue_in_which_each_is_worth_some_seconds(wishes: list[tuple[float, int]]) -> None:
+def test_orders_by_priority_and_arrival(arrivals: list[tuple[float, int]]) -> None:
     queue, now = PriorityQueue(3), 0.0
     requests: list[Request] = []
-    for number, (later, level) in enumerate(wishes):
+    for number, (later, level) in enumerate(arrivals):
         now += later
         requests.append(request(number, now, level))
         queue.append(requests[-1])
@@ -37,11 +37,11 @@ def test_levels_are_a_queue_in_which_each_is_worth_some_seconds(wishes: list[tup
     assert [*queue] == others
 
 
-def test_a_request_of_a_lower_level_waits_so_long_and_no_longer() -> None:
+def test_lower_priority_waits_a_bounded_time() -> None:
     queue = PriorityQueue(2)
     low = request(0, 0.0, 1)
     high = [request(number, PRIORITY_LEVEL_S * number / 4, 0) for number in range(1, 9)]
     for each in (*high, low):
         queue.append(each)
-    # What came at the same moment in which the level is made up for was first.
+    # At equal effective arrival, the request of the lower priority arrived first.
     assert [queue.take().number for _ in range(5)] == [1, 2, 3, 0, 4]

@@ -1,4 +1,4 @@
-"""Memory of clients and a slot of ranks: one of them may write there, and only where no other one still reads."""
+"""Shared memory and rank groups: only the replying rank writes, and only where no rank still reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightd_daemon.scheduling.request import Request
 from weightd_daemon.scheduling.tensor_location import SharedRegion, TensorLocation, TensorLocations
 from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSpec
-from weightd_protocol.messages.worker import ChildOrder, Predict, PredictFailed, PredictResult
+from weightd_protocol.messages.worker import ChildOrder, Predict, PredictResult
 
 KILLED = ExitCause(-9, initiator=ExitInitiator.DAEMON)
 ASKED = RequestDescription("m", (TensorSpec("x", "UINT8", (1, 8)),))
@@ -25,28 +25,30 @@ def memory(gone: Callable[[int], object] = os.close) -> SharedRegion:
     return SharedRegion(1, os.memfd_create("test"), 100, gone)
 
 
-class Bench(IgnoringSink):
-    """A dispatcher with one request, whose inputs are the first 8 bytes of its client's memory."""
+class RankGroupHarness(IgnoringSink):
+    """A dispatcher with one request whose input is the first 8 bytes of the client's memory."""
 
-    def __init__(self, room: int = 8) -> None:
-        self.desk = Dispatcher(
+    def __init__(self, output_offset: int = 8) -> None:
+        self.dispatcher = Dispatcher(
             "m", ModelConfig(path="/m.onnx", engine="onnxruntime"), self, self.send_order, lambda _: None
         )
         self.memory = memory()
-        self.rooms: list[tuple[str, bool]] = []
-        self.told: list[tuple[str, bool]] = []
-        places = TensorLocations({0: TensorLocation(self.memory, 0, 8)}, {0: TensorLocation(self.memory, room, 8)})
-        self.request = Request(1, b"c", "id", ASKED, [], 0.0, 1e9, 8, locations=places)
-        self.desk.infer(self.request, 0.0)
+        self.may_write: list[tuple[str, bool]] = []
+        self.replies: list[tuple[str, bool]] = []
+        locations = TensorLocations(
+            {0: TensorLocation(self.memory, 0, 8)}, {0: TensorLocation(self.memory, output_offset, 8)}
+        )
+        self.request = Request(1, b"c", "id", ASKED, [], 0.0, 1e9, 8, locations=locations)
+        self.dispatcher.infer(self.request, 0.0)
 
     def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
-        self.told.append(("answer", bool(request.pending_writes)))
+        self.replies.append(("answer", bool(request.pending_writes)))
 
     def reply_request_error(self, request: Request, error: RequestError) -> None:
-        self.told.append((error.code, bool(request.pending_writes)))
+        self.replies.append((error.code, bool(request.pending_writes)))
 
     def notify_released(self, request: Request) -> None:
-        self.told.append(("released", bool(request.pending_writes)))
+        self.replies.append(("released", bool(request.pending_writes)))
 
     def send_order(
         self, process: str, order: ChildOrder, frames: Sequence[Any], memories: Sequence[SharedRegion]
@@ -55,51 +57,41 @@ class Bench(IgnoringSink):
         assert order.regions is not None
         assert (list(frames), list(memories)) == ([], [self.memory])
         assert [each.tensor_index for each in order.regions.inputs] == [0]
-        self.rooms.append((process, bool(order.regions.outputs)))
+        self.may_write.append((process, bool(order.regions.outputs)))
 
-    def load(self, name: str, *, reply: int | None = 1) -> list[tuple[str, bool]]:
-        """Another group has the request: return who has room for outputs."""
-        self.rooms.clear()
+    def add_group(self, name: str, *, reply: int | None = 1) -> list[tuple[str, bool]]:
+        """Add a group, which gets the request; return each process and whether it may write outputs."""
+        self.may_write.clear()
         ranks = (f"{name}0", f"{name}1")
-        self.desk.processes.add_ranks(name, LockstepTracker(ranks, None if reply is None else ranks[reply]), 0.0)
-        self.desk.dispatch(0.0)
-        return [*self.rooms]
+        self.dispatcher.processes.add_ranks(name, LockstepTracker(ranks, None if reply is None else ranks[reply]), 0.0)
+        self.dispatcher.dispatch(0.0)
+        return [*self.may_write]
 
     def result(self, process: str) -> str:
         spec = TensorSpec("y", "UINT8", (1, 8))
-        return self.desk.results.on_result(process, PredictResult(1, ResponseDescription("m", (spec,)), (0,)), [], 0.0)
+        return self.dispatcher.results.on_result(
+            process, PredictResult(1, ResponseDescription("m", (spec,)), (0,)), [], 0.0
+        )
 
 
-def test_what_has_been_written_is_the_answer_once_all_have_run() -> None:
-    bench = Bench()
-    bench.load("a")
-    assert (bench.result("a1"), bench.told) == ("", [])
-    assert bench.desk.results.on_done("a0", 1, 0.0) == ""
-    assert bench.told == [("answer", False)]
+def test_written_output_is_the_result_after_all_ranks() -> None:
+    harness = RankGroupHarness()
+    harness.add_group("a")
+    assert (harness.result("a1"), harness.replies) == ("", [])
+    assert harness.dispatcher.results.on_done("a0", 1, 0.0) == ""
+    assert harness.replies == [("answer", False)]
 
 
-def lost(bench: Bench) -> None:
-    bench.desk.results.on_exit("a0", ExitCause(-11), 0.0)
-
-
-def broken(bench: Bench) -> None:
-    assert bench.desk.results.on_done("a1", 1, 0.0) != ""
-
-
-def failed(bench: Bench) -> None:
-    assert bench.desk.results.on_batch_failed("a0", PredictFailed(1, "INTERNAL", "no", is_exiting=True), 0.0) != ""
-
-
-def test_the_region_is_kept_until_nobody_can_be_given_it_again() -> None:
+def test_region_is_kept_until_no_process_can_write() -> None:
     gone: list[int] = []
-    bench = Bench()
-    bench.memory = memory(gone.append)
-    bench.request.locations = TensorLocations({0: TensorLocation(bench.memory, 0, 8)}, {})
-    bench.load("a")
-    bench.desk.on_disconnect(b"c", 0.0)
-    del bench.memory, bench.request
+    harness = RankGroupHarness()
+    harness.memory = memory(gone.append)
+    harness.request.locations = TensorLocations({0: TensorLocation(harness.memory, 0, 8)}, {})
+    harness.add_group("a")
+    harness.dispatcher.on_disconnect(b"c", 0.0)
+    del harness.memory, harness.request
     assert gone == []
     for process in ("a0", "a1"):
-        bench.desk.results.on_exit(process, KILLED, 0.0)
+        harness.dispatcher.results.on_exit(process, KILLED, 0.0)
     [descriptor] = gone
     os.close(descriptor)

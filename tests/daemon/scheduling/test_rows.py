@@ -1,4 +1,4 @@
-"""What shares a batch, what is cut, whose turn it is, and how answers are put together."""
+"""Merging requests into batches, splitting requests, order of batches, and joining of results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from weightd_protocol.messages.regions import MappedOutput, MappedRegions
 from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Predict, PredictResult
 
 ROWS = BatchingPolicy(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=8)
-CUT = replace(ROWS, max_split_rows=4)
+SPLIT = replace(ROWS, max_split_rows=4)
 FAST, SLOW = "cpu:0", "cpu:1"
 
 _numbers = itertools.count(1)
@@ -49,13 +49,13 @@ def request(
     width: int = 1,
     deadline: float = 1e9,
     level: int = 0,
-    far: str = "",
+    principal: str = "",
     tenant: Tenant = DEFAULT_TENANT,
 ) -> Request:
     number = next(_numbers)
     asked = RequestDescription("m", (TensorSpec("x", "FP32", (rows, width)),))
     frames = [bytes(4 * rows * width)]
-    origin = ClientOrigin(far, far)
+    origin = ClientOrigin(principal, principal)
     return Request(
         number,
         b"c",
@@ -71,10 +71,10 @@ def request(
     )
 
 
-def desk(
-    max_queue: int, seats: int = 1, terms: BatchingPolicy = ROWS, **askers: object
+def dispatcher(
+    max_queue: int, slot_count: int = 1, policy: BatchingPolicy = ROWS, **callbacks: object
 ) -> tuple[Dispatcher, list[ChildOrder]]:
-    """A dispatcher, and the orders that it gives."""
+    """Return a dispatcher and the list of its orders."""
     orders: list[ChildOrder] = []
 
     def order(name: str, order: ChildOrder, frames: object, memories: object) -> None:
@@ -82,48 +82,48 @@ def desk(
 
     config = ModelConfig(path="/m.onnx", engine="onnxruntime", max_queue=max_queue)
     made = Dispatcher(
-        "m", config, cast(ResponseSink, SimpleNamespace(reply_request_error=print, **askers)), order, lambda _: None
+        "m", config, cast(ResponseSink, SimpleNamespace(reply_request_error=print, **callbacks)), order, lambda _: None
     )
-    for number in range(seats):
-        made.processes.add(f"w{number}", policy=terms)
+    for number in range(slot_count):
+        made.processes.add(f"w{number}", policy=policy)
     return made, orders
 
 
 def group(
-    first: Request, *others: Request, terms: BatchingPolicy = ROWS, times: DurationEstimates | None = None
+    first: Request, *others: Request, policy: BatchingPolicy = ROWS, times: DurationEstimates | None = None
 ) -> BatchGroup:
-    where = SlotConstraints(terms, partial((times or DurationEstimates()).expected_s, FAST))
-    return form_group(first, cast(BatchKey, terms.batch_key(first.description)), [first, *others], where, 0.0)
+    where = SlotConstraints(policy, partial((times or DurationEstimates()).expected_s, FAST))
+    return form_group(first, cast(BatchKey, policy.batch_key(first.description)), [first, *others], where, 0.0)
 
 
-def scheduler(terms: BatchingPolicy, *requests: Request, seats: int = 1) -> Scheduler:
+def scheduler(policy: BatchingPolicy, *requests: Request, slot_count: int = 1) -> Scheduler:
     made = Scheduler(1000, 10**9, levels=2)
-    for number in range(seats):
-        made.slots.add(Slot(f"w{number}", (f"w{number}",), device=FAST, policy=terms))
+    for number in range(slot_count):
+        made.slots.add(Slot(f"w{number}", (f"w{number}",), device=FAST, policy=policy))
     for each in requests:
         made.submit(each, 0.0)
     return made
 
 
-def jobs(made: Scheduler, count: int = 1000) -> list[list[tuple[int, int]]]:
-    """Run so many batches, one after another on each slot; return each as pairs of request and rows."""
+def run_batches(made: Scheduler, count: int = 1000) -> list[list[tuple[int, int]]]:
+    """Run up to `count` batches, one after another on each slot; return each as pairs of request number and rows."""
     seen: list[list[tuple[int, int]]] = []
     running = [*made.assign(0.0)]
     while running and len(seen) < count:
-        seat, job = running.pop(0)
-        seen.append([(part.request.number, part.rows or job.rows) for part in job.items.values()])
-        for number in [*job.items]:
-            made.running.finish(seat.name, number, 0.0)
+        slot, batch = running.pop(0)
+        seen.append([(part.request.number, part.rows or batch.rows) for part in batch.items.values()])
+        for number in [*batch.items]:
+            made.running.finish(slot.name, number, 0.0)
         running += made.assign(0.0)
     return seen
 
 
-# --- what shares a batch ----------------------------------------------------------------------------------------------
+# --- merging ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("runs_s", "rows"), [(1.0, 4), (5.0, 7)])
-def test_what_waits_is_divided_with_seats_that_will_be_free_before_it_had_run(runs_s: float, rows: int) -> None:
-    made = scheduler(ROWS, seats=2)
+def test_divides_queue_among_slots_that_will_be_free(runs_s: float, rows: int) -> None:
+    made = scheduler(ROWS, slot_count=2)
     kind = cast(BatchKey, ROWS.batch_key(request().description)).kind
     made._times.estimates.add(FAST, kind, 1, runs_s)
     made._times.estimates.add(FAST, kind, 7, 3.0)
@@ -131,76 +131,76 @@ def test_what_waits_is_divided_with_seats_that_will_be_free_before_it_had_run(ru
     assert len([*made.assign(0.0)]) == 1
     for _ in range(7):
         made.submit(request(), 0.1)
-    [(_, job)] = [*made.assign(0.1)]
-    assert job.rows == rows
+    [(_, batch)] = [*made.assign(0.1)]
+    assert batch.rows == rows
 
 
-def test_who_was_just_answered_is_counted_where_what_waits_is_divided() -> None:
-    made = scheduler(ROWS, *[request() for _ in range(8)], seats=2)
-    for seat, job in [*made.assign(0.0)]:
-        for number in [*job.items]:
-            made.running.finish(seat.name, number, 0.1)
+def test_recent_answers_count_when_the_queue_is_divided() -> None:
+    made = scheduler(ROWS, *[request() for _ in range(8)], slot_count=2)
+    for slot, batch in [*made.assign(0.0)]:
+        for number in [*batch.items]:
+            made.running.finish(slot.name, number, 0.1)
     for at, sizes in ((0.2, [4]), (9.0, [2, 2])):
         for _ in range(4):
             made.submit(request(), at)
         began = [*made.assign(at)]
-        assert [job.rows for _, job in began] == sizes
-        for seat, job in began:
-            for number in [*job.items]:
-                made.running.finish(seat.name, number, at)
+        assert [batch.rows for _, batch in began] == sizes
+        for slot, batch in began:
+            for number in [*batch.items]:
+                made.running.finish(slot.name, number, at)
 
 
-def test_what_waits_and_differs_in_its_rows_alone_goes_together_up_to_the_bound() -> None:
+def test_merges_requests_that_differ_in_rows_only() -> None:
     first, wide, two, alone, five, one = request(2), request(1, 9), request(2), request(), request(5), request()
     isolate(alone, Isolation.ALONE)
     assert group(first, wide, two, alone, one) == ([first, two, one], 5, False)
-    # Once something did not fit, the batch is full: what comes later shall not overtake it.
+    # Once a request does not fit, the batch is full: later requests must not overtake it.
     assert group(first, wide, two, five, one) == ([first, two], 4, True)
     assert group(request(8), one).is_full
 
 
-def test_where_answers_may_differ_only_one_user_s_requests_go_together() -> None:
-    ann, bob, other = request(far="ann"), request(far="bob"), request(far="ann")
+def test_inexact_models_merge_one_principal_only() -> None:
+    ann, bob, other = request(principal="ann"), request(principal="bob"), request(principal="ann")
     assert group(ann, bob, other).requests == [ann, bob, other]
-    assert group(ann, bob, other, terms=replace(ROWS, is_exact=False)).requests == [ann, other]
+    assert group(ann, bob, other, policy=replace(ROWS, is_exact=False)).requests == [ann, other]
 
 
-def test_requests_of_whom_rows_were_found_to_differ_share_no_job_and_run_in_one_piece() -> None:
-    terms = replace(CUT, unmerged_principals=frozenset({principal_id("a")}))
-    of_a, of_b = [request(far="a") for _ in range(3)], [request(far="b") for _ in range(3)]
-    assert group(of_a[0], *of_b, *of_a, terms=terms).requests == [of_a[0]]
-    assert group(of_b[0], *of_a, *of_b, terms=terms).requests == of_b
-    form = cast(BatchKey, terms.batch_key(request(8).description))
-    assert [terms.should_split(form, far) for far in ("a", "b")] == [False, True]
-    made = scheduler(terms, request(8, far="a"), request(8, far="b"))
-    assert [len(job) for job in jobs(made)] == [1, 1, 1]
-    # What has begun in parts goes on where they are added.
-    assert terms == CUT
+def test_unmerged_principals_run_alone_and_unsplit() -> None:
+    policy = replace(SPLIT, unmerged_principals=frozenset({principal_id("a")}))
+    of_a, of_b = [request(principal="a") for _ in range(3)], [request(principal="b") for _ in range(3)]
+    assert group(of_a[0], *of_b, *of_a, policy=policy).requests == [of_a[0]]
+    assert group(of_b[0], *of_a, *of_b, policy=policy).requests == of_b
+    form = cast(BatchKey, policy.batch_key(request(8).description))
+    assert [policy.should_split(form, principal) for principal in ("a", "b")] == [False, True]
+    made = scheduler(policy, request(8, principal="a"), request(8, principal="b"))
+    assert [len(batch) for batch in run_batches(made)] == [1, 1, 1]
+    # Policies that differ only in these principals are equal: split requests continue where one is added.
+    assert policy == SPLIT
 
 
-def test_a_worker_is_told_whose_the_requests_of_a_job_are_where_their_answers_have_to_be_the_same() -> None:
-    for terms, principals in (
+def test_workers_get_principals_to_compare_results() -> None:
+    for policy, principals in (
         (ROWS, (principal_id("a"), principal_id("b"))),
         (replace(ROWS, is_exact=False, max_rows=2), ()),
     ):
-        made, orders = desk(10, seats=0, terms=terms)
-        for far in "ab" if terms.is_exact else "aa":
-            made.infer(request(far=far), 0.0)
-        made.processes.add("w0", policy=terms)
+        made, orders = dispatcher(10, slot_count=0, policy=policy)
+        for principal in "ab" if policy.is_exact else "aa":
+            made.infer(request(principal=principal), 0.0)
+        made.processes.add("w0", policy=policy)
         made.dispatch(0.0)
         assert [each for each in orders if isinstance(each, BeginBatch)] == [BeginBatch(2, 0, principals)]
         assert [made.principal_names.name_of(each) for each in principals] == ["a", "b"][: len(principals)]
 
 
-def test_names_are_forgotten_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgets_oldest_principal_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge_groups_module, "_MAX_NAMES", 2)
     names = RecentNames()
-    numbers = [names.number_of(far) for far in "aabc"]
-    assert numbers == [principal_id(far) for far in "aabc"]
+    numbers = [names.number_of(principal) for principal in "aabc"]
+    assert numbers == [principal_id(principal) for principal in "aabc"]
     assert [names.name_of(each) for each in numbers[1:]] == ["a tenant or user of a previous daemon", "b", "c"]
 
 
-def test_nobody_misses_a_deadline_for_company() -> None:
+def test_merging_does_not_miss_deadlines() -> None:
     times, kind = DurationEstimates(), ROWS.batch_key(request().description)
     assert kind is not None
     times.add(FAST, kind.kind, 1, 0.01)
@@ -210,7 +210,7 @@ def test_nobody_misses_a_deadline_for_company() -> None:
     assert group(hasty, first, patient, times=times).requests == [hasty]
 
 
-def test_while_another_shape_waits_a_job_takes_no_longer_than_that_is_asked_to_wait() -> None:
+def test_batches_are_short_while_another_shape_waits() -> None:
     times, form = DurationEstimates(), ROWS.batch_key(request().description)
     assert form is not None
     for rows in (1, 2, 4, 8):
@@ -220,71 +220,73 @@ def test_while_another_shape_waits_a_job_takes_no_longer_than_that_is_asked_to_w
     assert group(same[0], request(1, 9), *same[1:], times=times).rows == 2
 
 
-def test_a_look_at_what_waits_has_an_end() -> None:
+def test_looks_at_a_limited_number_of_requests() -> None:
     first, others = request(), [request(1, 9) for _ in range(64)]
     assert group(first, *others[:63], request()).rows == 2
     assert group(first, *others, request()).rows == 1
 
 
-# --- whose turn it is -----------------------------------------------------------------------------------------------
+# --- order ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_shape_waits_longer_than_one_job_of_each_other_shape_that_came_before() -> None:
+def test_shapes_take_turns() -> None:
     waiting = [request(1, width) for _ in range(20) for width in (1, 2, 3)]
-    ran = jobs(scheduler(ROWS, *waiting))
-    widths = [next(each for each in waiting if each.number == job[0][0]).description.inputs[0].shape[1] for job in ran]
+    ran = run_batches(scheduler(ROWS, *waiting))
+    widths = [
+        next(each for each in waiting if each.number == batch[0][0]).description.inputs[0].shape[1] for batch in ran
+    ]
     assert widths == [1, 2, 3] * 2 + [1, 2, 3]
-    assert sorted(number for job in ran for number, _ in job) == [each.number for each in waiting]
+    assert sorted(number for batch in ran for number, _ in batch) == [each.number for each in waiting]
 
 
-def test_a_higher_priority_goes_before_what_has_begun() -> None:
+def test_higher_priority_runs_before_remaining_splits() -> None:
     large, urgent, other = request(12, level=1), request(), request(width=2)
-    made = scheduler(CUT, large)
-    assert [job.requests for _, job in made.assign(0.0)] == [[large], [large]]
+    made = scheduler(SPLIT, large)
+    assert [batch.requests for _, batch in made.assign(0.0)] == [[large], [large]]
     made.submit(urgent, 0.0)
     made.submit(other, 0.0)
     made.running.finish("w0", 2**62, 0.0)
-    # What is ready there runs first; nothing more of it is made ready before what is urgent.
+    # The part that is ready runs first; no further part is assigned before the urgent request.
     assert list(made.assign(0.0)) == []
     for number, runs in ((2**62 + 1, [[urgent]]), (urgent.number, [[other], [large]])):
         made.running.finish("w0", number, 0.0)
-        assert [job.requests for _, job in made.assign(0.0)] == runs
+        assert [batch.requests for _, batch in made.assign(0.0)] == runs
 
 
-def test_what_has_begun_goes_before_what_has_a_lower_priority() -> None:
+def test_started_splits_run_before_lower_priority() -> None:
     urgent, low = request(16), [request(width=width, level=1) for width in (1, 2)]
-    ran = [number for job in jobs(scheduler(CUT, urgent, *low)) for number, _ in job]
+    ran = [number for batch in run_batches(scheduler(SPLIT, urgent, *low)) for number, _ in batch]
     assert ran == [urgent.number] * 4 + [each.number for each in low]
 
 
-def test_of_what_runs_in_parts_a_higher_priority_goes_first() -> None:
+def test_splits_of_higher_priority_run_first() -> None:
     begun, other, urgent = request(12, level=1), request(12, level=1), request(12)
-    made = scheduler(CUT, begun)
-    first = [job.number for _, job in made.assign(0.0)]
+    made = scheduler(SPLIT, begun)
+    first = [batch.number for _, batch in made.assign(0.0)]
     made.submit(other, 0.0)
     made.submit(urgent, 0.0)
     for number in first:
         made.running.finish("w0", number, 0.0)
-    ran = [number for job in jobs(made) for number, _ in job]
+    ran = [number for batch in run_batches(made) for number, _ in batch]
     assert ran == [*[urgent.number] * 3, begun.number, *[other.number] * 3]
 
 
-def test_one_that_has_to_run_alone_waits_for_no_more_parts_of_another() -> None:
+def test_isolated_request_waits_for_no_further_splits() -> None:
     alone, other = request(8), request(40)
-    made = scheduler(CUT, alone, seats=2)
+    made = scheduler(SPLIT, alone, slot_count=2)
     given = [*made.assign(0.0)]
     made.submit(other, 0.0)
     given += made.assign(0.0)
     isolate(alone, Isolation.ALONE)
     made.release_slot("w0")
     ran: list[list[Request]] = []
-    for number in [job.number for seat, job in given if seat.name == "w1"]:
+    for number in [batch.number for slot, batch in given if slot.name == "w1"]:
         made.running.finish("w1", number, 0.0)
-        ran += [job.requests for _, job in made.assign(0.0)]
+        ran += [batch.requests for _, batch in made.assign(0.0)]
     assert ran == [[alone]]
 
 
-def test_nothing_waits_for_company_that_may_have_none_any_more() -> None:
+def test_does_not_gather_without_merging_slots() -> None:
     made = scheduler(ROWS, request())
     assert made.may_gather
     made.slots.set_policy("w0", replace(ROWS, max_rows=1))
@@ -292,30 +294,30 @@ def test_nothing_waits_for_company_that_may_have_none_any_more() -> None:
     assert not made.may_gather
 
 
-def test_a_job_that_may_grow_waits_for_a_free_seat_and_a_full_one_does_not() -> None:
+def test_only_full_batches_queue_behind_a_busy_slot() -> None:
     made = scheduler(ROWS, request(), *(request() for _ in range(7)))
-    assert [job.item_count for _, job in made.assign(0.0)] == [8]
+    assert [batch.item_count for _, batch in made.assign(0.0)] == [8]
     made.submit(request(), 0.0)
     assert list(made.assign(0.0)) == []
     for _ in range(7):
         made.submit(request(), 0.0)
-    assert [job.item_count for _, job in made.assign(0.0)] == [8]
+    assert [batch.item_count for _, batch in made.assign(0.0)] == [8]
 
 
-def test_parts_of_a_request_run_on_one_model_and_all_anew_if_no_seat_has_it_any_more() -> None:
-    made, large = scheduler(CUT, seats=0), request(12)
+def test_splits_run_on_one_model_version() -> None:
+    made, large = scheduler(SPLIT, slot_count=0), request(12)
     for name, source in (("old", 1), ("new", 2)):
-        made.slots.add(Slot(name, (name,), policy=replace(CUT, source_number=source)))
+        made.slots.add(Slot(name, (name,), policy=replace(SPLIT, source_number=source)))
     made.submit(large, 0.0)
-    first = [(seat.name, next(iter(job.items.values()))) for seat, job in made.assign(0.0)]
+    first = [(slot.name, next(iter(batch.items.values()))) for slot, batch in made.assign(0.0)]
     assert [(name, part.rows) for name, part in first] == [("old", 4), ("old", 4)]
     made.slots.retire("old")
-    assert [seat.name for seat, _ in made.assign(0.0)] == ["new", "new"]
+    assert [slot.name for slot, _ in made.assign(0.0)] == ["new", "new"]
     assert made.running.finish("old", first[0][1].number, 0.0) is None
 
 
-def test_what_has_come_until_it_is_all_taken_in_goes_together() -> None:
-    made, orders = desk(max_queue=4)
+def test_merges_requests_that_arrive_together() -> None:
+    made, orders = dispatcher(max_queue=4)
     made.infer(request(), 0.0)
     assert made.next_event_at == AT_ONCE
     made.dispatch_gathered(0.0)
@@ -331,25 +333,25 @@ def test_what_has_come_until_it_is_all_taken_in_goes_together() -> None:
         made.infer(request(), 0.0)
 
 
-def test_a_queue_that_is_full_of_what_could_run_refuses_nobody() -> None:
-    made, orders = desk(max_queue=1, seats=2)
+def test_full_queue_accepts_requests_that_can_run() -> None:
+    made, orders = dispatcher(max_queue=1, slot_count=2)
     for _ in range(3):
         made.infer(request(), 0.0)
     assert len(orders) == 2
 
 
-# --- parts ----------------------------------------------------------------------------------------------------------
+# --- splitting ------------------------------------------------------------------------------------------------------
 
 
-def cut(part_rows: int = 1000, sizes: tuple[int, ...] = (), asked: Request | None = None) -> SplitRequest:
-    asked, terms = asked or request(64), replace(CUT, max_split_rows=part_rows, sizes=sizes)
-    form = terms.batch_key(asked.description)
+def split_request(part_rows: int = 1000, sizes: tuple[int, ...] = (), asked: Request | None = None) -> SplitRequest:
+    asked, policy = asked or request(64), replace(SPLIT, max_split_rows=part_rows, sizes=sizes)
+    form = policy.batch_key(asked.description)
     assert form is not None
-    return SplitRequest(asked, terms, form)
+    return SplitRequest(asked, policy, form)
 
 
-def known(whole: SplitRequest, **seconds: float) -> DurationEstimates:
-    """The times of devices for all rows of the request."""
+def durations(whole: SplitRequest, **seconds: float) -> DurationEstimates:
+    """Return the durations of devices for all rows of the request."""
     times = DurationEstimates()
     for device, each in seconds.items():
         times.add(device, whole.batch_key.kind, whole.batch_key.rows, each)
@@ -359,18 +361,16 @@ def known(whole: SplitRequest, **seconds: float) -> DurationEstimates:
 @pytest.mark.parametrize(
     ("part_rows", "a", "b", "parts"),
     [
-        (32, 1.0, 1.2, [32, 32]),  # 35 and 29 of the rows: with any less there would be a third part
+        (32, 1.0, 1.2, [32, 32]),  # 35 and 29 rows by speed; fewer would need a third part
         (32, 1.2, 1.0, [32, 32]),
         (64, 3.0, 1.0, [16, 48]),
         (64, 1.0, 3.0, [48, 16]),
         (64, 1.0, 5.0, [64]),
     ],
 )
-def test_parts_are_as_devices_are_quick_and_leave_no_few_rows(
-    part_rows: int, a: float, b: float, parts: list[int]
-) -> None:
-    whole = cut(part_rows)
-    times = known(whole, a=a, b=b)
+def test_split_sizes_follow_device_speed(part_rows: int, a: float, b: float, parts: list[int]) -> None:
+    whole = split_request(part_rows)
+    times = durations(whole, a=a, b=b)
     taken: list[int] = []
     while whole.is_pending:
         rows = next_split_rows(whole, "ab"[len(taken) % 2], ["a", "b"], times, math.inf)
@@ -378,28 +378,28 @@ def test_parts_are_as_devices_are_quick_and_leave_no_few_rows(
     assert taken == parts
 
 
-def test_a_part_has_one_of_the_sizes_of_the_model() -> None:
-    assert next_split_rows(cut(sizes=(8, 16)), "a", ["a", "b"], DurationEstimates(), math.inf) == 16
-    assert next_split_rows(cut(sizes=(64,)), "a", ["a", "b"], DurationEstimates(), math.inf) == 64
+def test_split_has_a_size_of_the_model() -> None:
+    assert next_split_rows(split_request(sizes=(8, 16)), "a", ["a", "b"], DurationEstimates(), math.inf) == 16
+    assert next_split_rows(split_request(sizes=(64,)), "a", ["a", "b"], DurationEstimates(), math.inf) == 64
 
 
-def test_a_part_is_short_only_while_others_wait() -> None:
-    whole = cut()
-    slow = known(whole, a=4 * MAX_BATCH_S)
+def test_splits_are_short_only_while_others_wait() -> None:
+    whole = split_request()
+    slow = durations(whole, a=4 * MAX_BATCH_S)
     assert next_split_rows(whole, "a", ["a"], slow, math.inf) == 64
     assert next_split_rows(whole, "a", ["a"], slow, MAX_BATCH_S) == 16
 
 
-def test_one_long_job_does_not_make_parts_short_for_good() -> None:
-    whole = cut()
-    times, kind = known(whole, a=2 * MAX_BATCH_S), whole.batch_key.kind
+def test_splits_grow_again_after_one_slow_batch() -> None:
+    whole = split_request()
+    times, kind = durations(whole, a=2 * MAX_BATCH_S), whole.batch_key.kind
     assert times.max_rows_within("a", kind, 64, MAX_BATCH_S) == 32
     times.add("a", kind, 32, 0.5 * MAX_BATCH_S)
     assert times.max_rows_within("a", kind, 32, MAX_BATCH_S) == 32
 
 
-def test_the_answer_to_a_part_has_all_of_its_outputs() -> None:
-    whole = cut()
+def test_partial_result_needs_all_outputs() -> None:
+    whole = split_request()
     with pytest.raises(
         Internal,
         match=r"^outputs \[0\] of a split request: expected frames where no output memory was offered, got none$",
@@ -412,27 +412,25 @@ def test_the_answer_to_a_part_has_all_of_its_outputs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("begin", "nbytes", "rooms"),
+    ("begin", "nbytes", "areas"),
     [(256, 128, [(256, 64), (320, 64)]), (256, 96, []), (252, 128, []), (0, 64, [])],
-    ids=["a row has its bytes", "it has none of its own", "an input is there, too", "so it is"],
+    ids=["rows have fixed bytes", "bytes not divisible", "overlaps an input", "equals an input"],
 )
-def test_each_part_has_room_for_its_own_rows_where_nobody_has_to_read(
-    begin: int, nbytes: int, rooms: list[tuple[int, int]]
-) -> None:
+def test_splits_write_their_own_rows(begin: int, nbytes: int, areas: list[tuple[int, int]]) -> None:
     asked, memory = request(64), SharedRegion(1, os.dup(0), 1000, os.close)
     asked.locations = TensorLocations({0: TensorLocation(memory, 0, 256)}, {0: TensorLocation(memory, begin, nbytes)})
-    whole = cut(asked=asked)
+    whole = split_request(asked=asked)
     outputs = [whole.tensors_of(*whole.take_rows(32))[1].outputs for _ in range(2)]
-    assert [(each.offset, each.nbytes) for some in outputs for each in some.values()] == rooms
+    assert [(each.offset, each.nbytes) for some in outputs for each in some.values()] == areas
 
 
-def test_an_answer_of_which_all_rows_are_where_they_belong_has_no_frame() -> None:
+def test_result_in_shared_memory_has_no_frames() -> None:
     answers: list[object] = []
 
     def answer(*each: object) -> None:
         answers.append(each)
 
-    made, orders = desk(4, 2, replace(CUT, max_rows=1), reserve_partial_result=print, reply_result=answer)
+    made, orders = dispatcher(4, 2, replace(SPLIT, max_rows=1), reserve_partial_result=print, reply_result=answer)
     asked, memory = request(8), SharedRegion(1, os.dup(0), 100, os.close)
     asked.locations = TensorLocations({}, {0: TensorLocation(memory, 10, 32)})
     made.infer(asked, 0.0)
@@ -440,19 +438,19 @@ def test_an_answer_of_which_all_rows_are_where_they_belong_has_no_frame() -> Non
         MappedRegions((), (MappedOutput(0, 1, begin, 16),)) for begin in (10, 26)
     ]
     described = ResponseDescription("m", (TensorSpec("y", "FP32", (4, 1)),))
-    for seat in (0, 1):
-        made.results.on_result(f"w{seat}", PredictResult(2**62 + seat, described, (0,)), [], 1.0)
+    for slot in (0, 1):
+        made.results.on_result(f"w{slot}", PredictResult(2**62 + slot, described, (0,)), [], 1.0)
     whole = ResponseDescription("m", (TensorSpec("y", "FP32", (8, 1)),))
     assert (answers, asked.may_still_write) == ([(asked, PredictResult(asked.number, whole, (0,)), [])], False)
 
 
-def piece(rows: int, y: bytes, t: bytes = b"t", shape: tuple[int, ...] = (2,)) -> PartialResult:
+def partial_result(rows: int, y: bytes, t: bytes = b"t", shape: tuple[int, ...] = (2,)) -> PartialResult:
     outputs = TensorSpec("y", "UINT8", (rows, *shape)), TensorSpec("t", "UINT8", (1,))
     return PartialResult(rows, ResponseDescription("m", outputs), [y, t])
 
 
-def test_answers_are_put_together_in_the_order_of_the_rows() -> None:
-    description, frames = join_results([piece(1, b"aa"), piece(2, b"bbcc")], "y")
+def test_joins_results_in_the_order_of_rows() -> None:
+    description, frames = join_results([partial_result(1, b"aa"), partial_result(2, b"bbcc")], "y")
     assert ([each.shape for each in description.outputs], frames) == ([(3, 2), (1,)], [b"aabbcc", b"t"])
 
 
@@ -460,56 +458,63 @@ def test_answers_are_put_together_in_the_order_of_the_rows() -> None:
     ("other", "text"),
     [
         (
-            piece(1, b"b", shape=(1,)),
+            partial_result(1, b"b", shape=(1,)),
             r"^output y of a partial result: expected y UINT8 \[1, 2\], got y UINT8 \[1, 1\]$",
         ),
-        (piece(1, b"bb", b"u"), "^output t has no rows, and differs between the partial results of the request$"),
+        (
+            partial_result(1, b"bb", b"u"),
+            "^output t has no rows, and differs between the partial results of the request$",
+        ),
         (
             PartialResult(1, ResponseDescription("m", ()), []),
             r"^output y of a partial result: expected y UINT8 \[1, 2\], got none$",
         ),
     ],
 )
-def test_answers_that_do_not_fit_together_are_an_error(other: PartialResult, text: str) -> None:
+def test_mismatching_partial_results_are_an_error(other: PartialResult, text: str) -> None:
     with pytest.raises(Internal, match=text):
-        join_results([piece(1, b"aa"), other], "y")
+        join_results([partial_result(1, b"aa"), other], "y")
 
 
-# --- whose time it is -----------------------------------------------------------------------------------------------
+# --- usage ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_seconds_of_a_job_are_divided_by_rows() -> None:
+def test_slot_seconds_of_a_batch_are_divided_by_rows() -> None:
     small, large, whole = request(1), request(3), request(2)
     made = scheduler(ROWS, small, large)
-    [(seat, job)] = [*made.assign(2.0)]
-    for number in [*job.items]:
-        made.running.finish(seat.name, number, 6.0)
+    [(slot, batch)] = [*made.assign(2.0)]
+    for number in [*batch.items]:
+        made.running.finish(slot.name, number, 6.0)
     accounts = [each.usage for each in (small, large)]
     assert [(each.rows, each.slot_seconds, each.queue_seconds) for each in accounts] == [(1, 1.0, 2.0), (3, 3.0, 2.0)]
     alone = scheduler(BatchingPolicy(), whole)
-    [(seat, job)] = [*alone.assign(0.0)]
-    alone.running.finish(seat.name, job.number, 5.0)
-    # How many rows it has nobody knows here.
+    [(slot, batch)] = [*alone.assign(0.0)]
+    alone.running.finish(slot.name, batch.number, 5.0)
+    # Without batching, the number of rows is unknown here.
     assert (whole.usage.rows, whole.usage.slot_seconds) == (0, 5.0)
 
 
-def test_a_request_that_is_cut_has_waited_once_and_its_rows_count_once() -> None:
-    cut = request(8)
-    made = scheduler(CUT, cut)
-    # The second part is ready behind the first.
-    for end, (seat, job) in zip((3.0, 5.0), [*made.assign(1.0)], strict=True):
-        made.running.finish(seat.name, job.number, end)
-    assert (cut.usage.rows, cut.usage.slot_seconds, cut.usage.queue_seconds) == (8, 4.0, 1.0)
+def test_split_request_counts_its_wait_and_rows_once() -> None:
+    split_request = request(8)
+    made = scheduler(SPLIT, split_request)
+    # The second part is queued behind the first one.
+    for end, (slot, batch) in zip((3.0, 5.0), [*made.assign(1.0)], strict=True):
+        made.running.finish(slot.name, batch.number, end)
+    assert (split_request.usage.rows, split_request.usage.slot_seconds, split_request.usage.queue_seconds) == (
+        8,
+        4.0,
+        1.0,
+    )
 
 
 # --- tenants ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("count", "whose"), [(2, "a"), (1, "b")])
-def test_what_is_to_run_in_parts_gives_way_in_a_full_line_until_some_of_it_has_begun(count: int, whose: str) -> None:
+def test_evicts_splitting_requests_that_have_not_begun(count: int, whose: str) -> None:
     a, b, c = (Tenant(name, TenantConfig(weight=weight)) for name, weight in (("a", 0.001), ("b", 1.0), ("c", 1.0)))
     made = Scheduler(6, 10**9)
-    made.slots.add(Slot("w", ("w",), device=FAST, policy=CUT))
+    made.slots.add(Slot("w", ("w",), device=FAST, policy=SPLIT))
     evicted: list[tuple[Request, RequestError]] = []
 
     def ask(tenant: Tenant, rows: int) -> Request:
@@ -520,7 +525,7 @@ def test_what_is_to_run_in_parts_gives_way_in_a_full_line_until_some_of_it_has_b
 
     ask(c, 1)
     of_a = [ask(a, 12) for _ in range(count)]
-    assert len(jobs(made, 2)) == 2
+    assert len(run_batches(made, 2)) == 2
     assert [*made.queue.splitting] == of_a
     of_b = [ask(b, 1) for _ in range(6 - count)]
     ask(c, 1)

@@ -18,7 +18,7 @@ from weightd_protocol.messages.inference import RequestDescription
 
 _numbers = itertools.count(1)
 
-# What a quick slot may have: one batch runs, one is ready.
+# Batches of a fast slot: one running, one queued.
 CREDIT = 2
 
 
@@ -37,22 +37,16 @@ def scheduler(*workers: str, waiting: int = 0, max_queue: int = 100, max_bytes: 
 
 
 def assigned(made: Scheduler) -> list[tuple[str, int]]:
-    return [(seat.name, job.number) for seat, job in made.assign(0.0)]
+    return [(slot.name, batch.number) for slot, batch in made.assign(0.0)]
 
 
-def has(made: Scheduler, process: str) -> list[Request]:
-    seat = made.slots.slot_of(process)
-    return [request for job in seat.batches.values() for request in job.requests] if seat is not None else []
+def requests_of(made: Scheduler, process: str) -> list[Request]:
+    slot = made.slots.slot_of(process)
+    return [request for batch in slot.batches.values() for request in batch.requests] if slot is not None else []
 
 
 def numbers(requests: Iterable[Request]) -> list[int]:
     return [each.number for each in requests]
-
-
-# --- who runs where and when ----------------------------------------------------------------------------------------
-
-
-# --- what is told, and when it has to be asked ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -66,27 +60,27 @@ def numbers(requests: Iterable[Request]) -> list[int]:
         ),
     ],
 )
-def test_a_refusal_says_what_is_full(made: Scheduler, nbytes: int, words: str) -> None:
+def test_full_queue_error_names_the_limit(made: Scheduler, nbytes: int, words: str) -> None:
     with pytest.raises(ResourceExhausted, match=f"^{words}$"):
         made.submit(request(nbytes=nbytes), 0.0)
 
 
-def test_where_a_request_was_at_its_deadline_is_told_and_the_next_one_is_due() -> None:
+def test_expiry_names_the_state_and_finds_the_next_deadline() -> None:
     made = scheduler("a")
     for deadline in (3.0, 5.0, 4.0):
         made.submit(request(deadline=deadline), 0.0)
     assert made.next_event_at == 3.0
     assigned(made)
     assert [str(error) for _, error in made.expire(3.0)] == ["was running at its deadline"]
-    assert made.next_event_at == MAX_QUICK_S  # to see whether the worker computes for long
+    assert made.next_event_at == MAX_QUICK_S  # when the worker counts as slow
     assert made.take_overdue(MAX_QUICK_S) == []
     assert made.next_event_at == 4.0
     assert [str(error) for _, error in made.expire(4.0)] == ["was waiting in the queue at its deadline"]
     assert made.next_event_at == 5.0
 
 
-def test_a_pause_counts_for_clients_but_not_against_workers() -> None:
-    """The clock has stood still for 5 s. What runs may have been answered: that is read first."""
+def test_suspension_does_not_count_against_workers() -> None:
+    """The daemon was suspended for 5 s. Results that arrived in that time must be read before workers count as hung."""
     due: list[float] = []
     made = Scheduler(100, 10_000, predict_timeout=2.0, schedule_by=due.append)
     made.slots.add(Slot("a", ("a",)))
@@ -104,11 +98,11 @@ def test_a_pause_counts_for_clients_but_not_against_workers() -> None:
     assert made.expire(1.6) == []
 
 
-def test_nothing_is_due_when_nothing_is_there() -> None:
+def test_idle_scheduler_has_no_next_event() -> None:
     made = scheduler("a", waiting=1)
     [(worker, number)] = assigned(made)
     made.running.finish(worker, number, 0.0)
-    # The earliest deadline is a bound, not a promise: it is looked at once, and then there is none.
+    # The earliest deadline is a lower bound: one more look, then no event.
     assert made.expire(made.next_event_at) == []
     assert made.next_event_at == float("inf")
 
@@ -119,9 +113,9 @@ def retry_after(made: Scheduler, now: float) -> float | None:
     return refused.value.retry_after
 
 
-def test_a_refusal_says_when_there_may_be_room() -> None:
+def test_refusal_estimates_the_waiting_time() -> None:
     made = scheduler(max_queue=6, waiting=6)
-    assert retry_after(made, 0.0) is None  # nothing is known
+    assert retry_after(made, 0.0) is None  # no durations are known
     made.slots.add(Slot("a", ("a",)))
     made.slots.add(Slot("b", ("b",)))
     assert retry_after(made, 0.0) is None
@@ -129,13 +123,13 @@ def test_a_refusal_says_when_there_may_be_room() -> None:
     made.running.finish(worker, number, 5.0)
     while made.queue.count < 6:
         made.submit(request(), 5.0)
-    # What one took, six in the queue, two workers.
+    # 5 s per request, six in the queue, two workers.
     assert retry_after(made, 5.0) == pytest.approx(5.0 * 6 / 2)
-    # The other one has computed for longer than that.
+    # The other worker has been running for longer than that.
     assert retry_after(made, 8.0) == pytest.approx(8.0 * 6 / 2)
 
 
-def test_a_refusal_never_says_at_once() -> None:
+def test_retry_after_is_never_zero() -> None:
     made = scheduler("a", max_queue=1, waiting=1)
     [(worker, number)] = assigned(made)
     made.running.finish(worker, number, 0.0)
@@ -143,21 +137,21 @@ def test_a_refusal_never_says_at_once() -> None:
     assert retry_after(made, 0.0) == 0.01
 
 
-class Untouched(bytes):
-    """Of a client that nobody has to look at."""
+class UncomparedClient(bytes):
+    """A client id that fails when it is compared."""
 
     __hash__ = bytes.__hash__
 
     def __eq__(self, other: object) -> bool:
         if other is not self:
-            raise AssertionError("it is looked at")
+            raise AssertionError("compared with another client")
         return True
 
 
-def test_what_a_client_takes_back_is_found_without_a_look_at_others() -> None:
+def test_end_of_client_does_not_scan_other_clients() -> None:
     made = scheduler()
     for count in range(5):
-        for client in (Untouched(b"other %d" % count), b"me"):
+        for client in (UncomparedClient(b"other %d" % count), b"me"):
             each = request()
             each.client, each.id = client, "x" if count < 2 else "y"
             made.submit(each, 0.0)
@@ -165,7 +159,7 @@ def test_what_a_client_takes_back_is_found_without_a_look_at_others() -> None:
     assert (made.end_of_client(b"me", "x"), len(made.end_of_client(b"me")), made.queue.count) == ([], 3, 5)
 
 
-# --- against a model ------------------------------------------------------------------------------------------------
+# --- model-based test -----------------------------------------------------------------------------------------------
 
 MAX_QUEUE = 6
 MAX_BYTES = 50
@@ -174,8 +168,8 @@ WORKERS = ["a", "b", "c"]
 CLIENTS = [b"c", b"d"]
 
 
-class Wish(NamedTuple):
-    """A request before it is made."""
+class RequestSpec(NamedTuple):
+    """Properties of a request to be submitted."""
 
     nbytes: int
     wait: float
@@ -185,9 +179,9 @@ class Wish(NamedTuple):
     starts: bool
 
 
-WISHES = st.lists(
+REQUEST_SPECS = st.lists(
     st.builds(
-        Wish,
+        RequestSpec,
         nbytes=st.sampled_from([0, 0, 10, 25, 60]),
         wait=st.sampled_from([1e9, 1e9, 5.0, 1.0, 0.0]),
         client=st.sampled_from(CLIENTS),
@@ -198,11 +192,11 @@ WISHES = st.lists(
     min_size=2,
     max_size=MAX_QUEUE,
 )
-"""In bunches: of requests that come one by one few ever meet."""
+"""In groups, so that requests meet each other."""
 
 
-class Against(RuleBasedStateMachine):
-    """A scheduler beside a model of lists: each request ends exactly once, or still waits or runs."""
+class SchedulerMachine(RuleBasedStateMachine):
+    """A Scheduler compared with a model of lists: each request ends exactly once, or still waits or runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +206,7 @@ class Against(RuleBasedStateMachine):
         self.queue: list[Request] = []
         self.confined: list[Request] = []
         self.aside: list[Request] = []
-        self.enlisted: set[str] = set()
+        self.accepting: set[str] = set()
         self.running: dict[str, list[Request]] = {}
         self.since: dict[str, float] = {}
         self.slow: set[str] = set()
@@ -221,42 +215,45 @@ class Against(RuleBasedStateMachine):
         self.submitted: set[int] = set()
         self.ended: list[int] = []
 
-    @initialize(workers=st.integers(1, 2), several=WISHES)
-    def begin(self, workers: int, several: list[Wish]) -> None:
+    @initialize(workers=st.integers(1, 2), several=REQUEST_SPECS)
+    def begin(self, workers: int, several: list[RequestSpec]) -> None:
         self.real = Scheduler(MAX_QUEUE, MAX_BYTES, TIMEOUT_S, self.due_by)
         for worker in WORKERS[:workers]:
-            self.enlist(worker)
+            self.add_worker(worker)
         self.submit(several)
 
     def due_by(self, latest: float) -> None:
         self.due = min(self.due, latest)
 
-    @rule(several=WISHES)
-    def submit(self, several: list[Wish]) -> None:
+    @rule(several=REQUEST_SPECS)
+    def submit(self, several: list[RequestSpec]) -> None:
         for each in several:
             self._submit(each)
 
-    @rule(seconds=st.sampled_from([0.0, 0.1, MAX_QUICK_S, TIMEOUT_S]), several=WISHES, data=st.data())
-    def wait(self, seconds: float, several: list[Wish], data: st.DataObject) -> None:
-        """What comes is begun with, and a worker answers or dies. In one rule: of many, a run has most switched off."""
+    @rule(seconds=st.sampled_from([0.0, 0.1, MAX_QUICK_S, TIMEOUT_S]), several=REQUEST_SPECS, data=st.data())
+    def wait(self, seconds: float, several: list[RequestSpec], data: st.DataObject) -> None:
+        """Submit and assign, then let a worker answer or exit.
+
+        This is one rule since hypothesis often disables most rules.
+        """
         self.submit(several)
         self.assign()
         self.now += seconds
         if any(self.running.values()):
             data.draw(st.sampled_from([self.answer, self.die]))(data)
 
-    def _submit(self, wish: Wish) -> None:
+    def _submit(self, spec: RequestSpec) -> None:
         self.count += 1
-        deadline = self.now + wish.wait
+        deadline = self.now + spec.wait
         new = Request(
-            self.count, wish.client, wish.name, RequestDescription("m", ()), (), self.now, deadline, wish.nbytes
+            self.count, spec.client, spec.name, RequestDescription("m", ()), (), self.now, deadline, spec.nbytes
         )
-        new.isolation, aside = Isolation.__members__.get(wish.where.upper(), Isolation.BATCHABLE), wish.where == "aside"
-        if wish.starts:
+        new.isolation, aside = Isolation.__members__.get(spec.where.upper(), Isolation.BATCHABLE), spec.where == "aside"
+        if spec.starts:
             self.assign()
-            if not aside and self._starts(new):
+            if not aside and self._try_start(new):
                 return
-        over = bool(self.waiting) and sum(each.nbytes for each in self.waiting) + wish.nbytes > MAX_BYTES
+        over = bool(self.waiting) and sum(each.nbytes for each in self.waiting) + spec.nbytes > MAX_BYTES
         if len(self.waiting) >= MAX_QUEUE or over:
             with pytest.raises(ResourceExhausted):
                 self.real.submit(new, self.now, needs_check=aside)
@@ -264,30 +261,30 @@ class Against(RuleBasedStateMachine):
             self.real.submit(new, self.now, needs_check=aside)
             (self.aside if aside else self._queue_of(new)).append(new)
             self.submitted.add(new.number)
-        if wish.starts:
+        if spec.starts:
             running = [*map(numbers, self.running.values())]
             self.assign()
             assert [*map(numbers, self.running.values())] == running
 
-    def _starts(self, new: Request) -> bool:
-        """It is given to a slot just as if it had been submitted: then nothing is left to assign."""
+    def _try_start(self, new: Request) -> bool:
+        """Start a request at once if it would be assigned next; then nothing else can be assigned."""
         queue = self._queue_of(new)
         queue.append(new)
-        turn = self._turn()
+        turn = self._next_queue()
         is_next = bool(turn) and turn[0] is new
         queue.remove(new)
         started = self.real.try_start(new, self.now)
         assert (started is not None) == (is_next and new.deadline > self.now and bool(self._free(new)))
         if started is None:
             return False
-        seat, job = started
-        assert job.single_request is new
-        self._begins(seat.name, new)
+        slot, batch = started
+        assert batch.single_request is new
+        self._start(slot.name, new)
         self.submitted.add(new.number)
         return True
 
     @rule(rest=st.integers(0, 3))
-    def set_aside(self, rest: int) -> None:
+    def require_check(self, rest: int) -> None:
         chosen = [each for each in self.queue + self.confined if each.number % 4 == rest]
         assert self.real.require_check(lambda each: each.number % 4 == rest) == chosen
         self._forget(chosen)
@@ -313,29 +310,29 @@ class Against(RuleBasedStateMachine):
             each.isolation = Isolation.CONFINED if each.client == client else each.isolation
 
     @rule(worker=st.sampled_from(WORKERS))
-    def enlist(self, worker: str) -> None:
+    def add_worker(self, worker: str) -> None:
         self.real.slots.add(Slot(worker, (worker,)))
-        self.enlisted.add(worker)
+        self.accepting.add(worker)
         self.running.setdefault(worker, [])
 
     @rule(worker=st.sampled_from(WORKERS))
-    def dismiss(self, worker: str) -> None:
+    def retire_worker(self, worker: str) -> None:
         self.real.slots.retire(worker)
-        self.enlisted.discard(worker)
+        self.accepting.discard(worker)
 
     @rule()
     def assign(self) -> None:
-        for seat, job in self.real.assign(self.now):
-            worker, [each] = seat.name, job.requests
-            while (queue := self._turn())[0].deadline <= self.now:
+        for slot, batch in self.real.assign(self.now):
+            worker, [each] = slot.name, batch.requests
+            while (queue := self._next_queue())[0].deadline <= self.now:
                 self.late.append(queue.pop(0))
             assert each is queue.pop(0)
-            self._begins(worker, each)
-        while (queue := self._turn()) and self._free(queue[0]) and queue[0].deadline <= self.now:
+            self._start(worker, each)
+        while (queue := self._next_queue()) and self._free(queue[0]) and queue[0].deadline <= self.now:
             self.late.append(queue.pop(0))
         assert not queue or not self._free(queue[0])
 
-    def _begins(self, worker: str, each: Request) -> None:
+    def _start(self, worker: str, each: Request) -> None:
         free = self._free(each)
         assert worker in free
         assert len(self.running[worker]) == min(len(self.running[name]) for name in free)
@@ -347,12 +344,12 @@ class Against(RuleBasedStateMachine):
         return self.confined if each.isolation is Isolation.CONFINED else self.queue
 
     def _free(self, each: Request) -> list[str]:
-        """Who may be given it: if it is to be alone, who has nothing."""
-        credit = [name for name in self.enlisted if self._has_credit(name)]
+        """Return the workers that may get the request; an isolated request needs an idle worker."""
+        credit = [name for name in self.accepting if self._has_credit(name)]
         return [name for name in credit if not self.running[name] or each.isolation is Isolation.BATCHABLE]
 
-    def _turn(self) -> list[Request]:
-        """The queue of whom has come first, of those that may run now."""
+    def _next_queue(self) -> list[Request]:
+        """Return the queue whose first request arrived earlier, of those that may run now."""
         runs = any(each.isolation is Isolation.CONFINED for had in self.running.values() for each in had)
         queues = [self.queue, [] if runs else self.confined]
         return min(queues, key=lambda queue: queue[0].number if queue else 10**9)
@@ -376,7 +373,7 @@ class Against(RuleBasedStateMachine):
             self.ended.append(each.number)
 
     @rule(worker=st.sampled_from(WORKERS), number=st.integers(0, 30))
-    def answer_nonsense(self, worker: str, number: int) -> None:
+    def answer_unknown_request(self, worker: str, number: int) -> None:
         if number not in [each.number for each in self.running.get(worker, [])]:
             assert self.real.running.finish(worker, number, self.now) is None
 
@@ -385,15 +382,15 @@ class Against(RuleBasedStateMachine):
         worker = data.draw(st.sampled_from([name for name, had in self.running.items() if had] or WORKERS))
         ends = data.draw(st.booleans())
         had = self._remove(worker)
-        assert has(self.real, worker) == had
-        but = had[0] if had and ends else None
-        self.real.release_slot(worker, excluding=[] if but is None else [but])
-        if but is not None:
-            self.ended += numbers(self._unanswered([but]))
-        self._put_back([each for each in self._unanswered(had) if each is not but])
+        assert requests_of(self.real, worker) == had
+        ended = had[0] if had and ends else None
+        self.real.release_slot(worker, excluding=[] if ended is None else [ended])
+        if ended is not None:
+            self.ended += numbers(self._unanswered([ended]))
+        self._put_back([each for each in self._unanswered(had) if each is not ended])
 
     @rule()
-    def look_for_the_overdue(self) -> None:
+    def take_overdue(self) -> None:
         hung: list[tuple[str, Request]] = []
         for worker, had in list(self.running.items()):
             since = self.since.get(worker, self.now)
@@ -403,7 +400,7 @@ class Against(RuleBasedStateMachine):
             elif self.now >= since + MAX_QUICK_S and len(had) > 1:
                 self._put_back(had[1:])
                 self.running[worker] = had[:1]
-        assert [(seat.name, job.single_request) for seat, job in self.real.take_overdue(self.now)] == hung
+        assert [(slot.name, batch.single_request) for slot, batch in self.real.take_overdue(self.now)] == hung
         self.ended += numbers(self._unanswered([each for _, each in hung]))
         self.expired |= {each.number for _, each in hung}
         self.due = self._next_event
@@ -425,12 +422,12 @@ class Against(RuleBasedStateMachine):
         self._end([each for each, _ in found], lambda each: each.number % 4 == rest)
 
     @rule(client=st.sampled_from(CLIENTS), name=st.sampled_from([None, "x", "y"]))
-    def cancel_of(self, client: bytes, name: str | None) -> None:
+    def cancel_of_client(self, client: bytes, name: str | None) -> None:
         found = self.real.end_of_client(client, name)
         self._end(found, lambda each: each.client == client and name in (None, each.id))
 
     @rule(rest=st.integers(0, 3))
-    def withdraw(self, rest: int) -> None:
+    def take_matching(self, rest: int) -> None:
         taken = [each for each in self.waiting if each.number % 4 == rest]
         assert self.real.take_matching(lambda each: each.number % 4 == rest) == taken
         self._forget(taken)
@@ -438,7 +435,7 @@ class Against(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.waiting) == MAX_QUEUE)
     @rule()
-    def give_up(self) -> None:
+    def take_all_waiting(self) -> None:
         assert self.real.take_all_waiting() == self.late + self.waiting
         self.ended += numbers(self.late + self.waiting)
         self.late, self.queue, self.confined, self.aside = [], [], [], []
@@ -459,10 +456,10 @@ class Against(RuleBasedStateMachine):
         self.queue = [each for each in requests if each.isolation is not Isolation.CONFINED] + self.queue
         self.confined = [each for each in requests if each.isolation is Isolation.CONFINED] + self.confined
 
-    def _end(self, found: list[Request], unfit: Callable[[Request], bool]) -> None:
-        """Whoever is unfit has ended, wherever it was; what a worker runs keeps the worker busy."""
+    def _end(self, found: list[Request], matches: Callable[[Request], bool]) -> None:
+        """Check that the requests that match have ended; the one that a worker runs keeps the worker busy."""
         running = [each for had in self.running.values() for each in self._unanswered(had)]
-        due = [each for each in self.waiting + running if unfit(each)]
+        due = [each for each in self.waiting + running if matches(each)]
         assert sorted(numbers(found)) == sorted(numbers(due))
         self._forget(due)
         for worker, had in self.running.items():
@@ -471,7 +468,7 @@ class Against(RuleBasedStateMachine):
         self.ended += numbers(due)
 
     def _remove(self, worker: str) -> list[Request]:
-        self.enlisted.discard(worker)
+        self.accepting.discard(worker)
         self.slow.discard(worker)
         return self.running.pop(worker, [])
 
@@ -485,24 +482,24 @@ class Against(RuleBasedStateMachine):
         return [each for each in had if each.number not in self.expired]
 
     @invariant()
-    def the_queues_are_equal(self) -> None:
+    def queues_are_equal(self) -> None:
         assert list(self.real.queue) == self.waiting
         assert self.real.queue.count == len(self.waiting)
         assert self.real.queue.next_unchecked is (self.aside[0] if self.aside else None)
         assert self.real.is_idle == (not self.waiting and not self.late and not any(self.running.values()))
 
     @invariant()
-    def credit_is_kept(self) -> None:
+    def in_flight_is_within_the_credit(self) -> None:
         for worker in WORKERS:
             assert self.real.slots.in_flight(worker) == len(self.running.get(worker, [])) <= CREDIT
 
     @invariant()
-    def what_is_recalled_is_not_the_workers_any_more(self) -> None:
-        for seat, number in self.real.running.take_recalled():
-            assert number not in numbers(self.running.get(seat.name, []))
+    def recalled_requests_have_left_their_worker(self) -> None:
+        for slot, number in self.real.running.take_recalled():
+            assert number not in numbers(self.running.get(slot.name, []))
 
     @invariant()
-    def nothing_that_is_due_is_overlooked(self) -> None:
+    def next_event_is_early_enough(self) -> None:
         assert self.due <= self._next_event
         running = [each for had in self.running.values() for each in self._unanswered(had)]
         for each in self.waiting + running + self.late:
@@ -512,19 +509,19 @@ class Against(RuleBasedStateMachine):
                 assert self.real.next_event_at <= self.since[worker] + (MAX_QUICK_S if len(had) > 1 else TIMEOUT_S)
 
     @invariant()
-    def each_request_is_in_one_place(self) -> None:
+    def each_request_is_in_one_state(self) -> None:
         assert len(self.ended) == len(set(self.ended))
         running = [number for had in self.running.values() for number in numbers(self._unanswered(had))]
         assert sorted([*numbers(self.waiting + self.late), *running, *self.ended]) == sorted(self.submitted)
 
     def teardown(self) -> None:
-        """The bytes that wait were counted exactly: once the queue is empty, the whole bound is there again."""
-        self.give_up()
+        """Check that the queue's bytes were counted exactly: an empty queue accepts the maximum again."""
+        self.take_all_waiting()
         for nbytes in (MAX_BYTES, 0):
             self.real.submit(Request(nbytes, b"", "", RequestDescription("m", ()), (), 0.0, 1e9, nbytes), self.now)
         with pytest.raises(ResourceExhausted):
             self.real.submit(Request(1, b"", "", RequestDescription("m", ()), (), 0.0, 1e9, 1), self.now)
 
 
-TestAgainst = Against.TestCase
-TestAgainst.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)

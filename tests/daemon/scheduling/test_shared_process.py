@@ -1,7 +1,4 @@
-"""Several dispatchers and the processes that they share.
-
-One batch at a time in each, in turn, and none idles in vain.
-"""
+"""Several dispatchers that share processes: one batch at a time in each process, in turn, and no needless idling."""
 
 from __future__ import annotations
 
@@ -32,27 +29,27 @@ TIMEOUT_S = 60.0
 CRASH, OURS = ExitCause(-signal.SIGSEGV), ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON)
 ASKED = RequestDescription("m", (TensorSpec("x", "UINT8", (1, 1)),))
 ANSWERED = ResponseDescription("m", (TensorSpec("y", "UINT8", (1, 1)),))
-TERMS = BatchingPolicy(1, frozenset("x"), frozenset("y"), max_rows=4)
+MERGING = BatchingPolicy(1, frozenset("x"), frozenset("y"), max_rows=4)
 
 
 @dataclass
 class Process:
-    """What it has been given and has not answered, and who has asked that: all of one batch."""
+    """A process with the unanswered requests of one batch, as pairs of dispatcher and request number."""
 
-    turns: SharedProcessScheduler = field(default_factory=SharedProcessScheduler)
-    jobs: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    scheduler: SharedProcessScheduler = field(default_factory=SharedProcessScheduler)
+    pending: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     missing: int = 0
 
 
-class Member(IgnoringSink):
-    """One model: its dispatcher, and who has been answered."""
+class DispatcherHarness(IgnoringSink):
+    """One model's dispatcher and its replies."""
 
-    def __init__(self, index: int, house: House, terms: BatchingPolicy) -> None:
+    def __init__(self, index: int, harness: SharedProcessHarness, policy: BatchingPolicy) -> None:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S, max_queue=1000)
-        self.desk = Dispatcher("m", config, self, self.send_order, lambda _: None)
+        self.dispatcher = Dispatcher("m", config, self, self.send_order, lambda _: None)
         self.index = index
-        self.house = house
-        self.terms = terms
+        self.harness = harness
+        self.policy = policy
         self.answers: dict[int, str] = {}
         self.asked: dict[int, Request] = {}
 
@@ -65,88 +62,88 @@ class Member(IgnoringSink):
         self.answers[request.number] = error.code
 
     def send_order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
-        there = self.house.processes[process]
+        target = self.harness.processes[process]
         match order:
             case BeginBatch(parts):
-                assert not there.jobs
-                there.missing = parts
+                assert not target.pending
+                target.missing = parts
             case Predict(number):
                 assert order.model_index == self.index
-                assert there.missing or not there.jobs, "one job at a time"
-                there.missing = max(0, there.missing - 1)
-                there.jobs.append((self.index, number))
-                self.house.ran.append(self.index)
-            case Ping(canary):
-                assert not canary
-                self.house.pinged.append((self.index, process))
+                assert target.missing or not target.pending, "two batches at a time"
+                target.missing = max(0, target.missing - 1)
+                target.pending.append((self.index, number))
+                self.harness.ran.append(self.index)
+            case Ping(run_selftest):
+                assert not run_selftest
+                self.harness.pinged.append((self.index, process))
             case _:
                 raise AssertionError(order)
 
     def ask(self, deadline: float = 1e9) -> int:
-        number = next(self.house.numbers)
+        number = next(self.harness.numbers)
         origin = ClientOrigin(f"client {self.index}", f"user {self.index}")
-        request = Request(number, b"c", f"id{number}", ASKED, [b"x"], self.house.now, deadline, 1, origin)
+        request = Request(number, b"c", f"id{number}", ASKED, [b"x"], self.harness.now, deadline, 1, origin)
         request.digest = b"%d" % number
         self.asked[number] = request
-        self.desk.infer(request, self.house.now)
-        self.look()
+        self.dispatcher.infer(request, self.harness.now)
+        self.run_turns()
         return number
 
-    def look(self) -> None:
-        desks.run_turns(self.desk, self.house.now)
+    def run_turns(self) -> None:
+        desks.run_turns(self.dispatcher, self.harness.now)
 
 
-class House:
-    """Members, and the processes that they share."""
+class SharedProcessHarness:
+    """Dispatchers and the processes that they share."""
 
-    def __init__(self, *terms: BatchingPolicy) -> None:
+    def __init__(self, *policy: BatchingPolicy) -> None:
         self.now = 1.0
         self.numbers = itertools.count(1)
         self.names = (f"p{number}" for number in itertools.count())
         self.processes: dict[str, Process] = {}
         self.ran: list[int] = []
         self.pinged: list[tuple[int, str]] = []
-        self.members = [Member(index, self, each) for index, each in enumerate(terms)]
+        self.models = [DispatcherHarness(index, self, each) for index, each in enumerate(policy)]
 
-    def load(self) -> str:
+    def add_process(self) -> str:
         name = next(self.names)
-        there = self.processes[name] = Process()
-        for each in self.members:
-            each.desk.processes.add_shared(name, there.turns, each.index, self.now, policy=each.terms)
-        for each in self.members:
-            each.desk.dispatch(self.now)
+        target = self.processes[name] = Process()
+        for each in self.models:
+            each.dispatcher.processes.add_shared(name, target.scheduler, each.index, self.now, policy=each.policy)
+        for each in self.models:
+            each.dispatcher.dispatch(self.now)
         return name
 
     def serve(self, name: str) -> None:
-        """The process answers all of its batch."""
-        there = self.processes[name]
-        jobs = [*there.jobs]
-        there.jobs.clear()
-        for at, (index, number) in enumerate(jobs):
-            # What comes next it gets behind the last of these.
-            assert there.jobs == [] or at == len(jobs)
-            self.members[index].desk.results.on_result(name, PredictResult(number, ANSWERED), [b"y"], self.now)
-        for each in self.members:
-            each.look()
+        """Answer all requests of the process's batch."""
+        target = self.processes[name]
+        pending = [*target.pending]
+        target.pending.clear()
+        for at, (index, number) in enumerate(pending):
+            # The next batch must not start before the last answer of this one.
+            assert target.pending == [] or at == len(pending)
+            self.models[index].dispatcher.results.on_result(name, PredictResult(number, ANSWERED), [b"y"], self.now)
+        for each in self.models:
+            each.run_turns()
 
     def end(self, name: str, end: ExitCause) -> None:
-        """The process has ended: all dispatchers are told before any of them goes on."""
+        """Report the exit of a process to all dispatchers before any of them dispatches."""
         del self.processes[name]
-        for each in self.members:
-            each.desk.results.on_exit(name, end, self.now)
-        for each in self.members:
-            each.desk.dispatch(self.now)
+        for each in self.models:
+            each.dispatcher.results.on_exit(name, end, self.now)
+        for each in self.models:
+            each.dispatcher.dispatch(self.now)
 
 
-def house(count: int = 3) -> House:
-    return House(*[BatchingPolicy()] * count)
+def harness(count: int = 3) -> SharedProcessHarness:
+    return SharedProcessHarness(*[BatchingPolicy()] * count)
 
 
-def test_a_death_blames_the_one_whose_job_ran_alone() -> None:
-    made = house(2)
-    one, other = made.members
+def test_crash_blames_only_the_running_batch() -> None:
+    made = harness(2)
+    one, other = made.models
     for _ in range(2):
-        name = made.load()
+        name = made.add_process()
         if not one.asked:
             one.ask()
             other.ask()
@@ -154,173 +151,173 @@ def test_a_death_blames_the_one_whose_job_ran_alone() -> None:
     [killer], [innocent] = one.asked.values(), other.asked.values()
     assert (killer.deaths, innocent.deaths, one.answers) == (2, 0, {killer.number: "INTERNAL"})
     assert (innocent.lost_slots, other.answers) == (0, {})
-    assert not any(each.offenders for each in other.desk._isolator._offenses.tables)
-    made.serve(made.load())
+    assert not any(each.offenders for each in other.dispatcher._isolator._offenses.tables)
+    made.serve(made.add_process())
     assert other.answers == {innocent.number: "answer"}
 
 
-def test_a_hang_is_seen_by_the_one_whose_job_runs_and_nobody_gets_anything_behind_it() -> None:
-    made = house(2)
-    one, other = made.members
-    name = made.load()
+def test_hang_is_reported_by_the_running_dispatcher_only() -> None:
+    made = harness(2)
+    one, other = made.models
+    name = made.add_process()
     one.ask()
     number = other.ask()
     made.now += TIMEOUT_S
-    assert [process for process, _ in other.desk.processes.overdue(made.now)] == []
-    assert [process for process, _ in one.desk.processes.overdue(made.now)] == [name]
+    assert [process for process, _ in other.dispatcher.processes.overdue(made.now)] == []
+    assert [process for process, _ in one.dispatcher.processes.overdue(made.now)] == [name]
     other.ask()
     assert made.ran == [0]
     made.end(name, OURS)
-    assert made.processes[made.load()].jobs == [(1, number)]
+    assert made.processes[made.add_process()].pending == [(1, number)]
 
 
-def test_what_leaves_is_given_nothing_more() -> None:
-    made = house(2)
-    one, other = made.members
-    name = made.load()
+def test_exiting_process_gets_no_further_batch() -> None:
+    made = harness(2)
+    one, other = made.models
+    name = made.add_process()
     number = one.ask()
     other.ask()
-    one.desk.results.on_batch_failed(name, PredictFailed(number, "INTERNAL", "spoilt", is_exiting=True), made.now)
+    one.dispatcher.results.on_batch_failed(name, PredictFailed(number, "INTERNAL", "spoilt", is_exiting=True), made.now)
     assert (one.answers, made.ran) == ({number: "INTERNAL"}, [0])
     made.end(name, CRASH)
     assert other.asked[number + 1].deaths == 0
 
 
-def test_who_joins_while_another_one_runs_waits_for_its_turn() -> None:
-    made = house(1)
-    name = made.load()
-    made.members[0].ask()
-    late = Member(1, made, BatchingPolicy())
-    made.members.append(late)
-    late.desk.processes.add_shared(name, made.processes[name].turns, 1, made.now)
-    late.ask()
+def test_new_dispatcher_waits_for_its_turn() -> None:
+    made = harness(1)
+    name = made.add_process()
+    made.models[0].ask()
+    new = DispatcherHarness(1, made, BatchingPolicy())
+    made.models.append(new)
+    new.dispatcher.processes.add_shared(name, made.processes[name].scheduler, 1, made.now)
+    new.ask()
     assert made.ran == [0]
     made.serve(name)
     assert made.ran == [0, 1]
 
 
-def test_while_it_computes_for_one_the_others_do_not_ping_it_and_never_with_the_canary() -> None:
-    made = house(2)
-    name = made.load()
-    number = made.members[0].ask()
+def test_busy_process_is_not_pinged_by_other_dispatchers() -> None:
+    made = harness(2)
+    name = made.add_process()
+    number = made.models[0].ask()
     made.now += 1000.0
-    assert [list(each.desk.processes.ping_idle(made.now)) for each in made.members] == [[], []]
+    assert [list(each.dispatcher.processes.ping_idle(made.now)) for each in made.models] == [[], []]
     assert made.pinged == []
     made.serve(name)
-    assert made.members[0].answers == {number: "answer"}
+    assert made.models[0].answers == {number: "answer"}
     made.now += 1000.0
-    for each in made.members:
-        assert list(each.desk.processes.ping_idle(made.now)) == []
+    for each in made.models:
+        assert list(each.dispatcher.processes.ping_idle(made.now)) == []
     assert made.pinged == [(0, name), (1, name)]
 
 
-def test_one_that_is_dismissed_has_no_turn() -> None:
-    made = house(2)
-    one, other = made.members
-    name = made.load()
+def test_removed_process_gets_no_turn() -> None:
+    made = harness(2)
+    one, other = made.models
+    name = made.add_process()
     one.ask()
-    other.desk.processes.remove(name)
+    other.dispatcher.processes.remove(name)
     other.ask()
     made.serve(name)
     assert made.ran == [0]
 
 
-def test_how_soon_to_try_again_is_told_while_another_has_its_turn() -> None:
-    made = house(2)
-    one, other = made.members
-    name = made.load()
+def test_retry_after_is_known_while_another_has_its_turn() -> None:
+    made = harness(2)
+    one, other = made.models
+    name = made.add_process()
     other.ask()
     made.serve(name)
     one.ask()
-    slots = other.desk._scheduler.slots
-    assert other.desk._scheduler._times.retry_after_s(3, len(slots.active), 0.0) is not None
+    slots = other.dispatcher._scheduler.slots
+    assert other.dispatcher._scheduler._times.retry_after_s(3, len(slots.active), 0.0) is not None
 
 
-class World(RuleBasedStateMachine):
-    """Dispatchers, processes that are fast, slow, or die, and clients that give up."""
+class SharedProcessMachine(RuleBasedStateMachine):
+    """Dispatchers, processes that are fast, slow or crash, and clients that cancel."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.house = House()
+        self.harness = SharedProcessHarness()
 
     @initialize(merging=st.lists(st.booleans(), min_size=1, max_size=3), processes=st.integers(1, 2))
     def begin(self, merging: list[bool], processes: int) -> None:
-        self.house = House(*[TERMS if each else BatchingPolicy() for each in merging])
+        self.harness = SharedProcessHarness(*[MERGING if each else BatchingPolicy() for each in merging])
         for _ in range(processes):
-            self.house.load()
+            self.harness.add_process()
 
     @rule(data=st.data(), count=st.integers(1, 5), wait=st.sampled_from([1e9, 1e9, 30.0]))
     def ask(self, data: st.DataObject, count: int, wait: float) -> None:
-        member = data.draw(st.sampled_from(self.house.members))
+        model = data.draw(st.sampled_from(self.harness.models))
         for _ in range(count):
             try:
-                member.ask(self.house.now + wait)
+                model.ask(self.harness.now + wait)
             except RequestError:
-                member.asked.popitem()  # as one that has killed, or whose client's others have
+                model.asked.popitem()  # rejected because of earlier crashes of the client
 
     @rule(data=st.data(), count=st.integers(1, 6))
     def serve(self, data: st.DataObject, count: int) -> None:
         for _ in range(count):
-            busy = [name for name, each in self.house.processes.items() if each.jobs]
+            busy = [name for name, each in self.harness.processes.items() if each.pending]
             if busy:
-                self.house.now += 0.01
-                self.house.serve(data.draw(st.sampled_from(busy)))
+                self.harness.now += 0.01
+                self.harness.serve(data.draw(st.sampled_from(busy)))
 
     @rule(data=st.data(), end=st.sampled_from([CRASH, OURS]))
     def die(self, data: st.DataObject, end: ExitCause) -> None:
-        if self.house.processes:
-            self.house.end(data.draw(st.sampled_from([*self.house.processes])), end)
+        if self.harness.processes:
+            self.harness.end(data.draw(st.sampled_from([*self.harness.processes])), end)
 
     @rule()
-    def load(self) -> None:
-        if len(self.house.processes) < 3:
-            self.house.load()
+    def add_process(self) -> None:
+        if len(self.harness.processes) < 3:
+            self.harness.add_process()
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        member = data.draw(st.sampled_from(self.house.members))
-        for number, request in member.asked.items():
-            if number % 3 == 0 and number not in member.answers:
-                member.desk.cancel(request.client, request.id, self.house.now)
+        model = data.draw(st.sampled_from(self.harness.models))
+        for number, request in model.asked.items():
+            if number % 3 == 0 and number not in model.answers:
+                model.dispatcher.cancel(request.client, request.id, self.harness.now)
 
     @rule(seconds=st.sampled_from([1.0, 40.0, 70.0]))
     def wait(self, seconds: float) -> None:
-        self.house.now += seconds
+        self.harness.now += seconds
         self.tick()
 
     def tick(self) -> None:
-        for member in self.house.members:
-            desks.expire(member.desk, self.house.now)
-            for name, _ in list(member.desk.processes.overdue(self.house.now)):
-                self.house.end(name, OURS)
-            member.look()
+        for model in self.harness.models:
+            desks.expire(model.dispatcher, self.harness.now)
+            for name, _ in list(model.dispatcher.processes.overdue(self.harness.now)):
+                self.harness.end(name, OURS)
+            model.run_turns()
 
     @invariant()
-    def no_process_idles_while_something_waits(self) -> None:
-        idle = [each for each in self.house.processes.values() if not each.jobs]
-        for member in self.house.members:
-            line = member.desk._scheduler.queue
-            assert line.next_unchecked is not None or not idle or all(each.isolation for each in line)
+    def no_process_idles_with_runnable_requests(self) -> None:
+        idle = [each for each in self.harness.processes.values() if not each.pending]
+        for model in self.harness.models:
+            queue = model.dispatcher._scheduler.queue
+            assert queue.next_unchecked is not None or not idle or all(each.isolation for each in queue)
 
     @invariant()
-    def whose_turn_it_is_has_it(self) -> None:
-        for each in self.house.processes.values():
-            running = {index for index, _ in each.jobs}
-            assert len(running) == (each.turns.active_slot is not None)
+    def active_dispatcher_has_the_turn(self) -> None:
+        for each in self.harness.processes.values():
+            running = {index for index, _ in each.pending}
+            assert len(running) == (each.scheduler.active_slot is not None)
 
     def teardown(self) -> None:
-        if not self.house.members:
+        if not self.harness.models:
             return
-        self.house.now += 1000.0
+        self.harness.now += 1000.0
         self.tick()
-        self.house.load()
-        while any(each.jobs for each in self.house.processes.values()):
-            for name in [*self.house.processes]:
-                self.house.serve(name)
-        for member in self.house.members:
-            assert member.answers.keys() == member.asked.keys()
-            assert member.desk.is_idle
+        self.harness.add_process()
+        while any(each.pending for each in self.harness.processes.values()):
+            for name in [*self.harness.processes]:
+                self.harness.serve(name)
+        for model in self.harness.models:
+            assert model.answers.keys() == model.asked.keys()
+            assert model.dispatcher.is_idle
 
 
-TestWorld = World.TestCase
-TestWorld.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+TestSharedProcessMachine = SharedProcessMachine.TestCase
+TestSharedProcessMachine.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)

@@ -30,7 +30,7 @@ SHAPE = "input image: expected shape [-1, 8, 8] (-1: any size from 1), got"
 
 
 @pytest.mark.parametrize(
-    ("takes", "inputs"),
+    ("expected", "inputs"),
     [
         (TAKES, [IMAGE, SCALE]),
         (TAKES, [SCALE, replace(IMAGE, shape=(1, 8, 8))]),
@@ -38,12 +38,12 @@ SHAPE = "input image: expected shape [-1, 8, 8] (-1: any size from 1), got"
         *((ANY_RANK, [TensorSpec("x", "FP32", shape)]) for shape in ((), (3,), (2, 4), (1,) * 16)),
     ],
 )
-def test_what_the_model_takes_passes_in_any_order(takes: dict[str, TensorSignature], inputs: list[TensorSpec]) -> None:
-    check_inputs(takes, inputs)
+def test_accepts_matching_inputs_in_any_order(expected: dict[str, TensorSignature], inputs: list[TensorSpec]) -> None:
+    check_inputs(expected, inputs)
 
 
 @pytest.mark.parametrize(
-    ("takes", "inputs", "text"),
+    ("expected", "inputs", "text"),
     [
         (TAKES, [IMAGE], "inputs: scale is missing; expected image, scale"),
         (TAKES, [], "inputs: image is missing, scale is missing; expected image, scale"),
@@ -68,7 +68,7 @@ def test_what_the_model_takes_passes_in_any_order(takes: dict[str, TensorSignatu
             for shape in ((2,), (0,), (1, 0), (1, 2))
         ),
         (TAKES, [replace(IMAGE, shape=()), SCALE], f"{SHAPE} []"),
-        # A free dimension may count rows, which a scalar has not.
+        # A free dimension may be the number of rows, which a scalar does not have.
         ({"x": TensorSignature("x", "FP32", (-1,))}, [TensorSpec("x", "FP32", ())],
          "input x: expected shape [-1] (-1: any size from 1), got []"),
         ({"x": TensorSignature("x", "FP32", (1,))}, [TensorSpec("x", "FP32", (1, 1))],
@@ -77,34 +77,32 @@ def test_what_the_model_takes_passes_in_any_order(takes: dict[str, TensorSignatu
          "input x: expected shape of any rank, any sizes from 1, got [2, 0]"),
     ],
 )  # fmt: skip
-def test_a_refusal_names_the_input_what_was_expected_and_what_came(
-    takes: dict[str, TensorSignature], inputs: list[TensorSpec], text: str
+def test_input_error_names_expected_and_received(
+    expected: dict[str, TensorSignature], inputs: list[TensorSpec], text: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=f"^{re.escape(text)}$"):
-        check_inputs(takes, inputs)
+        check_inputs(expected, inputs)
 
 
 @pytest.mark.parametrize(
     ("declared", "shape"), [((), ()), ((), (1,)), ((), (1, 1, 1)), ((1,), ()), ((1, 1), ()), ((1,), (1,))]
 )
-def test_a_scalar_and_one_element_are_alike_and_the_engine_receives_what_it_declares(
-    declared: tuple[int, ...], shape: tuple[int, ...]
-) -> None:
+def test_scalar_and_one_element_are_interchangeable(declared: tuple[int, ...], shape: tuple[int, ...]) -> None:
     known, size = Signature(), TensorSignature("scale", "FP64", declared)
-    asked = RequestDescription("m", (replace(SCALE, shape=shape), IMAGE), ("y",))
+    described = RequestDescription("m", (replace(SCALE, shape=shape), IMAGE), ("y",))
     expected = RequestDescription("m", (replace(SCALE, shape=declared), IMAGE), ("y",))
-    # Before the model is known nothing can be said, and then it can.
-    assert known.check_request(asked) is asked
+    # Inputs are checked once the model's signature is known.
+    assert known.check_request(described) is described
     known.on_built(Built("", (IMAGES, size), (TensorSignature("y", "FP32", None),), (), "", 0))
     for _ in range(2):
-        assert known.check_request(asked) == expected
+        assert known.check_request(described) == expected
     assert known.check_request(expected) is expected
 
 
-def test_a_shape_that_is_declared_is_not_described_again() -> None:
-    known, asked = Signature(), RequestDescription("m", (IMAGE, TensorSpec("x", "FP32", (1, 1))))
+def test_matching_description_is_returned_unchanged() -> None:
+    known, described = Signature(), RequestDescription("m", (IMAGE, TensorSpec("x", "FP32", (1, 1))))
     known.on_built(Built("", (IMAGES, *ANY_RANK.values()), (), (), "", 0))
-    assert known.check_request(asked) is asked
+    assert known.check_request(described) is described
 
 
 @pytest.mark.parametrize(
@@ -115,53 +113,53 @@ def test_a_shape_that_is_declared_is_not_described_again() -> None:
         (("box", "mask", "box"), "outputs: a name is given twice in box, mask, box"),
     ],
 )
-def test_a_refusal_names_the_output_that_cannot_be_wanted(wanted: tuple[str, ...], text: str) -> None:
+def test_output_error_names_the_invalid_selection(wanted: tuple[str, ...], text: str) -> None:
     check_outputs(("box", "mask"), ("mask", "box"))
     with pytest.raises(InvalidArgument, match=f"^{re.escape(text)}$"):
         check_outputs(("box", "mask"), wanted)
 
 
-def test_what_fits_is_looked_at_once_for_each_generation(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked: list[object] = []
+def test_checks_each_description_once_per_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[object] = []
 
-    def look(takes: object, inputs: object) -> None:
-        looked.append(inputs)
+    def record(expected: object, inputs: object) -> None:
+        checked.append(inputs)
 
-    monkeypatch.setattr(signature, "check_inputs", look)
+    monkeypatch.setattr(signature, "check_inputs", record)
     known, image = Signature(), RequestDescription("m", (IMAGE,))
     known.check_request(image)
-    assert not looked
+    assert not checked
     for _ in range(2):
         known.on_built(Built("", (IMAGES,), (), (), "", 0))
         for _ in range(3):
             known.check_request(image)
-    assert len(looked) == 2
+    assert len(checked) == 2
     known.set_row_limits(RowLimits())
     known.check_request(image)
-    assert len(looked) == 3
-    # However many there are, no more than a bound are remembered.
+    assert len(checked) == 3
+    # The cache of checked descriptions has a limit.
     for number in range(3000):
         known.check_request(RequestDescription(f"m{number}", (IMAGE,)))
     assert len(known.checked) <= 1024
 
 
-# --- what the model was converted for, and what may follow it -------------------------------------------------------
+# --- fixed sizes, and replacement of a model ------------------------------------------------------------------------
 
 PAIR = (TensorSignature("a", "FP32", (-1, 3, -1)), TensorSignature("b", "FP32", (-1,)))
 
 
-def test_a_dimension_of_0_is_refused_only_where_it_is_free() -> None:
-    takes = {"x": TensorSignature("x", "FP32", (0, -1))}
-    check_inputs(takes, [TensorSpec("x", "FP32", (0, 3))])
+def test_zero_is_rejected_in_free_dimensions_only() -> None:
+    expected = {"x": TensorSignature("x", "FP32", (0, -1))}
+    check_inputs(expected, [TensorSpec("x", "FP32", (0, 3))])
     with pytest.raises(InvalidArgument, match=r"got \[0, 0\]$"):
-        check_inputs(takes, [TensorSpec("x", "FP32", (0, 0))])
+        check_inputs(expected, [TensorSpec("x", "FP32", (0, 0))])
 
 
 def geared(*gears: tuple[int, ...]) -> Built:
     return Built("", PAIR, PAIR, (), "", 0, gears=gears)
 
 
-def test_sizes_are_those_that_the_model_was_converted_for() -> None:
+def test_accepts_only_the_sizes_of_the_gears() -> None:
     def check(built: Built, *sizes: int) -> None:
         check_gears(
             built,
@@ -191,21 +189,21 @@ SCALAR, UNKNOWN = (Built("", (TensorSignature("x", "FP32", shape),), (), (), "",
         (SCALAR, UNKNOWN, "inputs: expected x FP32 [], got x FP32 of any rank"),
     ],
 )
-def test_what_takes_less_or_other_inputs_is_no_drop_in(old: Built, new: Built, difference: str) -> None:
+def test_describes_incompatible_replacements(old: Built, new: Built, difference: str) -> None:
     assert describe_difference(old, new) == difference
 
 
-def test_a_request_has_no_more_rows_than_can_be_run_be_it_in_parts() -> None:
+def test_limits_rows_of_split_requests() -> None:
     built = Built("", (IMAGES,), (), (), "", 0, row_support=RowSupport(("image",), ("y",), is_equal=True))
-    cut = Signature(RowLimits(4, "split.max_rows"))
-    cut.on_built(built)
-    cut.check_request(RequestDescription("m", (replace(IMAGE, shape=(4, 8, 8)),)))
+    limited = Signature(RowLimits(4, "split.max_rows"))
+    limited.on_built(built)
+    limited.check_request(RequestDescription("m", (replace(IMAGE, shape=(4, 8, 8)),)))
     text = r"^input image: expected at most 4 rows \(split.max_rows of the model\), got 5$"
     with pytest.raises(InvalidArgument, match=text):
-        cut.check_request(RequestDescription("m", (replace(IMAGE, shape=(5, 8, 8)),)))
+        limited.check_request(RequestDescription("m", (replace(IMAGE, shape=(5, 8, 8)),)))
 
 
-def test_rows_are_padded_to_the_sizes_of_the_model() -> None:
+def test_padded_rows_may_differ_from_the_gears() -> None:
     built = Built(
         "", (IMAGES,), (), (), "", 0, gears=((2,), (8,)), row_support=RowSupport(("image",), ("y",), is_equal=True)
     )
@@ -219,7 +217,7 @@ def test_rows_are_padded_to_the_sizes_of_the_model() -> None:
         exact.check_request(RequestDescription("m", (replace(IMAGE, shape=(3, 8, 8)),)))
 
 
-# --- an example -------------------------------------------------------------------------------------------------------
+# --- example shapes ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -228,13 +226,13 @@ def test_rows_are_padded_to_the_sizes_of_the_model() -> None:
         ([(-1, 2)], ({"x0": (1, 2)}, {"x0": (2, 2)}), ((1, 2),)),
         ([(-1,), (3,)], ({"x1": (3,), "x0": (7,)},), ((7,), (3,))),
         ([None], ({"x0": ()},), ((),)),
-        # Nothing to choose, nothing known, not of all, too much for a header.
+        # No free dimension, no known case, an incomplete case, too long for a header.
         ([(1, 2)], ({"x0": (1, 2)},), None),
         ([(-1, 2)], (), None),
         ([(-1,), (3,)], ({"x0": (7,)},), None),
         ([(-1,) * 16] * 17, ({f"x{number}": (1,) * 16 for number in range(17)},), None),
     ],
 )
-def test_what_a_model_runs_on_is_told_where_requests_choose(shapes: Any, cases: Any, known: Any) -> None:
+def test_example_shapes_only_for_free_dimensions(shapes: Any, cases: Any, known: Any) -> None:
     inputs = tuple(TensorSignature(f"x{number}", "FP32", shape) for number, shape in enumerate(shapes))
     assert signature.example_shapes(Built("", inputs, (), cases, "", 0)) == known

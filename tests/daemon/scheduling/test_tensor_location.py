@@ -1,4 +1,4 @@
-"""What a worker is told of regions before each predict is what it needs."""
+"""The regions mapped and unmapped before each predict match those in the worker."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from weightd_daemon.scheduling.tensor_location import SharedRegion, WorkerRegion
 MEMORIES = [SharedRegion(number, os.dup(0), 1, os.close) for number in range(8)]
 
 
-class World(RuleBasedStateMachine):
-    """A worker that does what it is told."""
+class WorkerRegionsMachine(RuleBasedStateMachine):
+    """A worker that maps and unmaps regions as ordered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class World(RuleBasedStateMachine):
         self.used = [each for each in self.used if each != number]
 
     @invariant()
-    def nothing_is_to_be_said_of_the_latest(self) -> None:
+    def latest_region_is_the_last_used(self) -> None:
         assert self.mapped.latest_number is None or [self.mapped.latest_number] == self.used[-1:]
 
 
-TestWorld = World.TestCase
-TestWorld.settings = settings(max_examples=examples(30), stateful_step_count=20)
+TestWorkerRegionsMachine = WorkerRegionsMachine.TestCase
+TestWorkerRegionsMachine.settings = settings(max_examples=examples(30), stateful_step_count=20)

@@ -34,7 +34,7 @@ def request(*frames: bytes, names: str = "ab") -> Request:
 
 
 def shared(owner: str, content: bytes = b"abc") -> Request:
-    """A request with that content in memory of its client."""
+    """A request with this content in shared memory of the client `owner`."""
     made = request(content)
     descriptor = memfd.create(len(content))
     os.pwrite(descriptor, content, 0)
@@ -46,7 +46,7 @@ def shared(owner: str, content: bytes = b"abc") -> Request:
 
 
 def without_content() -> Request:
-    """A request of that size whose content cannot be computed: whoever tries fails."""
+    """A request of the usual size whose content cannot be read: any attempt to compute its digest fails."""
     made = request()
     made.frames = ()
     return made
@@ -58,7 +58,7 @@ def quarantine(monkeypatch: pytest.MonkeyPatch) -> Quarantine:
     return Quarantine()
 
 
-def test_what_is_held_is_refused_for_a_time_and_nothing_else_is(quarantine: Quarantine) -> None:
+def test_quarantine_refuses_only_the_content_and_expires(quarantine: Quarantine) -> None:
     quarantine.check_request(request(), 0.0)
     quarantine.add(request(), 100.0)
     with pytest.raises(Internal, match=r"it is quarantined for 299 s more$"):
@@ -70,7 +70,7 @@ def test_what_is_held_is_refused_for_a_time_and_nothing_else_is(quarantine: Quar
     assert quarantine.count(100.0 + QUARANTINE_S) == 0
 
 
-def test_one_hang_is_no_proof_but_a_second_one_is(quarantine: Quarantine) -> None:
+def test_quarantines_after_a_second_hang(quarantine: Quarantine) -> None:
     for _ in range(MAX_HANGS - 1):
         assert not quarantine.on_hang(request(), 0.0)
         quarantine.check_request(request(), 1.0)
@@ -79,16 +79,16 @@ def test_one_hang_is_no_proof_but_a_second_one_is(quarantine: Quarantine) -> Non
         quarantine.check_request(request(), 3.0)
 
 
-def test_a_content_that_was_answered_is_beyond_suspicion(quarantine: Quarantine) -> None:
+def test_answered_content_is_not_suspected(quarantine: Quarantine) -> None:
     for _ in range(5):
         assert not quarantine.on_hang(request(), 0.0)
         quarantine.on_answered(request(), 0.0)
     assert not quarantine.on_hang(request(), 0.0)
-    quarantine.on_answered(request(b"abd"), 0.0)  # another one of that size
+    quarantine.on_answered(request(b"abd"), 0.0)  # other content of the same size
     assert quarantine.on_hang(request(), 0.0)
 
 
-def test_another_model_begins_anew(quarantine: Quarantine) -> None:
+def test_clear_forgets_everything(quarantine: Quarantine) -> None:
     quarantine.add(request(), 0.0)
     quarantine.on_hang(request(b"abd"), 0.0)
     quarantine.clear()
@@ -96,7 +96,7 @@ def test_another_model_begins_anew(quarantine: Quarantine) -> None:
     assert not quarantine.on_hang(request(b"abd"), 1.0)
 
 
-def test_what_it_remembers_is_bounded_and_the_oldest_gives_way(quarantine: Quarantine) -> None:
+def test_forgets_the_oldest_content_beyond_the_limit(quarantine: Quarantine) -> None:
     for number in range(5):
         quarantine.add(request(b"%d" % number), number / 10)
         assert not quarantine.on_hang(request(b"s%d" % number), 0.0)
@@ -108,29 +108,29 @@ def test_what_it_remembers_is_bounded_and_the_oldest_gives_way(quarantine: Quara
     assert quarantine.on_hang(request(b"s4"), 0.0)
 
 
-def test_what_is_held_is_no_suspect_any_more(quarantine: Quarantine) -> None:
+def test_quarantined_content_is_no_longer_suspected(quarantine: Quarantine) -> None:
     quarantine.on_hang(request(), 0.0)
-    quarantine.add(request(), 0.0)  # workers died of it, too
+    quarantine.add(request(), 0.0)  # workers crashed because of it, too
     assert quarantine.count(QUARANTINE_S) == 0
     assert not quarantine.on_hang(request(), QUARANTINE_S)
 
 
-def test_a_suspect_is_forgotten_in_time(quarantine: Quarantine) -> None:
+def test_suspicion_expires(quarantine: Quarantine) -> None:
     assert not quarantine.on_hang(request(), 0.0)
     assert quarantine.may_be_suspected(request(), QUARANTINE_S - 0.1)
     assert not quarantine.on_hang(request(), QUARANTINE_S)
     assert not quarantine.may_be_suspected(without_content(), 2 * QUARANTINE_S)
 
 
-def test_what_is_held_twice_does_not_keep_others_longer(quarantine: Quarantine) -> None:
+def test_repeated_quarantine_does_not_extend_others(quarantine: Quarantine) -> None:
     one, other = request(b"one"), request(b"two")
     quarantine.add(one, 0.0)
     quarantine.add(other, 1.0)
-    quarantine.add(one, 299.0)  # it was running on further workers when it was held
+    quarantine.add(one, 299.0)  # it was still running on other workers when it was quarantined
     quarantine.check_request(other, 302.0)
 
 
-def test_no_content_is_computed_while_nothing_of_its_size_is_known() -> None:
+def test_computes_no_digest_for_unknown_sizes() -> None:
     others, cleared, expired = Quarantine(), Quarantine(), Quarantine()
     others.add(request(b"abcd"), 0.0)
     others.on_hang(request(b"abcd"), 0.0)
@@ -143,7 +143,7 @@ def test_no_content_is_computed_while_nothing_of_its_size_is_known() -> None:
         each.on_answered(without_content(), 0.0)
 
 
-def test_who_asks_pays_for_what_is_held_and_who_answers_for_suspects(quarantine: Quarantine) -> None:
+def test_checks_quarantine_on_request_and_suspects_on_answer(quarantine: Quarantine) -> None:
     quarantine.add(request(), 0.0)
     quarantine.on_answered(without_content(), 0.0)
     quarantine.clear()
@@ -151,7 +151,7 @@ def test_who_asks_pays_for_what_is_held_and_who_answers_for_suspects(quarantine:
     quarantine.check_request(without_content(), 0.0)
 
 
-def test_what_is_held_of_shared_memory_is_refused_only_to_its_owner(quarantine: Quarantine) -> None:
+def test_shared_memory_content_is_refused_to_its_owner_only(quarantine: Quarantine) -> None:
     quarantine.add(shared("ann"), 0.0)
     for innocent in (request(), shared("bob"), shared("ann", b"abd")):
         quarantine.check_request(innocent, 1.0)
@@ -159,14 +159,14 @@ def test_what_is_held_of_shared_memory_is_refused_only_to_its_owner(quarantine: 
         quarantine.check_request(shared("ann"), 1.0)
 
 
-def test_what_is_held_of_a_message_is_refused_to_everybody_wherever_it_is(quarantine: Quarantine) -> None:
+def test_message_content_is_refused_to_every_client(quarantine: Quarantine) -> None:
     quarantine.add(request(), 0.0)
     for guilty in (request(), shared("ann"), shared("bob")):
         with pytest.raises(Internal):
             quarantine.check_request(guilty, 1.0)
 
 
-def test_nobody_is_suspected_or_cleared_by_shared_memory_of_another(quarantine: Quarantine) -> None:
+def test_shared_memory_does_not_affect_other_clients(quarantine: Quarantine) -> None:
     for _ in range(MAX_HANGS - 1):
         quarantine.on_hang(request(), 0.0)
         quarantine.on_hang(shared("ann"), 0.0)
@@ -181,7 +181,7 @@ SIZES = [0, 1, 255, 256, 257, SMALL_BYTES, SMALL_BYTES + 1, SLICE_BYTES, 3 * SLI
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_equal_requests_have_equal_marks_and_contents_whatever_their_order(size: int) -> None:
+def test_digests_ignore_the_order_of_inputs(size: int) -> None:
     one, other = request(bytes(size), b"456"), request(b"456", bytes(size), names="ba")
     assert (compute_sample_digest(one), compute_digest(one)) == (compute_sample_digest(other), compute_digest(other))
 
@@ -196,45 +196,45 @@ def test_equal_requests_have_equal_marks_and_contents_whatever_their_order(size:
     ],
     ids=["name", "datatype", "shape", "exchanged"],
 )
-def test_the_same_bytes_of_other_tensors_are_another_content(others: list[TensorSpec]) -> None:
+def test_digest_covers_name_datatype_shape_and_order(others: list[TensorSpec]) -> None:
     one, other = request(b"123", b"456"), request(b"123", b"456")
     other.description = RequestDescription("m", tuple(others))
     assert compute_digest(one) != compute_digest(other)
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
-def test_one_byte_makes_another_content_and_of_a_small_one_another_mark(size: int) -> None:
+def test_digests_differ_after_one_changed_byte(size: int) -> None:
     one, other = request(bytes(size)), request(bytes(size - 1) + b"1")
     assert compute_digest(one) != compute_digest(other)
-    assert compute_sample_digest(one) != compute_sample_digest(other)  # the last byte is looked at
+    assert compute_sample_digest(one) != compute_sample_digest(other)  # the sample includes the last byte
     middle = request(bytes(size // 3) + b"1" + bytes(size - size // 3 - 1))
     assert compute_digest(one) != compute_digest(middle)
     assert compute_sample_digest(one) != compute_sample_digest(middle) or not is_small(one)
 
 
-def test_a_mark_looks_at_little_of_much() -> None:
+def test_sample_digest_reads_a_small_part() -> None:
     one = bytearray(SLICE_BYTES)
-    marks = {compute_sample_digest(request(bytes(one)))}
+    digests = {compute_sample_digest(request(bytes(one)))}
     for index in range(0, SLICE_BYTES, 64):
         changed = bytearray(one)
         changed[index] = 1
-        marks.add(compute_sample_digest(request(bytes(changed))))
-    assert len(marks) == pytest.approx(16 * 256 / 64, abs=16)
+        digests.add(compute_sample_digest(request(bytes(changed))))
+    assert len(digests) == pytest.approx(16 * 256 / 64, abs=16)
 
 
 @pytest.mark.parametrize(("size", "steps"), [(0, 1), (SLICE_BYTES - 100, 1), (4 * SLICE_BYTES, 5)])
-def test_a_digest_is_computed_in_slices_and_once(size: int, steps: int) -> None:
+def test_digest_is_computed_in_slices_and_once(size: int, steps: int) -> None:
     one = request(bytes(size))
     reading = FingerprintTask(one)
     assert [reading.step() for _ in range(steps)] == [False] * (steps - 1) + [True]
     assert one.digest == compute_digest(request(bytes(size)))
-    one.frames = ()  # nothing is read again
+    one.frames = ()  # the content cannot be read a second time
     assert compute_digest(one) == one.digest
     assert FingerprintTask(one).step()
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
-def test_the_same_bytes_in_memory_of_the_client_are_the_same_content(size: int) -> None:
+def test_shared_memory_has_the_digest_of_equal_frames(size: int) -> None:
     descriptor = memfd.create(size + 7)
     os.pwrite(descriptor, b"1", 7)
     framed = request(b"1" + bytes(size - 1), b"456")
@@ -250,12 +250,12 @@ def test_the_same_bytes_in_memory_of_the_client_are_the_same_content(size: int) 
         compute_sample_digest(framed),
         compute_digest(framed),
     )
-    # Memory that was never written to takes none by being looked at.
+    # Reading a hole of the memory must not allocate pages.
     assert os.fstat(descriptor).st_blocks == before
 
 
 @pytest.mark.parametrize("size", SIZES[1:])
-def test_a_content_that_was_read_stays_the_same_though_its_client_changes_it(size: int) -> None:
+def test_digest_stays_after_the_client_changes_its_memory(size: int) -> None:
     descriptor = memfd.create(size)
     placed = request(bytes(size))
     placed.frames, placed.nbytes = (), 0

@@ -1,4 +1,4 @@
-"""Batches of several requests: what becomes of one says nothing of any of its parts, until each has run alone."""
+"""FaultIsolator: requests of a failed batch run again alone, and only a single request is blamed for a failure."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ CRASH, KILL = ExitCause(-signal.SIGSEGV), ExitCause(-signal.SIGKILL)
 TIMEOUT_S = 60.0
 
 
-class Bench:
-    """A guard and its scheduler, and slots that are given what a test wants."""
+class IsolatorHarness:
+    """A FaultIsolator with its scheduler; the test fills the slots."""
 
     def __init__(self) -> None:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S)
         self.scheduler = Scheduler(100, 10_000, TIMEOUT_S)
-        self.guard = FaultIsolator(config, self.scheduler, self.refuse)
+        self.isolator = FaultIsolator(config, self.scheduler, self.refuse)
         self.refused: dict[int, str] = {}
-        self.seats = 0
+        self.slot_count = 0
         self.now = 0.0
 
     def refuse(self, request: Request, error: RequestError) -> None:
@@ -48,34 +48,34 @@ class Bench:
         request.is_ended = True
 
     def requests(self, *origins: ClientOrigin) -> list[Request]:
-        """Requests of different contents."""
+        """Return requests of different contents."""
         return [
             Request(number, b"", "", RequestDescription("m", ()), (), 0.0, 1e9, number, origin, digest=b"%d" % number)
             for number, origin in enumerate(origins)
         ]
 
-    def seat(self, *jobs: Batch) -> str:
-        """Another slot, of two processes, that has these batches; return the name of its second process."""
-        self.seats += 1
-        first, second = f"s{self.seats}.0", f"s{self.seats}.1"
-        self.scheduler.slots.add(Slot(f"s{self.seats}", (first, second)))
-        seat = self.scheduler.slots.slot_of(second)
-        assert seat is not None
-        for job in jobs:
-            seat.add_batch(job, self.now)
+    def add_slot(self, *batches: Batch) -> str:
+        """Add a slot with two processes that has these batches; return the name of its second process."""
+        self.slot_count += 1
+        first, second = f"s{self.slot_count}.0", f"s{self.slot_count}.1"
+        self.scheduler.slots.add(Slot(f"s{self.slot_count}", (first, second)))
+        slot = self.scheduler.slots.slot_of(second)
+        assert slot is not None
+        for batch in batches:
+            slot.add_batch(batch, self.now)
         return second
 
     def runs(self) -> list[list[int]]:
-        """Give a new slot what is due; return its batches, each as the numbers of its requests."""
-        process = self.seat()
-        given = [job for _, job in self.scheduler.assign(self.now)]
-        assert all(job.number == job.requests[0].number for job in given)
+        """Assign due batches to a new slot; return the request numbers of each batch."""
+        process = self.add_slot()
+        given = [batch for _, batch in self.scheduler.assign(self.now)]
+        assert all(batch.number == batch.requests[0].number for batch in given)
         self.last = process
-        return [[*job.items] for job in given]
+        return [[*batch.items] for batch in given]
 
 
-class Shared:
-    """Memory of a client, and its requests whose one input is all of that."""
+class SharedMemoryClient:
+    """A client's shared memory, and requests whose only input is the whole of it."""
 
     def __init__(self, origin: ClientOrigin = ANN, nbytes: int = 2 * SLICE_BYTES + 1) -> None:
         self._origin = origin
@@ -85,11 +85,11 @@ class Shared:
         self._count = 0
 
     def write(self, content: bytes) -> None:
-        """Change the content."""
+        """Fill the memory with this content."""
         os.pwrite(self._descriptor, content * self._nbytes, 0)
 
     def request(self) -> Request:
-        """A request for what is there."""
+        """Return a request for the current content."""
         self._count += 1
         specs = (TensorSpec("x", "UINT8", (self._nbytes,)),)
         request = Request(self._count, b"", "", RequestDescription("m", specs), (), 0.0, 1e9, 0, self._origin)
@@ -97,315 +97,318 @@ class Shared:
         return request
 
 
-def look(bench: Bench) -> int:
-    """Have the guard read until it has nothing to read; return how many slices that took."""
+def read_contents(harness: IsolatorHarness) -> int:
+    """Let the isolator read all pending contents; return the number of slices read."""
     slices = 0
-    while bench.guard.has_work:
-        bench.guard.continue_fingerprint(bench.now)
+    while harness.isolator.has_work:
+        harness.isolator.continue_fingerprint(harness.now)
         slices += 1
     return slices
 
 
-def kill(bench: Bench, request: Request) -> None:
-    """Have two slots die of a request."""
+def crash_twice(harness: IsolatorHarness, request: Request) -> None:
+    """Let two slots crash because of a request."""
     for _ in range(2):
-        bench.guard.on_exit(bench.seat(batch(request)), CRASH, bench.now)
-        bench.scheduler.take_matching(lambda each: each is request)
+        harness.isolator.on_exit(harness.add_slot(batch(request)), CRASH, harness.now)
+        harness.scheduler.take_matching(lambda each: each is request)
 
 
-def hang(bench: Bench, request: Request) -> None:
-    """Have a slot hang in a request."""
-    seat = bench.scheduler.slots.slot_of(bench.seat())
-    assert seat is not None
-    bench.scheduler.running.assign(seat, batch(request), bench.now)
-    bench.now += TIMEOUT_S
-    assert len(list(bench.guard.take_overdue(bench.now))) == 1
+def hang(harness: IsolatorHarness, request: Request) -> None:
+    """Let a slot hang in a request."""
+    slot = harness.scheduler.slots.slot_of(harness.add_slot())
+    assert slot is not None
+    harness.scheduler.running.assign(slot, batch(request), harness.now)
+    harness.now += TIMEOUT_S
+    assert len(list(harness.isolator.take_overdue(harness.now))) == 1
 
 
-def check(bench: Bench, request: Request) -> None:
-    """Have the guard check a request, and read its content if need be."""
-    if bench.guard.check_request(request, bench.now):
+def check(harness: IsolatorHarness, request: Request) -> None:
+    """Check a request, and read its content if the isolator asks for it."""
+    if harness.isolator.check_request(request, harness.now):
         compute_digest(request)
-        bench.guard._contents.quarantine.check_request(request, bench.now)
+        harness.isolator._contents.quarantine.check_request(request, harness.now)
 
 
 def batch(*requests: Request) -> Batch:
     return Batch.from_items([BatchItem(each.number, each) for each in requests])
 
 
-def test_what_a_seat_died_of_is_found_by_running_the_parts_of_its_job_apart() -> None:
-    bench = Bench()
-    requests = bench.requests(ANN, BOB, ANN)
-    bench.guard.on_exit(bench.seat(batch(*requests)), CRASH, bench.now)
+def test_reruns_requests_of_a_crashed_batch_alone() -> None:
+    harness = IsolatorHarness()
+    requests = harness.requests(ANN, BOB, ANN)
+    harness.isolator.on_exit(harness.add_slot(batch(*requests)), CRASH, harness.now)
     assert [(each.isolation, each.deaths) for each in requests] == [(Isolation.ALONE, 0)] * 3
-    assert bench.guard._offenses.confined_names(bench.now) == []
-    for _ in range(2):  # the first one kills, and only when it was alone that counts
-        assert bench.refused == {}
-        assert bench.runs() == [[0]]
-        bench.guard.on_exit(bench.last, CRASH, bench.now)
-    assert bench.refused == {0: "INTERNAL"}
-    assert bench.guard._contents.quarantine.count(bench.now) == 1
-    assert [bench.runs(), bench.runs()] == [[[1]], [[2]]]
+    assert harness.isolator._offenses.confined_names(harness.now) == []
+    for _ in range(2):  # the first crash happened in a batch: only crashes alone count
+        assert harness.refused == {}
+        assert harness.runs() == [[0]]
+        harness.isolator.on_exit(harness.last, CRASH, harness.now)
+    assert harness.refused == {0: "INTERNAL"}
+    assert harness.isolator._contents.quarantine.count(harness.now) == 1
+    assert [harness.runs(), harness.runs()] == [[[1]], [[2]]]
     assert [each.deaths for each in requests] == [2, 0, 0]
 
 
-def test_who_has_asked_all_of_a_job_answers_for_it_at_once() -> None:
-    bench = Bench()
+def test_blames_the_client_of_a_whole_batch_at_once() -> None:
+    harness = IsolatorHarness()
     for _ in range(4):
-        assert bench.guard._offenses.confined_names(bench.now) == []
-        bench.guard.on_exit(bench.seat(batch(*bench.requests(BOB, BOB))), CRASH, bench.now)
-    assert bench.guard._offenses.confined_names(bench.now) == [BOB.peer]
+        assert harness.isolator._offenses.confined_names(harness.now) == []
+        harness.isolator.on_exit(harness.add_slot(batch(*harness.requests(BOB, BOB))), CRASH, harness.now)
+    assert harness.isolator._offenses.confined_names(harness.now) == [BOB.peer]
 
 
-def test_a_job_of_several_clients_accuses_none_of_them() -> None:
-    bench = Bench()
+def test_batch_of_several_clients_blames_none() -> None:
+    harness = IsolatorHarness()
     for _ in range(20):
-        bench.guard.on_exit(bench.seat(batch(*bench.requests(ANN, BOB))), CRASH, bench.now)
-    assert bench.guard._offenses.confined_names(bench.now) == []
+        harness.isolator.on_exit(harness.add_slot(batch(*harness.requests(ANN, BOB))), CRASH, harness.now)
+    assert harness.isolator._offenses.confined_names(harness.now) == []
 
 
 @pytest.mark.parametrize("end", [CRASH, KILL])
-def test_however_often_their_seats_end_the_parts_of_a_job_do_not_run_for_ever(end: ExitCause) -> None:
-    bench = Bench()
-    requests = bench.requests(ANN, BOB)
+def test_limits_reruns_after_lost_slots(end: ExitCause) -> None:
+    harness = IsolatorHarness()
+    requests = harness.requests(ANN, BOB)
     for _ in range(MAX_LOST_SLOTS):
-        assert bench.refused == {}
-        bench.guard.on_exit(bench.seat(batch(*requests)), end, bench.now)
-        assert bench.scheduler.take_matching(lambda each: each in requests) == [
-            each for each in requests if not bench.refused
+        assert harness.refused == {}
+        harness.isolator.on_exit(harness.add_slot(batch(*requests)), end, harness.now)
+        assert harness.scheduler.take_matching(lambda each: each in requests) == [
+            each for each in requests if not harness.refused
         ]
-    assert bench.refused == {0: "UNAVAILABLE", 1: "UNAVAILABLE"}
+    assert harness.refused == {0: "UNAVAILABLE", 1: "UNAVAILABLE"}
 
 
-def test_who_has_lost_several_seats_at_once_has_lost_one_and_is_told_once_of_the_last() -> None:
-    bench = Bench()
-    [request] = bench.requests(ANN)
+def test_concurrent_losses_of_a_request_count_once() -> None:
+    harness = IsolatorHarness()
+    [request] = harness.requests(ANN)
     for turn in range(1, 1 + MAX_LOST_SLOTS):
-        assert bench.refused == {}
-        seats = [bench.seat(Batch.from_items([BatchItem(10 * turn + number, request)])) for number in range(2)]
-        both = bench.scheduler.slots.slot_of(seats[0])
+        assert harness.refused == {}
+        slots = [harness.add_slot(Batch.from_items([BatchItem(10 * turn + number, request)])) for number in range(2)]
+        both = harness.scheduler.slots.slot_of(slots[0])
         assert both is not None
         both.concurrency = 2
-        both.add_batch(Batch.from_items([BatchItem(10 * turn + 5, request)]), bench.now)
-        bench.now += 1.0
-        for each in seats:
-            bench.guard.on_exit(each, KILL, bench.now)
-            bench.scheduler.take_matching(lambda each: each is request)
+        both.add_batch(Batch.from_items([BatchItem(10 * turn + 5, request)]), harness.now)
+        harness.now += 1.0
+        for each in slots:
+            harness.isolator.on_exit(each, KILL, harness.now)
+            harness.scheduler.take_matching(lambda each: each is request)
         assert request.lost_slots == turn
-        bench.now += 1.0
-    assert bench.refused == {0: "UNAVAILABLE"}
+        harness.now += 1.0
+    assert harness.refused == {0: "UNAVAILABLE"}
 
 
-def test_of_a_job_behind_another_what_nobody_waits_for_is_recalled() -> None:
-    bench = Bench()
-    first, two, three = bench.requests(ANN, ANN, BOB)
-    bench.seat(batch(first), batch(two, three))
-    assert bench.scheduler.end_matching(lambda each: each is two) == [(two, False)]
-    assert bench.scheduler.end_matching(lambda each: each is three) == [(three, False)]
-    assert [(seat.name, number) for seat, number in bench.scheduler.running.take_recalled()] == [("s1", 1), ("s1", 2)]
-    assert bench.scheduler.slots.in_flight("s1.0") == 1
+def test_recalls_ended_requests_of_a_waiting_batch() -> None:
+    harness = IsolatorHarness()
+    first, two, three = harness.requests(ANN, ANN, BOB)
+    harness.add_slot(batch(first), batch(two, three))
+    assert harness.scheduler.end_matching(lambda each: each is two) == [(two, False)]
+    assert harness.scheduler.end_matching(lambda each: each is three) == [(three, False)]
+    assert [(slot.name, number) for slot, number in harness.scheduler.running.take_recalled()] == [("s1", 1), ("s1", 2)]
+    assert harness.scheduler.slots.in_flight("s1.0") == 1
 
 
-def test_what_a_seat_hangs_in_is_found_by_running_the_parts_of_its_job_apart() -> None:
-    bench = Bench()
-    *requests, gone = bench.requests(ANN, BOB, ANN)
+def test_reruns_requests_of_a_hung_batch_alone() -> None:
+    harness = IsolatorHarness()
+    *requests, gone = harness.requests(ANN, BOB, ANN)
     gone.is_ended = True
-    bench.scheduler.submit(requests[0], bench.now)
-    assert bench.runs() == [[0]]
-    [seat] = [bench.scheduler.slots.slot_of(bench.last)]
-    assert seat is not None
-    seat.batches[0] = batch(*requests, gone)
-    seat.batches[0].started_at = bench.now
-    bench.now += TIMEOUT_S
-    assert [each.name for each, _ in bench.guard.take_overdue(bench.now)] == ["s1"]
-    assert (bench.refused, bench.scheduler.slots.slot_of(bench.last)) == ({}, None)
-    assert [bench.runs(), bench.runs()] == [[[0]], [[1]]]
-    assert bench.scheduler.queue.count == 0
-    bench.now += TIMEOUT_S
-    assert len(list(bench.guard.take_overdue(bench.now))) == 2
-    assert bench.refused == {0: "DEADLINE_EXCEEDED", 1: "DEADLINE_EXCEEDED"}
+    harness.scheduler.submit(requests[0], harness.now)
+    assert harness.runs() == [[0]]
+    [slot] = [harness.scheduler.slots.slot_of(harness.last)]
+    assert slot is not None
+    slot.batches[0] = batch(*requests, gone)
+    slot.batches[0].started_at = harness.now
+    harness.now += TIMEOUT_S
+    assert [each.name for each, _ in harness.isolator.take_overdue(harness.now)] == ["s1"]
+    assert (harness.refused, harness.scheduler.slots.slot_of(harness.last)) == ({}, None)
+    assert [harness.runs(), harness.runs()] == [[[0]], [[1]]]
+    assert harness.scheduler.queue.count == 0
+    harness.now += TIMEOUT_S
+    assert len(list(harness.isolator.take_overdue(harness.now))) == 2
+    assert harness.refused == {0: "DEADLINE_EXCEEDED", 1: "DEADLINE_EXCEEDED"}
 
 
 @pytest.mark.parametrize(("end", "deaths"), [(CRASH, 1), (KILL, 0)])
-def test_a_seat_that_was_lost_is_on_the_account_of_who_has_asked(end: ExitCause, deaths: int) -> None:
-    bench = Bench()
-    one, two, other = bench.requests(ANN, ANN, BOB)
+def test_charges_a_lost_slot_to_the_tenant(end: ExitCause, deaths: int) -> None:
+    harness = IsolatorHarness()
+    one, two, other = harness.requests(ANN, ANN, BOB)
     two.usage = one.usage
-    process = bench.seat(batch(one, two))
-    bench.now += 2.0
-    bench.guard.on_exit(process, end, bench.now)
+    process = harness.add_slot(batch(one, two))
+    harness.now += 2.0
+    harness.isolator.on_exit(process, end, harness.now)
     assert (one.usage.unexpected_exits, one.usage.slot_seconds) == (deaths, 2.0)
-    # Of two nobody can tell whose fault it was; the time they have had, whoever is to blame.
-    process = bench.seat(batch(one, other))
-    bench.now += 2.0
-    bench.guard.on_exit(process, end, bench.now)
+    # In a batch of two clients neither is blamed, but each is charged for its time.
+    process = harness.add_slot(batch(one, other))
+    harness.now += 2.0
+    harness.isolator.on_exit(process, end, harness.now)
     assert (one.usage.unexpected_exits, other.usage.unexpected_exits) == (deaths, 0)
     assert other.usage.slot_seconds == 1.0
 
 
-def test_until_a_tenant_was_answered_it_has_one_seat_at_a_time() -> None:
-    bench = Bench()
+def test_unknown_tenant_has_one_slot_at_a_time() -> None:
+    harness = IsolatorHarness()
     ann, ben = (ClientOrigin("process", f"tenant {name}", is_tenant=True) for name in ("ann", "ben"))
-    first, other, later, nobody = bench.requests(ann, ben, ann, ANN)
+    first, other, later, nobody = harness.requests(ann, ben, ann, ANN)
     first.tenant = later.tenant = Tenant("ann", TenantConfig())
     other.tenant = Tenant("ben", TenantConfig())
     for each in (first, other, nobody):
-        bench.guard.check_request(each, 0.0)
+        harness.isolator.check_request(each, 0.0)
     assert [each.isolation for each in (first, other, nobody)] == [
         Isolation.CONFINED,
         Isolation.CONFINED,
         Isolation.BATCHABLE,
     ]
-    bench.guard.on_answered(first, 0.0)
-    for forgets in (False, True):
-        if forgets:
-            bench.guard.clear()
-        bench.guard.check_request(later, 0.0)
-        assert (later.isolation is Isolation.CONFINED) == forgets
+    harness.isolator.on_answered(first, 0.0)
+    for is_cleared in (False, True):
+        if is_cleared:
+            harness.isolator.clear()
+        harness.isolator.check_request(later, 0.0)
+        assert (later.isolation is Isolation.CONFINED) == is_cleared
 
 
-def test_a_tenant_to_whom_a_seat_was_lost_has_no_other_before_that_is_replaced() -> None:
-    bench = Bench()
+def test_tenant_waits_until_its_lost_slot_is_replaced() -> None:
+    harness = IsolatorHarness()
     eve, ben = (ClientOrigin("process", f"tenant {name}", is_tenant=True) for name in ("eve", "ben"))
-    poison, more, innocent = bench.requests(eve, eve, ben)
+    poison, more, innocent = harness.requests(eve, eve, ben)
     poison.tenant = more.tenant = Tenant("eve", TenantConfig())
     innocent.tenant = Tenant("ben", TenantConfig())
-    tenancy = bench.scheduler.tenancy
-    bench.guard.on_exit(bench.seat(batch(poison)), CRASH, bench.now)
-    assert bench.guard._offenses.confined_names(bench.now) == ["tenant eve"]
-    assert (bench.refused, poison.deaths) == ({}, 1)
+    tenancy = harness.scheduler.tenancy
+    harness.isolator.on_exit(harness.add_slot(batch(poison)), CRASH, harness.now)
+    assert harness.isolator._offenses.confined_names(harness.now) == ["tenant eve"]
+    assert (harness.refused, poison.deaths) == ({}, 1)
     assert (tenancy.is_confined_running(poison.tenant), tenancy.is_confined_running(innocent.tenant)) == (True, False)
-    bench.seat()
-    tenancy.update_unreplaced(bench.now)
+    harness.add_slot()
+    tenancy.update_unreplaced(harness.now)
     assert not tenancy.is_confined_running(poison.tenant)
-    # The second one ends the request; where nothing replaces the slot, that is waited for so long and no longer.
-    bench.guard.on_exit(bench.seat(batch(more)), CRASH, bench.now)
-    assert bench.refused == {1: "INTERNAL"}
+    # The second crash ends the request. Without a replacement, the tenant waits for the time-out only.
+    harness.isolator.on_exit(harness.add_slot(batch(more)), CRASH, harness.now)
+    assert harness.refused == {1: "INTERNAL"}
     for now, waits in ((REPLACEMENT_TIMEOUT_S - 0.1, True), (REPLACEMENT_TIMEOUT_S, False)):
         tenancy.update_unreplaced(now)
         assert tenancy.is_confined_running(more.tenant) is waits
 
 
-def test_no_seat_is_missed_that_was_ended_from_outside() -> None:
-    bench = Bench()
-    [request] = bench.requests(ClientOrigin("process", "tenant eve", is_tenant=True))
+def test_externally_killed_slot_is_not_held_against_the_tenant() -> None:
+    harness = IsolatorHarness()
+    [request] = harness.requests(ClientOrigin("process", "tenant eve", is_tenant=True))
     request.tenant = Tenant("eve", TenantConfig())
-    bench.guard.on_exit(bench.seat(batch(request)), KILL, bench.now)
-    assert not bench.scheduler.tenancy.is_confined_running(request.tenant)
-    assert bench.guard._offenses.confined_names(bench.now) == []
+    harness.isolator.on_exit(harness.add_slot(batch(request)), KILL, harness.now)
+    assert not harness.scheduler.tenancy.is_confined_running(request.tenant)
+    assert harness.isolator._offenses.confined_names(harness.now) == []
 
 
-def test_what_kills_workers_again_and_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    bench = Bench()
-    for request in bench.requests(*[ClientOrigin("process 1 of uid 1", "uid 1")] * 20):
-        bench.guard._contents._quarantine_content(request, 1.0)  # pyright: ignore[reportPrivateUsage]
+def test_repeated_quarantines_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    harness = IsolatorHarness()
+    for request in harness.requests(*[ClientOrigin("process 1 of uid 1", "uid 1")] * 20):
+        harness.isolator._contents._quarantine_content(request, 1.0)  # pyright: ignore[reportPrivateUsage]
     lines = [each for each in caplog.records if "is in quarantine" in each.getMessage()]
-    # A period may end meanwhile.
+    # A log period may end in between.
     assert 1 <= len(lines) <= 2
     assert client_of(lines[0]) == "uid 1"
 
 
 @pytest.mark.parametrize("nbytes", [1, SMALL_BYTES, 2 * SLICE_BYTES + 1])
-def test_a_client_whose_memory_changes_after_the_answer_has_the_content_refused_that_killed(nbytes: int) -> None:
-    bench, shared = Bench(), Shared(nbytes=nbytes)
+def test_quarantines_the_content_that_crashed_despite_changes(nbytes: int) -> None:
+    harness, shared = IsolatorHarness(), SharedMemoryClient(nbytes=nbytes)
     shared.write(b"1")
-    kill(bench, shared.request())
-    while not bench.refused:
-        bench.guard.continue_fingerprint(bench.now)
+    crash_twice(harness, shared.request())
+    while not harness.refused:
+        harness.isolator.continue_fingerprint(harness.now)
     shared.write(b"2")
-    look(bench)
-    check(bench, shared.request())
+    read_contents(harness)
+    check(harness, shared.request())
     shared.write(b"1")
     with pytest.raises(Internal):
-        check(bench, shared.request())
+        check(harness, shared.request())
 
 
-def test_a_request_in_shared_memory_ends_once_its_content_was_read() -> None:
-    bench, shared = Bench(), Shared()
-    kill(bench, shared.request())
-    assert bench.refused == {}
-    assert look(bench) == 3
-    assert bench.refused == {1: "INTERNAL"}
+def test_crash_with_shared_memory_ends_after_its_content_is_read() -> None:
+    harness, shared = IsolatorHarness(), SharedMemoryClient()
+    crash_twice(harness, shared.request())
+    assert harness.refused == {}
+    assert read_contents(harness) == 3
+    assert harness.refused == {1: "INTERNAL"}
 
 
-def test_a_request_in_shared_memory_that_hangs_ends_once_its_content_was_read() -> None:
-    bench, shared = Bench(), Shared()
+def test_hang_with_shared_memory_ends_after_its_content_is_read() -> None:
+    harness, shared = IsolatorHarness(), SharedMemoryClient()
     for number in range(1, 1 + MAX_HANGS):
         shared.write(b"1")
-        hang(bench, shared.request())
-        assert number not in bench.refused
-        look(bench)
-        assert bench.refused[number] == "DEADLINE_EXCEEDED"
+        hang(harness, shared.request())
+        assert number not in harness.refused
+        read_contents(harness)
+        assert harness.refused[number] == "DEADLINE_EXCEEDED"
         shared.write(b"2")
-    assert bench.guard._contents.quarantine.count(bench.now) == 1
-    assert not bench.guard.check_request(shared.request(), bench.now)
+    assert harness.isolator._contents.quarantine.count(harness.now) == 1
+    assert not harness.isolator.check_request(shared.request(), harness.now)
 
 
 @pytest.mark.parametrize("how", ["hang", "crash"])
-def test_a_request_in_shared_memory_ends_once_where_seats_hang_in_two_parts_of_it(how: str) -> None:
-    bench, shared = Bench(), Shared()
-    terms = BatchingPolicy(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=1, max_split_rows=SLICE_BYTES + 1)
+def test_split_request_in_shared_memory_ends_once(how: str) -> None:
+    harness, shared = IsolatorHarness(), SharedMemoryClient()
+    policy = BatchingPolicy(inputs=frozenset("x"), outputs=frozenset("y"), max_rows=1, max_split_rows=SLICE_BYTES + 1)
     for name in ("w0", "w1"):
-        bench.scheduler.slots.add(Slot(name, (name,), policy=terms))
+        harness.scheduler.slots.add(Slot(name, (name,), policy=policy))
     request = shared.request()
-    bench.scheduler.submit(request, bench.now)
-    ran = [part.request for _, job in bench.scheduler.assign(bench.now) for part in job.items.values()]
+    harness.scheduler.submit(request, harness.now)
+    ran = [part.request for _, batch in harness.scheduler.assign(harness.now) for part in batch.items.values()]
     assert ran == [request] * 2
     request.deaths = MAX_DEATHS - 1
-    bench.now += TIMEOUT_S
+    harness.now += TIMEOUT_S
     if how == "hang":
-        assert [seat.name for seat, _ in bench.guard.take_overdue(bench.now)] == ["w0", "w1"]
+        assert [slot.name for slot, _ in harness.isolator.take_overdue(harness.now)] == ["w0", "w1"]
     else:
-        bench.guard.on_exit("w1", CRASH, bench.now)
-        bench.guard.on_exit("w0", CRASH, bench.now)
-    # Nobody runs the rest of it while its content is read.
-    assert [*bench.scheduler.assign(bench.now)] == []
-    assert bench.refused == {}
-    look(bench)
-    assert [*bench.refused] == [request.number]
+        harness.isolator.on_exit("w1", CRASH, harness.now)
+        harness.isolator.on_exit("w0", CRASH, harness.now)
+    # The rest of the request must not run while its content is read.
+    assert [*harness.scheduler.assign(harness.now)] == []
+    assert harness.refused == {}
+    read_contents(harness)
+    assert [*harness.refused] == [request.number]
 
 
-@pytest.mark.parametrize("lose", [kill, hang])
-def test_nothing_is_learned_of_shared_memory_whose_request_had_ended_before(
-    lose: Callable[[Bench, Request], None],
+@pytest.mark.parametrize("fail", [crash_twice, hang])
+def test_ended_requests_in_shared_memory_are_not_examined(
+    fail: Callable[[IsolatorHarness, Request], None],
 ) -> None:
-    bench, shared = Bench(), Shared()
+    harness, shared = IsolatorHarness(), SharedMemoryClient()
     request = shared.request()
     request.is_ended = True
-    lose(bench, request)
-    assert not bench.guard.has_work
-    assert (bench.guard._contents.quarantine.quarantined, bench.guard._contents.quarantine.suspected) == ({}, {})
+    fail(harness, request)
+    assert not harness.isolator.has_work
+    assert (harness.isolator._contents.quarantine.quarantined, harness.isolator._contents.quarantine.suspected) == (
+        {},
+        {},
+    )
 
 
-def test_what_waits_for_its_content_to_be_read_ends_when_all_is_given_up() -> None:
-    bench, shared = Bench(), Shared()
-    kill(bench, shared.request())
-    bench.guard.fail_pending()
-    assert (bench.refused, bench.guard.has_work) == ({1: "INTERNAL"}, False)
+def test_fail_pending_ends_requests_whose_content_is_unread() -> None:
+    harness, shared = IsolatorHarness(), SharedMemoryClient()
+    crash_twice(harness, shared.request())
+    harness.isolator.fail_pending()
+    assert (harness.refused, harness.isolator.has_work) == ({1: "INTERNAL"}, False)
 
 
-def test_a_suspected_content_in_shared_memory_is_cleared_by_what_was_read_before_it_ran() -> None:
-    bench, shared = Bench(), Shared()
-    hang(bench, shared.request())
-    look(bench)
-    assert bench.guard._contents.quarantine.suspected
+def test_clears_suspicion_with_the_content_read_before_the_run() -> None:
+    harness, shared = IsolatorHarness(), SharedMemoryClient()
+    hang(harness, shared.request())
+    read_contents(harness)
+    assert harness.isolator._contents.quarantine.suspected
     unread, harmless = shared.request(), shared.request()
-    bench.guard.on_answered(unread, bench.now)
-    assert not bench.guard.has_work
-    assert bench.guard.check_request(harmless, bench.now)
-    bench.scheduler.submit(harmless, bench.now, needs_check=True)
-    assert look(bench) == 3
+    harness.isolator.on_answered(unread, harness.now)
+    assert not harness.isolator.has_work
+    assert harness.isolator.check_request(harmless, harness.now)
+    harness.scheduler.submit(harmless, harness.now, needs_check=True)
+    assert read_contents(harness) == 3
     shared.write(b"2")
-    bench.guard.on_answered(harmless, bench.now)
-    look(bench)
-    assert not bench.guard._contents.quarantine.suspected
+    harness.isolator.on_answered(harmless, harness.now)
+    read_contents(harness)
+    assert not harness.isolator._contents.quarantine.suspected
 
 
-def test_a_tenant_cannot_have_the_content_of_another_refused() -> None:
-    bench, ann, bob = Bench(), Shared(ANN), Shared(BOB)
+def test_tenant_cannot_quarantine_content_of_others() -> None:
+    harness, ann, bob = IsolatorHarness(), SharedMemoryClient(ANN), SharedMemoryClient(BOB)
     ann.write(b"1")
-    kill(bench, ann.request())
-    ann.write(b"2")  # before the daemon reads
-    look(bench)
+    crash_twice(harness, ann.request())
+    ann.write(b"2")  # before the isolator reads it
+    read_contents(harness)
     bob.write(b"2")
-    check(bench, bob.request())
+    check(harness, bob.request())

@@ -27,34 +27,34 @@ def watched(selftest_interval: float = 0.0, due_by: Callable[[float], object] = 
     return watchdog
 
 
-def test_nothing_is_due_where_nobody_is_watched_or_no_more() -> None:
-    nobody, forgotten = Watchdog(PERIOD_S, 5.0, 50.0), watched()
-    forgotten.remove("a")
-    for watchdog in (nobody, forgotten):
+def test_empty_watchdog_has_nothing_due() -> None:
+    empty, emptied = Watchdog(PERIOD_S, 5.0, 50.0), watched()
+    emptied.remove("a")
+    for watchdog in (empty, emptied):
         assert (watchdog.next_event_at, watchdog.take_due(1e9, idle)) == (FOREVER, NOTHING)
         assert watchdog.silence_s(["a"], 0.0) == FOREVER
 
 
-def test_an_idle_worker_is_pinged_half_a_period_after_it_was_heard_of() -> None:
+def test_pings_idle_worker_after_half_a_period() -> None:
     watchdog = watched()
     assert (watchdog.next_event_at, watchdog.take_due(114.9, idle)) == (115.0, NOTHING)
     assert [watchdog.take_due(115.0, idle), watchdog.take_due(115.0, idle)] == [WatchdogActions(["a"], [], []), NOTHING]
     watchdog.on_pong("a", 116.0)
     assert [watchdog.take_due(130.9, idle), watchdog.take_due(131.0, idle)] == [NOTHING, WatchdogActions(["a"], [], [])]
     watchdog.on_pong("a", 131.0)
-    watchdog.on_message("a", 140.0)  # it has answered a request
+    watchdog.on_message("a", 140.0)  # the worker has answered a request
     assert [watchdog.take_due(154.9, idle), watchdog.take_due(155.0, idle)] == [NOTHING, WatchdogActions(["a"], [], [])]
 
 
-def test_who_computes_is_not_pinged_and_is_looked_at_again() -> None:
+def test_busy_worker_is_checked_again_later() -> None:
     watchdog = watched()
     assert (watchdog.take_due(115.0, busy), watchdog.next_event_at) == (NOTHING, 122.5)
     assert watchdog.take_due(122.5, idle) == WatchdogActions(["a"], [], [])
-    # That it was seen to compute is no answer.
+    # Being busy does not count as a message.
     assert watchdog.silence_s(["a"], 130.5) == 30.5
 
 
-def test_who_does_not_answer_a_ping_is_silent_once_and_not_pinged_again_because_another_is_due() -> None:
+def test_reports_unresponsive_worker_once() -> None:
     watchdog = watched()
     watchdog.add("b", 105.0)
     assert [watchdog.take_due(115.0, idle), watchdog.take_due(120.0, idle)] == [
@@ -67,26 +67,26 @@ def test_who_does_not_answer_a_ping_is_silent_once_and_not_pinged_again_because_
     assert (watchdog.take_due(1e9, idle), watchdog.next_event_at) == (NOTHING, FOREVER)
 
 
-def test_the_canary_runs_as_often_as_it_should_busy_or_not() -> None:
-    told: list[float] = []
-    watchdog = watched(selftest_interval=8.0, due_by=told.append)
+def test_selftests_run_on_schedule() -> None:
+    scheduled: list[float] = []
+    watchdog = watched(selftest_interval=8.0, due_by=scheduled.append)
     assert watchdog.next_event_at == 108.0
     assert (watchdog.take_due(108.0, busy), watchdog.next_event_at) == (WatchdogActions([], ["a"], []), 158.0)
-    watchdog.on_message("a", 110.0)  # what it had before
-    watchdog.on_pong("a", 112.0)  # which may tell no digest: it is not asked for it without a pause
-    assert told[-1] == watchdog.next_event_at == 120.0
+    watchdog.on_message("a", 110.0)  # results of earlier batches
+    watchdog.on_pong("a", 112.0)  # perhaps without a digest: the next self-test comes after a pause
+    assert scheduled[-1] == watchdog.next_event_at == 120.0
     assert watchdog.take_due(120.0, busy) == WatchdogActions([], ["a"], [])
     assert [watchdog.take_due(169.9, idle), watchdog.take_due(170.0, idle)] == [NOTHING, WatchdogActions([], [], ["a"])]
 
 
-def test_a_plain_ping_proves_nothing() -> None:
+def test_plain_ping_does_not_replace_a_selftest() -> None:
     watchdog = watched(selftest_interval=20.0)
     assert watchdog.take_due(115.0, idle) == WatchdogActions(["a"], [], [])
     watchdog.on_pong("a", 116.0)
     assert watchdog.take_due(120.0, idle) == WatchdogActions([], ["a"], [])
 
 
-def test_one_that_was_heard_of_is_enough() -> None:
+def test_group_is_alive_if_one_process_is() -> None:
     watchdog = watched()
     watchdog.add("b", 120.0)
     assert watchdog.silence_s(["a", "b"], 150.0) is None
@@ -95,61 +95,61 @@ def test_one_that_was_heard_of_is_enough() -> None:
     assert watchdog.silence_s(["a", "b"], 150.1) is None
 
 
-class Watching(RuleBasedStateMachine):
-    """Workers answer or not: whoever answers is never silent, whoever does not is found within the period."""
+class WatchdogMachine(RuleBasedStateMachine):
+    """Workers that answer are never reported; workers that hang are reported within the period."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.watchdog = Watchdog(PERIOD_S, 0.0, 50.0)
         self.pinged: dict[str, float] = {}
-        self.hangs: dict[str, float] = {}
-        self.there: set[str] = set()
+        self.hung_since: dict[str, float] = {}
+        self.workers: set[str] = set()
 
     @rule(worker=st.sampled_from("abc"))
-    def comes(self, worker: str) -> None:
-        if worker not in self.there:
-            self.there.add(worker)
+    def add(self, worker: str) -> None:
+        if worker not in self.workers:
+            self.workers.add(worker)
             self.watchdog.add(worker, self.now)
 
     @rule(worker=st.sampled_from("abc"))
-    def hangs_from_now_on(self, worker: str) -> None:
-        if worker in self.there:
-            self.hangs.setdefault(worker, self.now)
+    def start_hanging(self, worker: str) -> None:
+        if worker in self.workers:
+            self.hung_since.setdefault(worker, self.now)
 
     @rule(worker=st.sampled_from("abc"))
-    def answers_a_request(self, worker: str) -> None:
-        if worker in self.there and worker not in self.hangs:
+    def answer_a_request(self, worker: str) -> None:
+        if worker in self.workers and worker not in self.hung_since:
             self.watchdog.on_message(worker, self.now)
 
     @rule(seconds=st.floats(0.0, 40.0))
-    def time_passes(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         until = self.now + seconds
         while self.watchdog.next_event_at <= until:
             self.now = max(self.now, self.watchdog.next_event_at)
-            self.happens()
+            self.run_due()
         self.now = until
 
-    def happens(self) -> None:
+    def run_due(self) -> None:
         due = self.watchdog.take_due(self.now, idle)
         assert not due.selftests
         for worker in due.unresponsive:
-            assert worker in self.hangs
-            self.there.discard(worker)
-            del self.hangs[worker]
+            assert worker in self.hung_since
+            self.workers.discard(worker)
+            del self.hung_since[worker]
         for worker in due.pings:
-            if worker not in self.hangs:
+            if worker not in self.hung_since:
                 self.watchdog.on_pong(worker, self.now)
 
     @invariant()
-    def who_hangs_is_found_within_the_period(self) -> None:
-        assert all(self.now - since <= PERIOD_S for since in self.hangs.values())
+    def hung_workers_are_reported_within_the_period(self) -> None:
+        assert all(self.now - since <= PERIOD_S for since in self.hung_since.values())
 
     @invariant()
-    def who_answers_is_heard_of(self) -> None:
-        for worker in self.there - set(self.hangs):
+    def answering_workers_are_not_silent(self) -> None:
+        for worker in self.workers - set(self.hung_since):
             assert self.watchdog.silence_s([worker], self.now) is None
 
 
-TestWatching = Watching.TestCase
-TestWatching.settings = settings(max_examples=examples(100), deadline=None)
+TestWatchdogMachine = WatchdogMachine.TestCase
+TestWatchdogMachine.settings = settings(max_examples=examples(100), deadline=None)

@@ -1,9 +1,9 @@
-"""Groups of ranks that compute as real ones do: they mix whatever has arrived, and none of them notices.
+"""Rank groups that compute as real ones do: they mix whatever inputs have arrived, without noticing a mismatch.
 
-The model's answer is the sum of what its ranks make of their inputs, so if one of them is at another request, or has
-left one out, the numbers are wrong and nobody says so. Ranks die, hang, fail, refuse, report late, twice or wrongly;
-clients take back, run out of time, and offer memory; the daemon is restarted at any moment. Whatever happens, each
-request is answered once, by all ranks of one group, and rightly.
+The result is the sum of what each rank computes from its inputs, so it is wrong if a rank is at another request or
+has skipped one. Ranks crash, hang, fail, reject, and report late, twice or wrongly; clients cancel, reach deadlines and
+offer shared memory; the daemon is restarted at any moment. In all cases each request ends once, and a result comes
+from all ranks of one group and is correct.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from weightd_protocol.messages.worker import BeginBatch, ChildOrder, Predict, Pr
 
 TIMEOUT_S, WIDTH = 50.0, 2
 
-ROOM = 4096
+AREA_BYTES = 4096
 """Bytes of a client's memory between any two requests."""
 
 DESCRIPTIONS = {rows: RequestDescription("m", (TensorSpec("x", "INT64", (rows, WIDTH)),)) for rows in range(1, 40)}
@@ -46,14 +46,14 @@ PARTS = BatchingPolicy(1, frozenset("x"), frozenset("y"), max_rows=8, max_split_
 ALONE = BatchingPolicy(1, frozenset("x"), frozenset("y"), max_split_rows=4)
 
 FACTORS, FACTOR = {1: (9,), 2: (2, 7), 3: (2, 3, 4)}, 9
-"""What each rank makes of its inputs, and all of them together."""
+"""The factor of each rank by the size of the group, and their sum."""
 
 Report = tuple[PredictResult | PredictFailed | PredictDone, list[bytes]]
 
 
 @dataclass
 class Rank:
-    """A process: what it has been given and has not run, what it says and is not heard yet, the last step."""
+    """A process: orders not run yet, reports not delivered yet, and the last step."""
 
     name: str
     step: int
@@ -65,12 +65,12 @@ class Rank:
 
 @dataclass
 class Group:
-    """Ranks, of which all answer if none is the one to `reply`, and another process that they need."""
+    """Ranks and their broker; without `reply`, each rank replies with its slice."""
 
     name: str
     ranks: list[Rank]
     reply: int | None
-    terms: BatchingPolicy
+    policy: BatchingPolicy
     is_dying: bool = False
 
     @property
@@ -78,12 +78,12 @@ class Group:
         return f"{self.name}.broker"
 
 
-def rooms(order: Predict) -> list[tuple[int, int]]:
+def output_areas(order: Predict) -> list[tuple[int, int]]:
     return [] if order.regions is None else [(each.offset, each.nbytes) for each in order.regions.outputs]
 
 
-class World(RuleBasedStateMachine, IgnoringSink):
-    """A dispatcher, its clients, and its groups."""
+class RanksMachine(RuleBasedStateMachine, IgnoringSink):
+    """A dispatcher, its clients and its rank groups."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,31 +93,31 @@ class World(RuleBasedStateMachine, IgnoringSink):
         self.sent: dict[int, tuple[Request, bytes]] = {}
         self.answers: dict[int, bytes | str] = {}
         self.groups: dict[str, Group] = {}
-        # The processes that are still to be told of, and whose they were.
+        # Processes whose exit has not been reported, with their groups.
         self.dying: dict[str, Group] = {}
-        self.heard: dict[tuple[str, int], set[str]] = {}
-        self.hearing: tuple[Group, int] | None = None
+        self.reported: dict[tuple[str, int], set[str]] = {}
+        self.delivering: tuple[Group, int] | None = None
         self.written: set[int] = set()
-        self.memory = SharedRegion(1, os.memfd_create("world"), 2**40, os.close)
+        self.memory = SharedRegion(1, os.memfd_create("test"), 2**40, os.close)
         os.truncate(self.memory.fileno(), self.memory.nbytes)
 
-    @initialize(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=2), terms=st.sampled_from([NO_BATCHING, PARTS]))
-    def begin(self, sizes: list[int], terms: BatchingPolicy) -> None:
-        self.terms = terms
-        self.desk = self.new_desk()
+    @initialize(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=2), policy=st.sampled_from([NO_BATCHING, PARTS]))
+    def begin(self, sizes: list[int], policy: BatchingPolicy) -> None:
+        self.policy = policy
+        self.dispatcher = self.new_dispatcher()
         for size in sizes:
-            self.load(size, joins=False)
+            self.add_group(size, joins=False)
 
-    def new_desk(self) -> Dispatcher:
+    def new_dispatcher(self) -> Dispatcher:
         config = ModelConfig(path="/m.onnx", engine="onnxruntime", predict_timeout=TIMEOUT_S, max_queue=1000)
         return Dispatcher("m", config, self, self.send_order, lambda _: None)
 
-    # --- what the dispatcher tells ------------------------------------------------------------------------------------
+    # --- calls of the dispatcher --------------------------------------------------------------------------------------
 
     def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
-        """All ranks of one group have told of it, of the last part if there are several."""
+        """Check that all ranks of one group have reported the last item."""
         assert request.number not in self.answers
-        self.check_all_have_told()
+        self.check_all_ranks_reported()
         [y] = result.description.outputs
         assert y.shape == request.description.inputs[0].shape
         placed = request.locations.outputs[0][: y.nbytes] if result.shared_outputs else None
@@ -133,19 +133,19 @@ class World(RuleBasedStateMachine, IgnoringSink):
 
     def reserve_partial_result(self, request: Request, nbytes: int) -> None:
         assert request.number not in self.answers
-        self.check_all_have_told()
+        self.check_all_ranks_reported()
 
-    def check_all_have_told(self) -> None:
-        assert self.hearing is not None
-        group, number = self.hearing
+    def check_all_ranks_reported(self) -> None:
+        assert self.delivering is not None
+        group, number = self.delivering
         assert not group.is_dying
-        assert self.heard[group.name, number] == {rank.name for rank in group.ranks}
+        assert self.reported[group.name, number] == {rank.name for rank in group.ranks}
 
     def notify_released(self, request: Request) -> None:
         self.written.remove(request.number)
 
     def send_order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
-        """A rank is given something: nothing is ever taken back, and there is one batch at a time."""
+        """Give an order to a rank: one batch at a time, and no recall."""
         group = self.groups[process.partition(".")[0]]
         [rank] = [each for each in group.ranks if each.name == process]
         if isinstance(order, BeginBatch):
@@ -156,19 +156,19 @@ class World(RuleBasedStateMachine, IgnoringSink):
         assert isinstance(order, Predict)
         assert rank.missing or not rank.orders
         rank.missing = max(0, rank.missing - 1)
-        for begin, nbytes in rooms(order):
+        for begin, nbytes in output_areas(order):
             assert group.reply == group.ranks.index(rank)
-            assert not any(begin < at + size and at < begin + nbytes for at, size in self.theirs())
+            assert not any(begin < at + size and at < begin + nbytes for at, size in self.writable_areas())
         rank.orders.append((order, frames))
         rank.given.append((order.request, order.step))
 
-    def theirs(self) -> list[tuple[int, int]]:
-        """Where ranks may still write."""
+    def writable_areas(self) -> list[tuple[int, int]]:
+        """Return the areas of shared memory that ranks may still write."""
         groups = [*self.groups.values(), *self.dying.values()]
         ranks = {id(rank): rank for group in groups for rank in group.ranks}
-        return [room for rank in ranks.values() for order, _ in rank.orders for room in rooms(order)]
+        return [area for rank in ranks.values() for order, _ in rank.orders for area in output_areas(order)]
 
-    # --- what clients do ----------------------------------------------------------------------------------------
+    # --- clients ------------------------------------------------------------------------------------------------
 
     @rule(
         several=st.lists(st.tuples(st.sampled_from([1, 1, 2, 3, 5, 9]), st.integers(0, 3)), max_size=4),
@@ -176,21 +176,21 @@ class World(RuleBasedStateMachine, IgnoringSink):
         client=st.sampled_from(["ann", "bob"]),
     )
     def ask(self, several: list[tuple[int, int]], wait: float, client: str) -> None:
-        for rows, room in several:
+        for rows, area in several:
             number = next(self.numbers)
             x = np.arange(rows * WIDTH, dtype=np.int64) + 1000 * number
-            # No room, or where the inputs are not, or where they are.
-            begin = number * ROOM
+            # No output memory, output memory apart from the inputs, or in the place of the inputs.
+            begin = number * AREA_BYTES
             x_there, y_there = (
                 TensorLocation(self.memory, begin, x.nbytes),
-                TensorLocation(self.memory, begin + ROOM // 2, x.nbytes),
+                TensorLocation(self.memory, begin + AREA_BYTES // 2, x.nbytes),
             )
             places = [
                 NO_LOCATIONS,
                 NO_LOCATIONS,
                 TensorLocations({}, {0: y_there}),
                 TensorLocations({0: x_there}, {0: x_there}),
-            ][room]
+            ][area]
             os.pwrite(self.memory.fileno(), x.tobytes(), begin)
             frames = [] if places.inputs else [x.tobytes()]
             deadline, origin = self.now + wait, ClientOrigin(client, client)
@@ -200,7 +200,7 @@ class World(RuleBasedStateMachine, IgnoringSink):
             )
             self.sent[number] = request, x.tobytes()
             try:
-                self.desk.infer(request, self.now)
+                self.dispatcher.infer(request, self.now)
             except RequestError as error:
                 self.reply_request_error(request, error)
         self.turn()
@@ -209,12 +209,12 @@ class World(RuleBasedStateMachine, IgnoringSink):
     def cancel(self, rest: int) -> None:
         for number, (request, _) in list(self.sent.items()):
             if number % 5 == rest and number not in self.answers:
-                self.desk.cancel(request.client, request.id, self.now)
+                self.dispatcher.cancel(request.client, request.id, self.now)
                 assert number in self.answers or request.deadline <= self.now
 
     @rule(client=st.sampled_from([b"ann", b"bob"]))
-    def vanish(self, client: bytes) -> None:
-        self.desk.on_disconnect(client, self.now)
+    def disconnect(self, client: bytes) -> None:
+        self.dispatcher.on_disconnect(client, self.now)
         for number, (request, _) in self.sent.items():
             assert number in self.answers or request.client != client or request.deadline <= self.now
 
@@ -224,52 +224,52 @@ class World(RuleBasedStateMachine, IgnoringSink):
         self.tick()
 
     def tick(self) -> None:
-        desks.expire(self.desk, self.now)
-        for process, _ in list(self.desk.processes.overdue(self.now)):
+        desks.expire(self.dispatcher, self.now)
+        for process, _ in list(self.dispatcher.processes.overdue(self.now)):
             self.drop(process)
         self.turn()
-        self.desk.dispatch(self.now)
+        self.dispatcher.dispatch(self.now)
 
     def turn(self) -> None:
-        desks.run_turns(self.desk, self.now)
+        desks.run_turns(self.dispatcher, self.now)
 
-    # --- what groups do -----------------------------------------------------------------------------------------
+    # --- rank groups --------------------------------------------------------------------------------------------
 
     @rule(size=st.integers(1, 3), joins=st.booleans())
-    def load(self, size: int, joins: bool) -> None:
+    def add_group(self, size: int, joins: bool) -> None:
         if len(self.groups) < 3:
             name = next(self.names)
             ranks = [Rank(f"{name}.rank{number}", 0) for number in range(size)]
-            terms = self.terms if not (joins and self.terms.can_merge) else ALONE
-            self.groups[name] = Group(name, ranks, None if joins else size - 1, terms)
-            self.enlist(self.groups[name])
-            self.desk.dispatch(self.now)
+            policy = self.policy if not (joins and self.policy.can_merge) else ALONE
+            self.groups[name] = Group(name, ranks, None if joins else size - 1, policy)
+            self.register_group(self.groups[name])
+            self.dispatcher.dispatch(self.now)
 
-    def enlist(self, group: Group) -> None:
+    def register_group(self, group: Group) -> None:
         names = tuple(rank.name for rank in group.ranks)
         reply = None if group.reply is None else names[group.reply]
         lockstep = LockstepTracker(names, reply, group.ranks[0].step)
-        self.desk.processes.add_ranks(
-            group.name, lockstep, self.now, support_processes=[group.broker], policy=group.terms
+        self.dispatcher.processes.add_ranks(
+            group.name, lockstep, self.now, support_processes=[group.broker], policy=group.policy
         )
 
     @rule(data=st.data(), count=st.integers(1, 8))
     def compute(self, data: st.DataObject, count: int) -> None:
-        """Those that can begin do; some of what ranks have to say is heard."""
+        """Let groups run their next steps, and deliver some reports."""
         for _ in range(count):
             for group in list(self.groups.values()):
-                self.begin_with(group)
-            talking = [rank.name for group in self.groups.values() for rank in group.ranks if rank.reports]
-            if talking:
-                self.hear(data.draw(st.sampled_from(talking)))
+                self.run_step(group)
+            reporting = [rank.name for group in self.groups.values() for rank in group.ranks if rank.reports]
+            if reporting:
+                self.deliver(data.draw(st.sampled_from(reporting)))
 
-    def begin_with(self, group: Group) -> None:
-        """What all ranks are at runs: each has a share in the answer of each other."""
+    def run_step(self, group: Group) -> None:
+        """Run the first order of all ranks; each rank's input contributes to the result."""
         if group.is_dying or not all(rank.orders for rank in group.ranks):
             return
         for rank in group.ranks:
             if rank.orders[0][0].step != rank.step + 1:
-                self.desk.results.on_process_failed(rank.name, "it has missed a step", self.now)
+                self.dispatcher.results.on_process_failed(rank.name, "it has missed a step", self.now)
                 self.drop(rank.name)
                 return
         self.now += 0.01
@@ -287,7 +287,7 @@ class World(RuleBasedStateMachine, IgnoringSink):
                 continue
             mine = shares[index] if group.reply is None else y
             spec = TensorSpec("y", "INT64", mine.shape)
-            placed = rooms(order)
+            placed = output_areas(order)
             for begin, _ in placed:
                 self.write(begin, mine.tobytes())
             result = PredictResult(order.request, ResponseDescription("m", (spec,)), (0,) if placed else None)
@@ -303,40 +303,42 @@ class World(RuleBasedStateMachine, IgnoringSink):
         return np.frombuffer(content, np.int64).reshape(x.shape)
 
     def write(self, begin: int, content: bytes) -> None:
-        """Outputs go where they have room, which is still there for them."""
-        number = begin // ROOM
+        """Write outputs; the request must not have been released."""
+        number = begin // AREA_BYTES
         assert number not in self.answers or number in self.written
         os.pwrite(self.memory.fileno(), content, begin)
 
-    def hear(self, name: str, report: Report | None = None) -> None:
+    def deliver(self, name: str, report: Report | None = None) -> None:
         group = self.groups[name.partition(".")[0]]
         [rank] = [each for each in group.ranks if each.name == name]
         message, frames = rank.reports.popleft() if report is None else report
-        self.hearing = group, message.request
-        told = self.heard.setdefault((group.name, message.request), set())
-        told.add(name)
-        # They are received into memory that is used again.
+        self.delivering = group, message.request
+        reporters = self.reported.setdefault((group.name, message.request), set())
+        reporters.add(name)
+        # The receive buffer is reused after the call.
         views = [memoryview(bytearray(each)) for each in frames]
-        why = self.tell(name, message, views)
+        problem = self.handle_report(name, message, views)
         for view in views:
             view[:] = b"?" * len(view)
-        self.hearing = None
-        if why:
+        self.delivering = None
+        if problem:
             self.drop(name)
-        elif len(told) == len(group.ranks):
-            told.clear()
+        elif len(reporters) == len(group.ranks):
+            reporters.clear()
         self.turn()
 
-    def tell(self, name: str, message: PredictResult | PredictFailed | PredictDone, frames: list[memoryview]) -> str:
+    def handle_report(
+        self, name: str, message: PredictResult | PredictFailed | PredictDone, frames: list[memoryview]
+    ) -> str:
         match message:
             case PredictResult():
-                return self.desk.results.on_result(name, message, frames, self.now)
+                return self.dispatcher.results.on_result(name, message, frames, self.now)
             case PredictFailed():
-                return self.desk.results.on_batch_failed(name, message, self.now)
+                return self.dispatcher.results.on_batch_failed(name, message, self.now)
             case PredictDone(number):
-                return self.desk.results.on_done(name, number, self.now)
+                return self.dispatcher.results.on_done(name, number, self.now)
 
-    # --- what goes wrong ----------------------------------------------------------------------------------------
+    # --- faults -------------------------------------------------------------------------------------------------
 
     def victim(self, data: st.DataObject) -> tuple[Group, Rank] | None:
         if not self.groups:
@@ -355,16 +357,16 @@ class World(RuleBasedStateMachine, IgnoringSink):
 
     @rule(data=st.data(), leaving=st.booleans())
     def fail(self, data: st.DataObject, leaving: bool) -> None:
-        """A rank fails in the middle, or refuses while others run it: one or the other ends them all."""
+        """Let a rank fail during the step, or reject what others run: both end the group."""
         found = self.victim(data)
         if found is not None and found[1].orders:
             _, rank = found
             order, _ = rank.orders.popleft()
-            self.hear(rank.name, (PredictFailed(order.request, "INTERNAL", "no", leaving), []))
+            self.deliver(rank.name, (PredictFailed(order.request, "INTERNAL", "no", leaving), []))
 
     @rule(data=st.data())
-    def refuse_all(self, data: st.DataObject) -> None:
-        """All ranks refuse what they are given, before they begin."""
+    def reject_on_all_ranks(self, data: st.DataObject) -> None:
+        """Let all ranks reject an order before they begin."""
         found = self.victim(data)
         if found is None or not all(rank.orders for rank in found[0].ranks):
             return
@@ -374,8 +376,8 @@ class World(RuleBasedStateMachine, IgnoringSink):
             rank.reports.append((PredictFailed(order.request, "INVALID_ARGUMENT", "no", is_exiting=False), []))
 
     @rule(data=st.data())
-    def leave_out(self, data: st.DataObject) -> None:
-        """A rank does not run what it was given: the others are at that, and wait in vain."""
+    def drop_order(self, data: st.DataObject) -> None:
+        """Let a rank drop an order; the other ranks hang in that step."""
         found = self.victim(data)
         if found is not None and found[1].orders:
             group, rank = found
@@ -384,18 +386,18 @@ class World(RuleBasedStateMachine, IgnoringSink):
                 self.wait(TIMEOUT_S)
 
     @rule(data=st.data(), number=st.integers(0, 20))
-    def say_what_is_not_so(self, data: st.DataObject, number: int) -> None:
-        """A rank says that it has run what it has not been given, or what it was to give outputs of."""
+    def report_unknown_batch(self, data: st.DataObject, number: int) -> None:
+        """Let a rank report an order that it was not given, or whose outputs it should have sent."""
         found = self.victim(data)
         if found is not None:
             group, rank = found
             is_asked = any(given == number for given, _ in rank.given)
             if not is_asked or group.reply in (None, group.ranks.index(rank)):
-                self.hear(rank.name, (PredictDone(number), []))
+                self.deliver(rank.name, (PredictDone(number), []))
                 assert group.is_dying
 
     @rule(data=st.data())
-    def say_twice(self, data: st.DataObject) -> None:
+    def report_twice(self, data: st.DataObject) -> None:
         found = self.victim(data)
         if found is not None and found[1].reports:
             rank = found[1]
@@ -405,16 +407,16 @@ class World(RuleBasedStateMachine, IgnoringSink):
     def skip(self, data: st.DataObject) -> None:
         found = self.victim(data)
         if found is not None and found[1].orders:
-            assert self.desk.results.on_cancelled(found[1].name, found[1].orders[0][0].request, self.now)
+            assert self.dispatcher.results.on_cancelled(found[1].name, found[1].orders[0][0].request, self.now)
             self.drop(found[1].name)
 
     def drop(self, process: str) -> None:
-        """As the crew does: the slot is lost, and with one of its processes all."""
-        self.desk.processes.release(process)
+        """Release the slot and kill the group, as the process event handler does."""
+        self.dispatcher.processes.release(process)
         group = self.groups.get(process.partition(".")[0])
         if group is not None:
             self.kill(group)
-        self.desk.dispatch(self.now)
+        self.dispatcher.dispatch(self.now)
 
     def kill(self, group: Group) -> None:
         group.is_dying = True
@@ -423,16 +425,16 @@ class World(RuleBasedStateMachine, IgnoringSink):
 
     @precondition(lambda self: self.dying)
     @rule(data=st.data(), count=st.integers(1, 4))
-    def bury(self, data: st.DataObject, count: int) -> None:
-        """It is told how some have ended that are killed; what they have said before that comes first."""
+    def report_exits(self, data: st.DataObject, count: int) -> None:
+        """Report exits of killed processes, each after the reports that the process had sent."""
         for _ in range(min(count, len(self.dying))):
-            self.exit_of(data.draw(st.sampled_from(sorted(self.dying))), data.draw(st.sampled_from(ExitInitiator)))
+            self.report_exit(data.draw(st.sampled_from(sorted(self.dying))), data.draw(st.sampled_from(ExitInitiator)))
 
-    def exit_of(self, name: str, by: ExitInitiator) -> None:
+    def report_exit(self, name: str, by: ExitInitiator) -> None:
         for rank in self.dying[name].ranks:
             while rank.name == name and rank.reports:
                 message, frames = rank.reports.popleft()
-                assert self.tell(name, message, [memoryview(each) for each in frames]) == ""
+                assert self.handle_report(name, message, [memoryview(each) for each in frames]) == ""
         self.on_exit(name, ExitCause(-signal.SIGKILL, initiator=by))
 
     def on_exit(self, name: str, end: ExitCause) -> None:
@@ -440,41 +442,42 @@ class World(RuleBasedStateMachine, IgnoringSink):
         for rank in group.ranks:
             if rank.name == name:
                 for order, _ in rank.orders:
-                    for begin, _ in rooms(order):
+                    for begin, _ in output_areas(order):
                         self.write(begin, b"?")
                 rank.orders.clear()
-        self.desk.results.on_exit(name, end, self.now)
-        self.desk.dispatch(self.now)
+        self.dispatcher.results.on_exit(name, end, self.now)
+        self.dispatcher.dispatch(self.now)
         self.turn()
 
     @rule(data=st.data())
     def restart(self, data: st.DataObject) -> None:
-        """Another daemon goes on with those groups of which all ranks come back with the same step."""
+        """Start another daemon with the groups whose ranks all report the same step."""
         while self.dying:
-            self.exit_of(min(self.dying), ExitInitiator.DAEMON)
-        self.desk.hand_over()
+            self.report_exit(min(self.dying), ExitInitiator.DAEMON)
+        self.dispatcher.hand_over()
         assert self.answers.keys() == self.sent.keys()
-        # Nobody of the daemon before hears that nobody writes any more: its clients are gone with it.
+        # Clients of the previous daemon are gone, so nothing reports the end of writes.
         for group in list(self.groups.values()):
             if data.draw(st.booleans()):
-                self.begin_with(group)
+                self.run_step(group)
             for rank in group.ranks:
                 rank.reports.clear()
                 rank.given.clear()
-                # It may have been lost to what one of them has just said: nobody is there to hear how it ends.
+                # The group may have failed because of such a report, whose exits nothing reports
+                # now.
                 self.dying.pop(rank.name, None)
             if any(rank.orders for rank in group.ranks) or len({rank.step for rank in group.ranks}) > 1:
                 self.groups.pop(group.name, None)
         self.written.clear()
-        self.heard.clear()
-        self.desk = self.new_desk()
+        self.reported.clear()
+        self.dispatcher = self.new_dispatcher()
         for group in self.groups.values():
-            self.enlist(group)
+            self.register_group(group)
 
-    # --- what holds ---------------------------------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------------------------
 
     @invariant()
-    def who_gets_an_answer_gets_its_own(self) -> None:
+    def results_are_correct(self) -> None:
         for number, answer in self.answers.items():
             if not isinstance(answer, str):
                 x = np.frombuffer(self.sent[number][1], np.int64)
@@ -482,48 +485,48 @@ class World(RuleBasedStateMachine, IgnoringSink):
                 assert (got == FACTOR * x).all()
 
     @invariant()
-    def all_ranks_are_given_the_same_in_the_same_order(self) -> None:
+    def ranks_get_the_same_orders(self) -> None:
         for group in self.groups.values():
             assert all(rank.given == group.ranks[0].given for rank in group.ranks)
             steps = [step for _, step in group.ranks[0].given]
             assert all(later == step + 1 for step, later in itertools.pairwise(steps))
 
     @invariant()
-    def no_seat_idles_while_something_waits_that_it_could_run(self) -> None:
-        if not hasattr(self, "desk") or self.desk._scheduler.queue.next_unchecked is not None:
+    def no_slot_idles_with_runnable_requests(self) -> None:
+        if not hasattr(self, "dispatcher") or self.dispatcher._scheduler.queue.next_unchecked is not None:
             return
-        idle = [seat.policy for seat in self.desk._scheduler.slots.accepting.values() if not seat.batches]
-        cuts = self.desk._scheduler.queue.splits
-        for each in self.desk._scheduler.queue:
-            cut = cuts.get(each.number)
-            assert each.isolation or not idle or (cut is not None and cut.policy not in idle)
+        idle = [slot.policy for slot in self.dispatcher._scheduler.slots.accepting.values() if not slot.batches]
+        splits = self.dispatcher._scheduler.queue.splits
+        for each in self.dispatcher._scheduler.queue:
+            split = splits.get(each.number)
+            assert each.isolation or not idle or (split is not None and split.policy not in idle)
 
     def teardown(self) -> None:
-        """Whatever was asked ends."""
-        if not hasattr(self, "desk"):
+        """Check that every request ends."""
+        if not hasattr(self, "dispatcher"):
             return
         for _ in range(5):
-            # Who is stuck ends, and another group comes.
+            # Hung groups time out, and a new group takes over.
             self.now += 1000.0
             self.tick()
-            self.load(2, joins=False)
-            self.work()
+            self.add_group(2, joins=False)
+            self.run_all()
         while self.dying:
-            self.exit_of(min(self.dying), ExitInitiator.DAEMON)
-        self.work()
+            self.report_exit(min(self.dying), ExitInitiator.DAEMON)
+        self.run_all()
         assert self.answers.keys() == self.sent.keys()
-        assert (self.written, self.desk._sender.output_leases.leases) == (set(), {})
-        assert self.desk.is_idle
+        assert (self.written, self.dispatcher._sender.output_leases.leases) == (set(), {})
+        assert self.dispatcher.is_idle
 
-    def work(self) -> None:
+    def run_all(self) -> None:
         for _ in range(1000):
             for group in list(self.groups.values()):
-                self.begin_with(group)
-            talking = [rank.name for group in self.groups.values() for rank in group.ranks if rank.reports]
-            if not talking:
+                self.run_step(group)
+            reporting = [rank.name for group in self.groups.values() for rank in group.ranks if rank.reports]
+            if not reporting:
                 break
-            self.hear(talking[-1])
+            self.deliver(reporting[-1])
 
 
-TestWorld = World.TestCase
-TestWorld.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
+TestRanksMachine = RanksMachine.TestCase
+TestRanksMachine.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
