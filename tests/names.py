@@ -1,8 +1,8 @@
 """Rejects names that weightd has replaced by standard terms: `python -m tests.names`, part of `make check`.
 
-Reads every identifier of the product and of the benchmarks, and every string that is one: configuration keys, fields
-and tags of messages, names and labels of metrics, keys of JSON, command-line options, column headings. Each is split
-into words. The naming rule is in CONTRIBUTING.md, the terms are in the glossary of docs/architecture.md.
+Checks every identifier of the product, the benchmarks and the tools, and every string that is a name: configuration
+keys, fields and tags of messages, names and labels of metrics, JSON keys, command-line options, column headings. Each
+is split into words. CONTRIBUTING.md has the naming rule, the glossary of docs/architecture.md the terms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("benchmarks", "client", "cluster", "common", "ctl", "daemon", "gateway", "protocol", "tools", "worker")
 
-# Replaced term: standard term. Not allowed as a word of any identifier.
+# Replaced terms and their standard terms. They are not allowed as a word of any identifier.
 WORDS = {
     "asker": "response sink", "askers": "response sink", "blame": "fault isolation", "canaries": "self-test",
     "canary": "self-test", "company": "isolation level", "coroner": "exit classifier", "crew": "process events",
@@ -34,8 +34,7 @@ WORDS = {
     "upkeep": "housekeeping", "verb": "command", "verbs": "command", "whoever": "client", "wish": "key action",
 }  # fmt: skip
 
-# Not allowed as a whole name of a module, class, function, attribute, key or column. Part of a longer name, they are
-# plain English.
+# Not allowed as a whole name of a module, class, function, attribute, key or column; allowed as part of a longer name.
 NAMES = {
     "accord", "asked", "asks", "claim", "cut", "cuts", "evidence", "figures", "happened", "house", "knock", "life",
     "looks",
@@ -49,7 +48,7 @@ _WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
 
 
 class Found(NamedTuple):
-    """A replaced term, and where it stands."""
+    """A replaced term in a file."""
 
     path: Path
     line: int
@@ -67,7 +66,7 @@ _ALLOWED = {"tell"}
 
 
 def hint(name: str) -> str:
-    """Return the standard term for a replaced one in a name; "" if there is none."""
+    """Return the standard term for a replaced one in a name, or ""."""
     if name in _ALLOWED:
         return ""
     for word in sorted(words(name)):
@@ -77,7 +76,7 @@ def hint(name: str) -> str:
 
 
 def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield line and text of each identifier, and of each string that is one."""
+    """Yield line and text of each identifier, and of each string that is a name."""
     for node in ast.walk(tree):
         line = getattr(node, "lineno", 1)
         if isinstance(node, ast.Name):
@@ -97,7 +96,7 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def main() -> int:
-    """Print what is found, one line each; return the exit status."""
+    """Print each replaced name on a line; return the exit status."""
     found = []
     for path in sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         listed = [(1, path.stem), *names(ast.parse(path.read_text()))]

@@ -1,8 +1,8 @@
-"""Rejects code that outgrows the bounds of this project: `python -m tests.structure`, part of `make check`.
+"""Rejects code beyond the size limits of this project: `python -m tests.structure`, part of `make check`.
 
-A reader shall be able to hold a file, a class and a package in mind. Whatever passes a bound is split by
-responsibility. Attributes of records (classes whose fields are declared, and which set none themselves) are not
-counted: those mirror a message or a table of the configuration.
+The limits keep each file, class and package easy to understand. Code beyond a limit should be split by responsibility.
+Attributes of records (classes that only declare fields) do not count, because records mirror a message or a table of
+the configuration.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ PACKAGE_MODULES = 20  # without __init__.py
 CLASS_METHODS = 25
 CLASS_ATTRIBUTES = 15
 
-# The public API: one method for each thing that a caller can do.
+# The public API, with one method per operation.
 WIDE_CLASSES = frozenset({"client/weightd/client.py: Client", "client/weightd/aio.py: AsyncClient"})
 
 
 def methods(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Return the functions of a class; properties and magic methods are among them."""
+    """Return the methods of a class, including properties and magic methods."""
     return [each for each in node.body if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
 
 def attributes(node: ast.ClassDef) -> set[str]:
-    """Return the attributes that a class has of its own; none of a record's."""
+    """Return the attributes that a class defines; the empty set for a record."""
     assigned = {
         each.attr
         for method in methods(node)
@@ -45,7 +45,7 @@ def attributes(node: ast.ClassDef) -> set[str]:
 
 
 def excesses(name: str, source: str) -> Iterator[str]:
-    """Yield what is too large in one module: the file itself, and its classes."""
+    """Yield a text for the file and for each class beyond its limits."""
     lines = source.count("\n")
     if lines > FILE_LINES:
         yield f"{name}: expected at most {FILE_LINES} lines, got {lines}"
@@ -62,7 +62,7 @@ def excesses(name: str, source: str) -> Iterator[str]:
 
 
 def crowded(folder: Path) -> Iterator[str]:
-    """Yield the packages below a folder that have too many modules."""
+    """Yield a text for each package below a folder with too many modules."""
     for package in sorted({path.parent for path in folder.rglob("*.py")}):
         count = sum(path.name != "__init__.py" for path in package.glob("*.py"))
         if count > PACKAGE_MODULES:

@@ -12,11 +12,11 @@ from .material import NoEngineError
 from .run import Run
 
 _EPILOG = f"""\
-faults: a list with commas of all, or
+faults: "all", or a comma-separated list of
   {", ".join(fault.value for fault in Fault)};
-  --faults=all,-flood leaves one out
+  --faults=all,-flood excludes one
 
-Exit status: 0 passed, 1 something was wrong, 2 it cannot run here."""
+Exit status: 0 passed, 1 failed, 2 this machine cannot run it."""
 
 
 def main() -> int:
@@ -27,13 +27,17 @@ def main() -> int:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seed", type=int, help="of all that is random; default: a random one, which is printed")
-    parser.add_argument("--minutes", type=float, default=30.0, help="from the first fault to the last; default: 30")
-    parser.add_argument("--faults", default="all", help="which may strike; default: all that this machine can do")
+    parser.add_argument(
+        "--seed", type=int, help="seed of all random choices (default: a random seed, which is printed)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="time from the first fault to the last (default: 30)"
+    )
+    parser.add_argument("--faults", default="all", help="faults to inject (default: all that this machine supports)")
     parser.add_argument(
         "--managed",
         action="store_true",
-        help="as under systemd: a daemon that is killed, or restarted, leaves its processes to the next one",
+        help="run as under systemd: processes survive a restart or crash of the daemon",
     )
     options = parser.parse_args()
     try:

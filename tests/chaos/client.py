@@ -145,16 +145,16 @@ class ClientLoop:
         client = self._connected()
         if client is None:
             return
-        told_at = 0.0
+        reported_at = 0.0
         with client:
             while self._wanted() or self._flights:
                 while self._wanted() and len(self._flights) < self._orders.in_flight:
                     self._submit(client)
                 if self._flights:
                     self._settle(self._flights.popleft())
-                if time.monotonic() >= told_at + TOTALS_EVERY_S:
-                    told_at = time.monotonic()
-                    self.tell_totals()
+                if time.monotonic() >= reported_at + TOTALS_EVERY_S:
+                    reported_at = time.monotonic()
+                    self.report_totals()
             self._await_the_late(client)
         self.ledger.close()
 
@@ -193,17 +193,19 @@ class ClientLoop:
         try:
             pending = client.submit(model, question.inputs, timeout=timeout)
         except RequestError as error:
-            told = error.code, str(error), time.monotonic()
+            outcome = error.code, str(error), time.monotonic()
             # A part of the message may have been sent; the rest follows.
             has_begun = self.ledger.knows(self._core.last)
-            _tell_incident(self.ledger.end(self._core.last, *told) if has_begun else self.ledger.refused(asked, *told))
+            _report_incident(
+                self.ledger.end(self._core.last, *outcome) if has_begun else self.ledger.refused(asked, *outcome)
+            )
             time.sleep(_PAUSE_S)
             return
         self._flights.append(_PendingRequest(self._core.last, pending, question))
         if self._orders.cancels and rng.random() < _CANCELLED:
-            taken_back = rng.choice(self._flights)
-            self.ledger.cancel(taken_back.request)
-            taken_back.pending.cancel()
+            cancelled = rng.choice(self._flights)
+            self.ledger.cancel(cancelled.request)
+            cancelled.pending.cancel()
 
     def _settle(self, flight: _PendingRequest) -> None:
         text = ""
@@ -211,19 +213,19 @@ class ClientLoop:
             code = OK if flight.question.answered_by(flight.pending.result()) else WRONG
         except WeightdError as error:
             code, text = error.code if isinstance(error, RequestError) else type(error).__name__, str(error)
-        _tell_incident(self.ledger.end(flight.request, code, text, time.monotonic()))
+        _report_incident(self.ledger.end(flight.request, code, text, time.monotonic()))
 
-    def tell_totals(self) -> None:
+    def report_totals(self) -> None:
         """Write the number of requests sent and their outcomes."""
-        _tell(totals={"sent": self.ledger.sent, "outcomes": self.ledger.outcomes})
+        _report(totals={"sent": self.ledger.sent, "outcomes": self.ledger.outcomes})
 
 
-def _tell_incident(incident: Incident | None) -> None:
+def _report_incident(incident: Incident | None) -> None:
     if incident is not None:
-        _tell(incident=dataclasses.asdict(incident))
+        _report(incident=dataclasses.asdict(incident))
 
 
-def _tell(**line: object) -> None:
+def _report(**line: object) -> None:
     print(json.dumps(line), flush=True)
 
 
@@ -244,8 +246,8 @@ def main() -> None:
         os.setresgid(orders.uid, orders.uid, orders.uid)
         os.setresuid(orders.uid, orders.uid, orders.uid)
     asker.run()
-    asker.tell_totals()
-    _tell(problems=asker.ledger.problems)
+    asker.report_totals()
+    _report(problems=asker.ledger.problems)
 
 
 if __name__ == "__main__":

@@ -282,7 +282,7 @@ class Injector:
         store, workers = self._serving_store(event.model)
         if store is None:
             return False
-        # Who has died of it, or serves no longer, no more computes with what was damaged.
+        # A worker that has crashed or no longer serves does not compute with the damaged store any more.
         self._begin(event, self._replaced(event.model, workers), str(store.relative_to(self.service.cache)))
         with contextlib.suppress(FileNotFoundError):
             store.chmod(stat.S_IRUSR | stat.S_IWUSR)
@@ -422,7 +422,7 @@ class Injector:
         )
         return True
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------------------------
 
     def _way(self, rng: random.Random) -> str:
         return rng.choice((self.service.unix_address, self.service.zmq_address))

@@ -91,13 +91,13 @@ class ClientProcess:
         for line in self._process.stdout:
             if not line.endswith("\n"):
                 return  # the client was killed while it wrote the line
-            told = cast("dict[str, Any]", json.loads(line))
-            if "incident" in told:
-                self.incidents.append(Incident(**told["incident"]))
-            elif "totals" in told:
-                self.sent, self.outcomes = told["totals"]["sent"], Counter(told["totals"]["outcomes"])
+            report = cast("dict[str, Any]", json.loads(line))
+            if "incident" in report:
+                self.incidents.append(Incident(**report["incident"]))
+            elif "totals" in report:
+                self.sent, self.outcomes = report["totals"]["sent"], Counter(report["totals"]["outcomes"])
             else:
-                self._problems = told["problems"]
+                self._problems = report["problems"]
 
 
 class ClientProcesses:

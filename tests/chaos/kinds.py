@@ -54,7 +54,11 @@ GATES = frozenset({Fault.KILL_GATE, Fault.KILL_ZYGOTE})
 BEHAVIOUR = frozenset({Fault.CANCEL})
 
 # Faults that this machine cannot produce, with the reason.
-LACKING = {} if platform.machine() == "x86_64" else {Fault.POISON: "a division that overflows is no trap here"}
+LACKING = (
+    {}
+    if platform.machine() == "x86_64"
+    else {Fault.POISON: "integer overflow in a division raises SIGFPE only on x86-64"}
+)
 
 
 class UnknownFaultError(ValueError):

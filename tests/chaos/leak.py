@@ -26,15 +26,15 @@ _WARM_UP_CYCLES = 3
 _IN_FLIGHT = 16
 _LIMIT_S = 120.0
 
-# 4 MiB in 200,000 requests are 21 bytes for each: less than the least object that could be forgotten with one. Thirty
-# loads that each leave a descriptor or a mapping of their own are beyond the other bounds.
+# 4 MiB in 200,000 requests are 21 bytes per request, less than the smallest object that could leak. A descriptor or a
+# mapping that leaks in each of 30 loads exceeds the other limits.
 TOLERANCE = Usage(fds=2, threads=0, maps=24, rss=4 * MIB, pss=4 * MIB)
 
 
 def run(service: Service, steady: Model, guest: Model, requests: int, cycles: int) -> list[str]:
-    """Ask the steady model over both transports, load and unload the guest; return what has grown.
+    """Send requests to the steady model over both transports, load and unload the guest; return growth as texts.
 
-    What is held is printed at each tenth.
+    Prints the resource use after each tenth.
     """
     service.start()
     service.await_health(_LIMIT_S)
@@ -48,7 +48,7 @@ def run(service: Service, steady: Model, guest: Model, requests: int, cycles: in
             _load_and_unload(service, guest)
 
     def show(when: str) -> Mapping[str, Usage]:
-        """Measure daemon, zygote, gate and the steady model's workers; they are the same processes all the time."""
+        """Measure the daemon, the zygote, the proxy and the steady model's workers; these processes do not change."""
         held = service.in_quiet(_LIMIT_S)
         held |= {each.name: usage(each.pid) for each in processes(service.status(), steady.name)}
         print(f"{time.strftime('%H:%M:%S')} {when}", *(f"  {n:<18}{u}" for n, u in held.items()), sep="\n", flush=True)
@@ -63,9 +63,9 @@ def run(service: Service, steady: Model, guest: Model, requests: int, cycles: in
 
 
 def _load_and_unload(service: Service, guest: Model) -> None:
-    """As an operator does: another table in the file and SIGHUP; without the table, and SIGHUP.
+    """Add the guest to the configuration and reload; remove it and reload.
 
-    Meanwhile it is asked by a client that shares memory with it.
+    Meanwhile a client that shares memory with the model sends requests to it.
     """
     service.configure("guest", {"path": guest.path, "python": guest.python, "workers": WORKERS})
     service.reload()
@@ -104,13 +104,13 @@ def main() -> int:
 
 
 def ask(client: Client, model: str, questions: Iterable[SampleRequest]) -> None:
-    """Ask many at once, and compare each answer."""
+    """Send many requests at once, and compare each answer."""
     flights: deque[tuple[Pending, SampleRequest]] = deque()
 
     def check() -> None:
         pending, question = flights.popleft()
         if not question.answered_by(pending.result()):
-            raise AssertionError("an answer is not the bare engine's")
+            raise AssertionError("an answer differs from the engine's")
 
     for question in questions:
         if len(flights) == _IN_FLIGHT:

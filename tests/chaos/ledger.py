@@ -8,13 +8,13 @@ from dataclasses import dataclass
 OK = "OK"
 WRONG = "WRONG"
 
-# Ended requests whose second answer would still be known for what it is; one that comes later is nobody's.
+# Ended requests for which a second answer is still recognized as a duplicate; a later one is reported as unasked.
 _REMEMBERED = 100_000
 
 
 @dataclass(frozen=True)
 class SentRequest:
-    """What was asked for: which question of which model, when (monotonic seconds), and with how much patience."""
+    """A request: model and number of its sample, time of sending (monotonic seconds), and timeout."""
 
     model: str
     question: int
@@ -24,9 +24,9 @@ class SentRequest:
 
 @dataclass(frozen=True)
 class Incident:
-    """A request that did not end in the right answer. Times are monotonic seconds, of the whole machine.
+    """A request that did not end in the right answer. Times are monotonic seconds of this machine.
 
-    `by_gate`: its client speaks ZeroMQ.
+    `by_gate`: the client uses ZeroMQ.
     """
 
     model: str
@@ -50,15 +50,15 @@ class _RequestRecord:
 
 
 class RequestAccounting:
-    """Counts; what does not add up is a problem.
+    """Request counts of a client; mismatches are problems.
 
     Args:
-        by_gate: whether its client speaks ZeroMQ.
+        by_gate: whether the client uses ZeroMQ.
 
     Attributes:
-        sent: requests that were sent, or could not be.
-        outcomes: how many ended how.
-        problems: what must not be: an answer too many, too few, or that nobody has asked for.
+        sent: number of requests that were sent, or could not be sent.
+        outcomes: number of requests by outcome.
+        problems: duplicate, missing and unexpected answers, as texts.
     """
 
     def __init__(self, *, by_gate: bool = False) -> None:
@@ -71,29 +71,29 @@ class RequestAccounting:
 
     @property
     def unheard(self) -> int:
-        """Requests that have not been answered on the wire."""
+        """The number of requests without an answer on the wire."""
         return len(self._open)
 
     def begin(self, request: str, asked: SentRequest) -> None:
-        """A request goes out."""
+        """Record that a request is being sent."""
         self.sent += 1
         self._open[request] = _RequestRecord(asked)
 
     def forget(self, request: str) -> None:
-        """It did not go out after all."""
+        """Record that a request was not sent after all."""
         if self._open.pop(request, None) is not None:
             self.sent -= 1
 
     def knows(self, request: str) -> bool:
-        """Whether it went out, and has not ended."""
+        """Return whether a request was sent and has not ended."""
         return request in self._open
 
     def cancel(self, request: str) -> None:
-        """The client has taken it back."""
+        """Record that the client has cancelled a request."""
         self._open[request].cancelled = True
 
     def heard(self, request: str, now: float) -> None:
-        """The wire brought an answer for it."""
+        """Record an answer on the wire."""
         entry = self._open.get(request)
         if entry is not None:
             entry.answers += 1
@@ -101,7 +101,7 @@ class RequestAccounting:
             if entry.answers > 1:
                 self.problems.append(f"duplicate: {entry.answers} answers for {request}, {entry.asked}")
             elif entry.given_up:
-                self._close(request, entry)  # late, but there
+                self._close(request, entry)  # a late answer
         elif request in self._ended:
             self._ended[request] += 1
             self.problems.append(f"duplicate: {self._ended[request]} answers for {request}, which had ended")
@@ -109,22 +109,25 @@ class RequestAccounting:
             self.problems.append(f"unasked: an answer for {request}, which was never sent")
 
     def lost(self) -> None:
-        """The connection is lost: no answer will come for what was given up before."""
+        """Record that the connection was lost: requests that the client gave up will get no answer."""
         for request, entry in list(self._open.items()):
             if entry.given_up:
                 self._close(request, entry)
 
     def end(self, request: str, code: str, text: str, now: float) -> Incident | None:
-        """The client was told that it ended in OK, WRONG or the code of an error; return what is to be judged."""
+        """Record that the client sees the request end in OK, WRONG or an error code; return an incident to judge.
+
+        Returns None for a right answer.
+        """
         entry = self._open.get(request)
         if entry is None or entry.given_up:
             self.problems.append(f"duplicate: {request} ended again, in {code}")
             return None
         self.outcomes[code] += 1
         if entry.answers == 0 and code == "DEADLINE_EXCEEDED":
-            entry.given_up = True  # By the client's own watch; the daemon's word must still come.
+            entry.given_up = True  # The client's timeout ended the request; the daemon must still answer.
         else:
-            if entry.answers == 0 and code != "UNAVAILABLE":  # which is that the connection was lost
+            if entry.answers == 0 and code != "UNAVAILABLE":  # UNAVAILABLE means that the connection was lost
                 self.problems.append(f"missing: {request} ended in {code} without an answer on the wire")
             self._close(request, entry)
         if code == OK:
@@ -132,13 +135,13 @@ class RequestAccounting:
         return self._incident(entry.asked, code, text, entry.heard_at or now, cancelled=entry.cancelled)
 
     def refused(self, asked: SentRequest, code: str, text: str, now: float) -> Incident:
-        """A request could not even be sent."""
+        """Record a request that could not be sent; return the incident."""
         self.sent += 1
         self.outcomes[code] += 1
         return self._incident(asked, code, text, now)
 
     def close(self) -> None:
-        """No answer can come any more."""
+        """Report requests without an answer; no answer can arrive any more."""
         for request, entry in self._open.items():
             self.problems.append(f"missing: no answer for {request}, {entry.asked}")
         ended = sum(self.outcomes.values())

@@ -1,4 +1,4 @@
-"""Models of a run, and inputs for each with the answer of the bare engine, compared bit by bit."""
+"""Models of a run, and requests with the answers of the engine without weightd, which are compared bit by bit."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from testkit.plain import PlainProcess
 from . import cut
 
 QUESTIONS = 40
-# The number of every question that kills.
+# The number of all crashing requests.
 POISONED = -1
 MAX_BYTES = 8 * 1024 * 1024
 
 _ROWS = 1_572_864
 _WIDTH = 512
 _LAYERS = 4
-# MindSpore Lite takes long for more; what travels in megabytes is the elastic model's.
+# MindSpore Lite is slow for larger batches; the elastic model has the large tensors.
 _MAX_BATCH = 512
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
 class NoEngineError(RuntimeError):
-    """MindSpore Lite is not here, where it must be."""
+    """MindSpore Lite is not installed, but the run needs it."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Model:
     """A model of the run.
 
     Attributes:
-        name: of it.
-        path: of its file.
-        engine: the library that runs it.
-        python: the interpreter that has this.
-        dense: each answer depends on each weight.
-        table: what is configured of it, if it is cut over ranks.
+        name: name of the model.
+        path: path of its file.
+        engine: name of the engine.
+        python: interpreter with this engine.
+        dense: whether each answer depends on all weights.
+        table: further keys of its configuration, if the model is split over ranks.
     """
 
     name: str
@@ -61,13 +61,13 @@ class Model:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """Inputs, and the bytes of the only answer that is right."""
+    """Inputs, and the bytes of the expected answer."""
 
     inputs: Arrays
     answer: Mapping[str, tuple[str, tuple[int, ...], bytes]]
 
     def answered_by(self, outputs: Mapping[str, Any]) -> bool:
-        """Return whether these outputs are the answer: names, datatypes, shapes and bits."""
+        """Return whether the outputs equal the answer: names, datatypes, shapes and bits."""
         return set(outputs) == set(self.answer) and all(
             (array.dtype.str, array.shape) == self.answer[name][:2] and array.tobytes() == self.answer[name][2]
             for name, array in outputs.items()
@@ -75,10 +75,10 @@ class SampleRequest:
 
 
 def make(directory: Path, seed: int, *, real_ranks: bool = False) -> list[Model]:
-    """Write the models and their questions into the directory; the ranks of one are real ones, or simulated.
+    """Write the models and their requests into the directory; ranks run the real MindSpore, or are simulated.
 
     Raises:
-        NoEngineError: there is no MindSpore Lite and CI=true; elsewhere ONNX Runtime takes its place, visibly.
+        NoEngineError: MindSpore Lite is not installed and CI=true; otherwise ONNX Runtime replaces it, with a message.
     """
     here = Path(sys.executable)
     tiny = Model("tiny", models.negated(directory / "tiny.onnx"), "onnxruntime", here, dense=True)
@@ -102,7 +102,7 @@ def make(directory: Path, seed: int, *, real_ranks: bool = False) -> list[Model]
 
 
 def make_two(directory: Path, seed: int) -> list[Model]:
-    """Write two models, one of which computes for long what is sent in no time, and their questions."""
+    """Write two models and their requests; the model "slow" computes for long on small inputs."""
     here = Path(sys.executable)
     made = [
         Model("tiny", models.negated(directory / "tiny.onnx"), "onnxruntime", here, dense=True),
@@ -114,7 +114,7 @@ def make_two(directory: Path, seed: int) -> list[Model]:
 
 
 def load(model: Path) -> list[SampleRequest]:
-    """Read what `make` has written for the model at this path."""
+    """Read the requests that `make` has written for the model at this path."""
     with np.load(_pool(model)) as pool:
         order = json.loads(str(pool["order"]))
         return [
@@ -127,7 +127,7 @@ def load(model: Path) -> list[SampleRequest]:
 
 
 def frozen(array: NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:
-    """Return what an answer is compared by."""
+    """Return the compared parts of an array: datatype, shape and bytes."""
     return array.dtype.str, array.shape, array.tobytes()
 
 
@@ -142,7 +142,7 @@ def _ask(model: Model, rng: np.random.Generator) -> None:
 
 
 def _keep(path: Path, questions: Iterable[tuple[Arrays, Arrays]]) -> None:
-    """Write the questions for the model at this path, each with its answer."""
+    """Write requests with their answers for the model at this path."""
     arrays: dict[str, NDArray[Any]] = {}
     order: list[tuple[list[str], list[str]]] = []
     for i, (inputs, outputs) in enumerate(questions):
@@ -153,7 +153,7 @@ def _keep(path: Path, questions: Iterable[tuple[Arrays, Arrays]]) -> None:
 
 
 def _table(path: Path) -> Path:
-    """A table of 12 MiB: "ids" INT64 [N, 2] -> "rows" FP32 [N, 2, 2]: N times 16 bytes in, as many out."""
+    """Write a model with a table of 12 MiB: "ids" INT64 [N, 2] -> "rows" FP32 [N, 2, 2]; 16 bytes per row."""
     values = np.random.default_rng(0).standard_normal((_ROWS, 2), dtype=np.float32)
     nodes = [helper.make_node("Gather", ["table", "ids"], ["rows"], axis=0)]
     ids = helper.make_tensor_value_info("ids", TensorProto.INT64, ["N", 2])
@@ -162,12 +162,12 @@ def _table(path: Path) -> Path:
 
 
 def poison(number: int) -> Arrays:
-    """Return inputs that kill each worker of the tiny model, other ones for each number."""
+    """Return inputs that crash each worker of the tiny model; they differ for each number."""
     return {"a": np.array([number, -(2**63)], np.int64)}
 
 
 def _size(rng: np.random.Generator, number: int, most: int) -> int:
-    """The least, the most, and between them each order of magnitude as often."""
+    """Return the minimum first, the maximum second, then log-uniformly distributed sizes between them."""
     return (1, most)[number] if number < 2 else int(math.exp(rng.uniform(0, math.log(most))))
 
 

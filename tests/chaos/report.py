@@ -34,31 +34,31 @@ class Report:
 
     @property
     def command(self) -> str:
-        """What does the same again."""
+        """The command that repeats the run."""
         command = f"python -m tests.chaos --seed {self.seed} --minutes {self.seconds / 60:g}"
         return f"{command} --faults {text_of(self.faults)}{' --managed' if self.managed else ''}"
 
     def history(self) -> str:
-        """Each fault: from when to when (monotonic seconds), on what."""
+        """The faults as lines: begin and end (monotonic seconds), kind, model and target."""
         return "".join(
             f"{each.begin:.3f} {each.end:.3f} {each.fault.value} {each.model} {each.note}\n" for each in self.strikes
         )
 
     def text(self) -> str:
-        """The tables, and what went wrong."""
+        """The report as text: tables of faults and requests, and problems."""
         lines = ["", *_faults(self.strikes, self.skipped), "", *_requests(self.sent, self.outcomes), ""]
         if not self.problems:
             return "\n".join([*lines, f"PASSED, seed {self.seed}"])
         lines += [f"FAILED, {len(self.problems)} problems:", *(f"  {each}" for each in self.problems[:_SHOWN])]
         lines += [f"  ... and {len(self.problems) - _SHOWN} more"] if len(self.problems) > _SHOWN else []
-        lines += ["", "faults, from when to when:", *self.history().splitlines()[-_SHOWN:]]
+        lines += ["", "faults, with begin and end:", *self.history().splitlines()[-_SHOWN:]]
         lines += ["", "warnings of the daemons:", *(each[:_WIDTH] for each in self.log[-_SHOWN:]), ""]
         return "\n".join([*lines, f"logs:  {self.workspace}", f"again: {self.command}"])
 
 
 def summary(outcomes: Mapping[str, int]) -> str:
-    """The outcomes on one line."""
-    return "  ".join(f"{code} {count}" for code, count in sorted(outcomes.items())) or "no answer yet"
+    """Format the outcomes on one line."""
+    return "  ".join(f"{code} {count}" for code, count in sorted(outcomes.items())) or "no answers yet"
 
 
 def _faults(strikes: Collection[Strike], skipped: Collection[Event]) -> list[str]:

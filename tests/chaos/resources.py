@@ -15,7 +15,7 @@ _ARENA_BYTES = 64 * MIB
 
 @dataclass(frozen=True)
 class Usage:
-    """Of one process; memory in bytes."""
+    """Resource use of a process; memory in bytes."""
 
     fds: int
     threads: int
@@ -34,7 +34,7 @@ def usage(pid: int) -> Usage:
     """Measure a process now.
 
     Raises:
-        ProcessLookupError: it is gone.
+        ProcessLookupError: the process has exited.
     """
     proc = Path(f"/proc/{pid}")
     try:
@@ -48,29 +48,29 @@ def usage(pid: int) -> Usage:
 
 
 def growth(before: Usage, after: Usage, tolerance: Usage) -> list[str]:
-    """Return what has grown by more than is tolerated."""
+    """Return a text for each resource that has grown by more than the tolerance."""
     grown: list[str] = []
     for name, most in dataclasses.asdict(tolerance).items():
         least, now = getattr(before, name), getattr(after, name)
         if now - least > most:
-            grown.append(f"{name} grew from {least} to {now}, {most} more are tolerated")
+            grown.append(f"{name} grew from {least} to {now}, {most} more are allowed")
     return grown
 
 
 def anonymous(pid: int) -> int:
-    """Return the bytes of a process's memory that is in no file, whether it shares them with another one or not.
+    """Return the bytes of a process's memory that no file backs, shared with other processes or not.
 
     Raises:
-        ProcessLookupError: it is gone.
+        ProcessLookupError: the process has exited.
     """
     return memory.rollup(pid)["Anonymous"]
 
 
 def own_by_mapping(pid: int) -> dict[str, int]:
-    """Return the bytes that no other process has in memory, by what they are mapped for, the largest first.
+    """Return the bytes that no other process has in memory, by kind of mapping, the largest first.
 
     Raises:
-        ProcessLookupError: it is gone.
+        ProcessLookupError: the process has exited.
     """
     try:
         lines = Path(f"/proc/{pid}/smaps").read_text("utf-8", "replace").splitlines()
@@ -96,5 +96,5 @@ def _kind(name: str, address: int) -> str:
         return "page store"
     if name:
         return "libraries" if ".so" in name else "files"
-    # glibc begins the heaps of its threads there, and most other mappings elsewhere.
+    # glibc aligns the heaps of its threads to this size; most other mappings are not aligned.
     return "anonymous" if address % _ARENA_BYTES else "arenas"

@@ -32,7 +32,7 @@ PREDICT_TIMEOUT_S = 2.0
 WATCHDOG_S = 2.0
 CANARY_INTERVAL_S = 5.0
 
-# Small requests run together, and large ones in parts, which is more than any client has of the elastic model.
+# Small requests are batched, and large ones are split; the limit of rows exceeds all requests to the elastic model.
 ROWS = {
     "tiny": {"batching.max_rows": 64},
     "elastic": {"batching.max_rows": 64, "split.part_rows": 4096, "split.max_rows": 2**20},
@@ -135,7 +135,7 @@ class Run:
         self._service.keep_logs()
         self._stop()
 
-    # --- the parts ----------------------------------------------------------------------------------------------
+    # --- phases of a run ----------------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
         """Put load on the daemon first, so that one-time allocations do not count as growth."""
@@ -164,7 +164,7 @@ class Run:
             self._problems += injector.problems
 
     def _weather(self, injector: Injector, events: list[Event]) -> None:
-        begin = look = told = time.monotonic()
+        begin = look = reported = time.monotonic()
         due = list(events)
         # On a busy machine a fault may take longer than the time to the next one; all faults strike nevertheless.
         while (now := time.monotonic()) < begin + self.seconds or due:
@@ -175,10 +175,10 @@ class Run:
             if now >= look:
                 injector.tick(self._status())
                 look = time.monotonic() + (_LOOK_SOON_S if injector.recovering else _LOOK_S)
-            if now >= told:
+            if now >= reported:
                 print(self._progress(now - begin, injector), flush=True)
-                told += PROGRESS_EVERY_S
-            soon = min(look, told, begin + due[0].at if due else begin + self.seconds)
+                reported += PROGRESS_EVERY_S
+            soon = min(look, reported, begin + due[0].at if due else begin + self.seconds)
             time.sleep(max(0.0, soon - time.monotonic()))
 
     def _recover(self, injector: Injector) -> None:
@@ -197,8 +197,10 @@ class Run:
         except (ServiceError, TimeoutError):
             late = self._status()
             sick = ", ".join(self._service.unhealthy(late)) if late else "the daemon, which does not answer"
-            self._problems.append(f"recovery: {time.monotonic() - last:.1f} s after the last fault, still ill: {sick}")
-        until(lambda: healthy() and not injector.busy, "what was begun is over", SETTLE_LIMIT_S)
+            self._problems.append(
+                f"recovery: {time.monotonic() - last:.1f} s after the last fault, still unhealthy: {sick}"
+            )
+        until(lambda: healthy() and not injector.busy, "all faults are over", SETTLE_LIMIT_S)
 
     def _stop(self) -> None:
         children = Watched(self._service.children())
@@ -207,7 +209,7 @@ class Run:
         survivors = children.survivors(KEEPER_LIMIT_S if self.managed else 0.0) + sorted(self._service.children())
         # The exit status of a daemon reports unexpected exits of its processes, which the faults have caused.
         if status not in (0, _PROCESS_DIED):
-            self._problems.append(f"stop: the daemon ended with status {status}")
+            self._problems.append(f"stop: the daemon exited with status {status}")
         if survivors:
             self._problems.append(f"orphans: {survivors} outlive a daemon that was asked to stop")
         left = self._service.left_behind()
@@ -226,7 +228,7 @@ class Run:
             (self._service.workspace / "faults.txt").write_text(report.history(), encoding="utf-8")
         self._service.remove(keep=bool(self._problems))
 
-    # --- within -------------------------------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------------------------
 
     def _held(self, when: str) -> dict[str, Usage]:
         held = self._service.in_quiet(SETTLE_LIMIT_S)

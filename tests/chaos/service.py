@@ -31,8 +31,8 @@ STOP_LIMIT_S = 60.0
 STATUS_LIMIT_S = 5.0
 KEEPER_LIMIT_S = 5.0
 
-# After so long without a change connections that end are gone, and the daemon has given back what it holds no more: it
-# does so a second after the last large message.
+# After this time without a change, closed connections are gone and the daemon has freed unused memory, which it does
+# one second after the last large message.
 _QUIET_S = 5.0
 
 # Log lines that show no problem.
@@ -63,7 +63,7 @@ class Service:
     """
 
     def __init__(self, workspace: Path, daemon: Table, models: Mapping[str, Table], *, managed: bool = False) -> None:
-        # Short, for the path of a socket has at most 107 bytes.
+        # Short, because the path of a socket has at most 107 bytes.
         self._runtime = Path(tempfile.mkdtemp(prefix="weightd-", dir="/tmp"))
         self.workspace = workspace
         self.cache = workspace / "cache"
@@ -83,7 +83,7 @@ class Service:
         self._write()
 
     def configure(self, model: str, changes: Table) -> None:
-        """Write the configuration file with other settings for a model, or with one more."""
+        """Write the configuration file with changed settings of a model, or with a new model."""
         self._models[model] = {**self._models.get(model, {}), **changes}
         self._write()
 
@@ -139,16 +139,16 @@ class Service:
         return self.ended() is None and "listens on" in self.log.read_text("utf-8", "replace")
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the daemon by SIGKILL."""
         self._process.kill()
         self._wait()
 
     def reload(self) -> None:
-        """SIGHUP."""
+        """Send SIGHUP to the daemon."""
         self._process.send_signal(signal.SIGHUP)
 
     def terminate(self) -> int:
-        """SIGTERM; return the exit status."""
+        """Stop the daemon by SIGTERM; return its exit status."""
         self.hang_up()
         self._process.terminate()
         try:
@@ -158,13 +158,13 @@ class Service:
             raise ServiceError(f"the daemon did not stop within {STOP_LIMIT_S:g} s") from None
 
     def stop(self) -> int:
-        """End the service; return the daemon's exit status."""
+        """Stop the service; return the daemon's exit status."""
         status = self.terminate()
         self._end_manager()
         return status
 
     def remove(self, *, keep: bool) -> None:
-        """Remove the directories, but for the workspace if it is to be kept."""
+        """Remove the directories; keep the workspace if asked to."""
         self.hang_up()
         if self.ended() is None:
             self.kill()
@@ -176,7 +176,7 @@ class Service:
         shutil.rmtree(self._runtime, ignore_errors=True)
 
     def keep_logs(self) -> None:
-        """Copy the logs of the children that are there now, for the daemon removes them."""
+        """Copy the current logs of the children, because the daemon removes them."""
         target = self.workspace / "children"
         target.mkdir(exist_ok=True)
         for log in self.cache.rglob("*.log"):
@@ -255,10 +255,10 @@ class Service:
         ]
         return sorted(models) + ["gate"] * ("gate" not in self.front())
 
-    # --- from outside -------------------------------------------------------------------------------------------
+    # --- processes and files ------------------------------------------------------------------------------------
 
     def children(self) -> set[int]:
-        """Return the processes of this daemon, and those of one before it: their logs lie in its directories."""
+        """Return the processes of this daemon and of earlier ones, found by the paths of their logs."""
         found = {pid for name, pid in self.front().items() if name != "daemon"}
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -277,7 +277,7 @@ class Service:
         return found
 
     def left_behind(self) -> list[str]:
-        """Return the files that a daemon has in its directories, but for its configuration and its counters."""
+        """Return the files that a daemon has left in its directories, except configuration and counters."""
         paths = [*self._runtime.rglob("*"), *self.cache.rglob("*")]
         return sorted(str(path) for path in paths if path != self._config and path.suffix != ".counters")
 
@@ -298,7 +298,7 @@ def _children(parent: int, name: str) -> list[int]:
 
 
 class Watched:
-    """Processes watched by pidfds, which are safe against reused pids."""
+    """Processes watched by pidfd, so that a reused pid is not mistaken for one of them."""
 
     def __init__(self, pids: Iterable[int]) -> None:
         self._pidfds: dict[int, int] = {}
@@ -325,14 +325,14 @@ def processes(status: StatusResponse, model: str) -> list[ProcessStatus]:
 
 
 def ready_workers(status: StatusResponse, model: str) -> list[ProcessStatus]:
-    """Return the workers, or the ranks, of the generation that serves."""
+    """Return the workers or ranks of the serving generation."""
     serving = [generation for generation in generations(status, model) if generation.state == "serving"]
     there = [process for generation in serving for process in generation.processes]
     return [process for process in there if process.role in ("worker", "rank") and process.state == "ready"]
 
 
 def workspace(prefix: str) -> Path:
-    """Return a new directory among the repository's builds: /tmp may be a memory file system."""
+    """Create a directory in the repository's build folder, because /tmp may be in memory."""
     build = REPOSITORY / "build"
     build.mkdir(exist_ok=True)
     return Path(tempfile.mkdtemp(prefix=prefix, dir=build))
@@ -345,5 +345,5 @@ def _workers(table: Table) -> int:
 
 
 def _toml(table: Table) -> list[str]:
-    """Text and numbers are written in TOML as in JSON."""
+    """Format a table as TOML; strings and numbers look the same in TOML and JSON."""
     return [f"{key} = {json.dumps(str(value) if isinstance(value, Path) else value)}" for key, value in table.items()]

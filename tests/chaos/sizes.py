@@ -30,7 +30,7 @@ MINUTES = 10.0
 MOST_GROWTH, SLACK = 1.1, MIB
 STEPS = 5
 
-# After ten seconds without a request a worker gives back what it keeps for the next one.
+# A worker frees kept memory after ten seconds without a request.
 _IDLE_S = 15.0
 
 # The latency does not matter here, and the machine may be busy.
@@ -119,7 +119,7 @@ def _show(when: str, service: Service) -> dict[str, int]:
         held[each.name] = anonymous(each.pid)
         own = own_by_mapping(each.pid)
         parts = ", ".join(f"{kind} {size / MIB:.1f}" for kind, size in own.items() if size > MIB // 10)
-        sums = f"{held[each.name] / MIB:6.1f} MiB, its own {sum(own.values()) / MIB:5.1f}"
+        sums = f"{held[each.name] / MIB:6.1f} MiB, private {sum(own.values()) / MIB:5.1f}"
         print(f"  {each.name:<16}{sums}: {parts}", flush=True)
     return held
 

@@ -1,4 +1,4 @@
-"""The ledger sees an answer that is missing, one too many, and a wrong one."""
+"""Detection of missing, duplicate and wrong answers by the request accounting."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .ledger import OK, WRONG, Incident, RequestAccounting, SentRequest
 ASKED = SentRequest("m", 3, at=10.0, timeout=1.0)
 
 
-def told(ledger: RequestAccounting, story: str) -> list[Incident]:
-    """What happens to request 1, a step every 0.1 s: a word of the ledger's, or the code in which it ends."""
+def play(ledger: RequestAccounting, story: str) -> list[Incident]:
+    """Apply events to request 1, one every 0.1 s: a method of the ledger, or the code in which the request ends."""
     incidents: list[Incident | None] = []
     for step, word in enumerate(story.split()):
         now = 10.0 + step / 10
@@ -27,7 +27,7 @@ def told(ledger: RequestAccounting, story: str) -> list[Incident]:
         elif word == "lost":
             ledger.lost()
         elif word == "refused":
-            incidents.append(ledger.refused(ASKED, "UNAVAILABLE", "nobody listens", now))
+            incidents.append(ledger.refused(ASKED, "UNAVAILABLE", "connection refused", now))
         else:
             incidents.append(ledger.end("1", word, "", now))
     return [each for each in incidents if each is not None]
@@ -46,7 +46,7 @@ def told(ledger: RequestAccounting, story: str) -> list[Incident]:
         ("begin heard WRONG", [WRONG], []),
         # The connection was lost.
         ("begin UNAVAILABLE", ["UNAVAILABLE"], []),
-        # Given up by the client's own watch: it must still be answered, but over a connection that is lost since then.
+        # The client's timeout ended the request: it must still be answered, unless the connection is lost since then.
         ("begin DEADLINE_EXCEEDED", ["DEADLINE_EXCEEDED"], ["missing: no answer for 1"]),
         ("begin DEADLINE_EXCEEDED heard", ["DEADLINE_EXCEEDED"], []),
         ("begin DEADLINE_EXCEEDED lost", ["DEADLINE_EXCEEDED"], []),
@@ -56,21 +56,21 @@ def told(ledger: RequestAccounting, story: str) -> list[Incident]:
         ("begin cancel heard CANCELLED", ["CANCELLED"], []),
     ],
 )
-def test_what_does_not_add_up_is_a_problem(story: str, codes: Sequence[str], problems: Sequence[str]) -> None:
+def test_reports_mismatched_answers(story: str, codes: Sequence[str], problems: Sequence[str]) -> None:
     ledger = RequestAccounting()
-    incidents = told(ledger, story)
+    incidents = play(ledger, story)
     assert [each.code for each in incidents] == codes
     ledger.close()
     assert len(ledger.problems) == len(problems), ledger.problems
     assert [said for said, text in zip(ledger.problems, problems, strict=True) if not said.startswith(text)] == []
 
 
-def test_the_books_of_a_request() -> None:
+def test_counts_and_incident_of_request() -> None:
     ledger = RequestAccounting()
-    assert told(ledger, "begin cancel heard WRONG") == [
+    assert play(ledger, "begin cancel heard WRONG") == [
         Incident("m", 3, WRONG, "", sent_at=10.0, ended_at=10.2, timeout=1.0, cancelled=True)
     ]
-    told(ledger, "begin heard OK")
+    play(ledger, "begin heard OK")
     assert (ledger.sent, ledger.outcomes, ledger.unheard) == (2, {OK: 1, WRONG: 1}, 0)
-    told(ledger, "begin DEADLINE_EXCEEDED")
+    play(ledger, "begin DEADLINE_EXCEEDED")
     assert ledger.unheard == 1

@@ -1,4 +1,4 @@
-"""Growth is noticed, and nothing else."""
+"""Measurement of a process's resources, and detection of growth."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ TOLERANCE = Usage(fds=1, threads=0, maps=10, rss=100, pss=100)
         (Usage(fds=32, threads=4, maps=211, rss=1101, pss=601), ["fds", "threads", "maps", "rss", "pss"]),
     ],
 )
-def test_more_than_a_little_more_is_growth(after: Usage, grown: list[str]) -> None:
+def test_growth_beyond_tolerance(after: Usage, grown: list[str]) -> None:
     assert [each.split()[0] for each in growth(BEFORE, after, TOLERANCE)] == grown
 
 
-def test_usage_of_this_process_and_of_one_that_is_gone() -> None:
+def test_usage_of_running_and_exited_process() -> None:
     before = usage(os.getpid())
     read, write = os.pipe()
     after = usage(os.getpid())
@@ -41,14 +41,14 @@ def test_usage_of_this_process_and_of_one_that_is_gone() -> None:
         usage(gone.pid)
 
 
-def test_what_a_process_has_of_its_own_is_told_by_what_it_is_for() -> None:
+def test_private_memory_by_kind_of_mapping() -> None:
     before = own_by_mapping(os.getpid())
     with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE) as private, mmap.mmap(_region(4 * MIB), 4 * MIB) as region:
         private.write(b"x" * len(private))
         region.write(b"x" * len(region))
         after = own_by_mapping(os.getpid())
     assert after["regions"] - before.get("regions", 0) == 4 * MIB
-    # The kernel chooses where it lies, which may be as an arena does; and something else may have been given back.
+    # The kernel chooses the address, which may look like an arena's; and other memory may have been freed.
     grown = [after.get(kind, 0) - before.get(kind, 0) for kind in ("anonymous", "arenas")]
     assert sum(grown) >= 56 * MIB
     with pytest.raises(ProcessLookupError):

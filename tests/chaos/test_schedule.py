@@ -1,4 +1,4 @@
-"""The schedule is a function of the seed."""
+"""The schedule of faults as a function of the seed."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ CHOSEN = frozenset({Fault.KILL_WORKER, Fault.FLOOD, Fault.RELOAD})
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_what_every_schedule_is(seed: int) -> None:
+def test_schedule_properties(seed: int) -> None:
     events = plan(seed, 300, ALL, MODELS)
     assert events == plan(seed, 300, ALL, MODELS)
     assert events != plan(seed + 1, 300, ALL, MODELS)
     assert events == sorted(events, key=lambda event: event.at)
-    # Only what was chosen strikes, and all of it.
+    # All chosen faults strike, and no others.
     assert {event.fault for event in events} == ALL - BEHAVIOUR
     assert {event.fault for event in plan(seed, 300, CHOSEN, MODELS)} == CHOSEN
     assert plan(seed, 300, [], MODELS) == []
-    # Ranks alone have a broker, and no page store.
+    # Only models on ranks have a broker; only the others have page stores.
     assert {event.model for event in events if event.fault is Fault.KILL_BROKER} == {"c"}
     assert {event.model for event in events if event.fault is Fault.TRUNCATE_STORE} == {"a", "b"}
-    # A damage that may stay unnoticed is done to no model.
+    # Damage that may stay unnoticed is not done to any model.
     assert {event.model for event in events if event.fault is Fault.OVERWRITE_STORE} == {"a"}
-    # A model that was struck hard gets time to recover.
+    # After several faults in a row, a model has time to recover.
     for model in MODELS:
         times = [event.at for event in events if event.fault in LETHAL and event.model == model.name]
         assert times
@@ -34,7 +34,7 @@ def test_what_every_schedule_is(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_minute_has_every_fault_that_needs_no_worker_and_its_last_daemon_grows_old(seed: int) -> None:
+def test_minute_has_all_faults_and_no_late_restart(seed: int) -> None:
     events = plan(seed, 60, ALL, MODELS)
     assert all(0 <= event.at < 60 for event in events)
     assert {event.fault for event in events} >= ALL - BEHAVIOUR - LETHAL
@@ -42,11 +42,11 @@ def test_a_minute_has_every_fault_that_needs_no_worker_and_its_last_daemon_grows
 
 
 @pytest.mark.parametrize("faults", [ALL, {Fault.FLOOD}, {Fault.FLOOD, Fault.KILL_DAEMON}])
-def test_faults_are_named_on_the_command_line(faults: frozenset[Fault]) -> None:
+def test_parses_its_own_fault_lists(faults: frozenset[Fault]) -> None:
     assert parse(text_of(faults)) == faults
     assert parse(f"all,-flood,{text_of(faults)}") == ALL - {Fault.FLOOD} | faults
 
 
-def test_an_unknown_fault_is_named() -> None:
+def test_rejects_unknown_fault() -> None:
     with pytest.raises(UnknownFaultError, match="no fault earthquake; there are: all, kill-worker"):
         parse("flood,earthquake")

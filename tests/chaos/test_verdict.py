@@ -1,4 +1,4 @@
-"""The table of legal errors refuses what it should."""
+"""The table of legal errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .ledger import WRONG, Incident
 from .material import POISONED
 from .verdict import AFTERMATH_S, LEGAL, QUARANTINE_S, Strike, illegal, is_legal
 
-# Sent at 100, ended at 101: within its patience.
+# Sent at 100 s, ended at 101 s, within its timeout.
 INCIDENT = Incident("m", 0, "INTERNAL", "text", sent_at=100.0, ended_at=101.0, timeout=30.0)
 UNAVAILABLE, LATE, FULL, INTERNAL = "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "INTERNAL"
 
@@ -35,12 +35,12 @@ GATES_LOST = [strike(Fault.KILL_GATE, model="")]
 NOT_DAMAGED = [each for each in EVERYTHING if each.fault is not Fault.OVERWRITE_STORE]
 
 
-def test_every_code_of_the_wire_has_its_row() -> None:
+def test_every_error_code_has_a_row() -> None:
     assert set(LEGAL) == {*ERRORS, WRONG}
 
 
 @pytest.mark.parametrize("code", [*ERRORS, WRONG, "RemoteProtocolError"])
-def test_no_error_is_legal_in_calm_weather(code: str) -> None:
+def test_no_error_is_legal_without_faults(code: str) -> None:
     [said] = illegal([dataclasses.replace(INCIDENT, code=code)], [])
     assert said.startswith(f"illegal: {code} for question 0 of m, 1.000 s after")
 
@@ -57,7 +57,7 @@ def test_no_error_is_legal_in_calm_weather(code: str) -> None:
         (WRONG, [strike(Fault.OVERWRITE_STORE)]),
     ],
 )
-def test_a_fault_explains_its_error_while_it_lasts_and_on_its_model(code: str, strikes: Sequence[Strike]) -> None:
+def test_fault_explains_errors_of_its_time_and_model(code: str, strikes: Sequence[Strike]) -> None:
     def legal(after: float = 0.0, **changes: Any) -> bool:
         moved = [
             dataclasses.replace(each, begin=each.begin + after, end=each.end + after, **changes) for each in strikes
@@ -74,7 +74,7 @@ def test_a_fault_explains_its_error_while_it_lasts_and_on_its_model(code: str, s
 @pytest.mark.parametrize(
     ("code", "changes", "strikes", "legal"),
     [
-        # A good request is never called bad; only who cancels is cancelled; a death makes no answer wrong.
+        # A valid request is never invalid; only a cancelled one ends in CANCELLED; a crash makes no answer wrong.
         ("INVALID_ARGUMENT", {}, EVERYTHING, False),
         ("NOT_FOUND", {}, EVERYTHING, False),
         ("PERMISSION_DENIED", {}, EVERYTHING, False),
@@ -82,23 +82,23 @@ def test_a_fault_explains_its_error_while_it_lasts_and_on_its_model(code: str, s
         ("CANCELLED", {"cancelled": True}, [], True),
         ("CANCELLED", {}, EVERYTHING, False),
         (WRONG, {}, NOT_DAMAGED, False),
-        # Two crashes explain it, and nothing that comes from outside.
+        # Two crashes explain it, but kills from outside do not.
         (INTERNAL, {}, [CRASH], False),
         (INTERNAL, {}, [strike(fault) for fault in OUTSIDE] * 2, False),
-        # Poison explains the errors of who sends it.
+        # A poison client explains errors of its own requests.
         (INTERNAL, {"question": POISONED}, [POISON], True),
         (INTERNAL, {}, [POISON], False),
         (INTERNAL, {"question": POISONED}, [], False),
         (FULL, {"question": POISONED}, [POISON], True),
         (FULL, {}, [POISON], False),
         (FULL, {"question": POISONED}, [], False),
-        # Who is under suspicion may be refused.
+        # Suspected requests may be rejected.
         (FULL, {}, [CRASH] * MAX_PEER_DEATHS, True),
         (FULL, {}, [CRASH] * (MAX_PEER_DEATHS - 1), False),
         (FULL, {}, [POISON] * 2, True),
         (FULL, {}, [KILL] * 20, False),
         (FULL, {}, [OLD_CRASH] * MAX_PEER_DEATHS, False),
-        # Only many kills make a patient request unavailable, and a deadline that passed while there was no worker.
+        # UNAVAILABLE needs many kills, or a deadline that passed while no worker was available.
         (UNAVAILABLE, {}, [KILL] * MAX_LOST_SLOTS, True),
         (UNAVAILABLE, {}, [KILL] * (MAX_LOST_SLOTS - 1), False),
         (UNAVAILABLE, {"timeout": 1.0}, [KILL], True),
@@ -107,12 +107,12 @@ def test_a_fault_explains_its_error_while_it_lasts_and_on_its_model(code: str, s
         (UNAVAILABLE, {"timeout": 1.0, "model": cut.NAME}, [strike(Fault.UPDATE, model=cut.NAME)], True),
         (UNAVAILABLE, {"timeout": 1.1, "model": cut.NAME}, [strike(Fault.UPDATE, model=cut.NAME)], False),
         (UNAVAILABLE, {"timeout": 1.0}, [strike(Fault.UPDATE)], False),
-        # A gate that is lost explains what its own clients lose, and nothing else.
+        # The loss of a ZeroMQ proxy explains lost connections of ZeroMQ clients only.
         (UNAVAILABLE, {"by_gate": True}, GATES_LOST, True),
         (UNAVAILABLE, {}, GATES_LOST, False),
         (UNAVAILABLE, {"by_gate": True}, [strike(Fault.STOP_GATE, model="")], False),
         (INTERNAL, {"by_gate": True}, GATES_LOST, False),
-        # A deadline must have passed, and the patient are served.
+        # A deadline must have passed, and requests with long timeouts must succeed.
         (LATE, {"timeout": 1.0}, [], True),
         (LATE, {"timeout": 1.1}, [], False),
         (LATE, {"timeout": 30.0, "ended_at": 130.1}, [], False),
@@ -121,5 +121,5 @@ def test_a_fault_explains_its_error_while_it_lasts_and_on_its_model(code: str, s
         (LATE, {"timeout": 30.0, "ended_at": 130.1}, [KILL, strike(Fault.STOP_FORK_SERVER, model="")], True),
     ],
 )
-def test_which_error_is_legal(code: str, changes: dict[str, Any], strikes: Sequence[Strike], legal: bool) -> None:
+def test_legal_errors(code: str, changes: dict[str, Any], strikes: Sequence[Strike], legal: bool) -> None:
     assert is_legal(dataclasses.replace(INCIDENT, code=code, **changes), strikes) is legal

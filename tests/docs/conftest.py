@@ -1,4 +1,4 @@
-"""The daemon that the pages speak of, with small models under the names that they use."""
+"""Fixtures of the documentation tests: a daemon with small models, named as on the pages."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 @pytest.fixture(scope="session")
 def env(service: Service) -> dict[str, str]:
-    """Where a client finds it without being told."""
+    """The environment in which clients find the daemon."""
     return {"WEIGHTD_SOCKET": service.address}
 
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """Return a directory with a short path: the path of a socket has at most 107 bytes."""
+    """A directory with a short path, because the path of a socket has at most 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="weightd-", dir="/tmp") as path:
         yield Path(path)

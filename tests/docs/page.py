@@ -1,4 +1,4 @@
-"""Pages for users: their sections, and the blocks of code in them."""
+"""Pages of the documentation: sections, code blocks, links, and execution of their commands."""
 
 from __future__ import annotations
 
@@ -22,39 +22,38 @@ _END_LIMIT_S = 30
 
 
 class Block(NamedTuple):
-    """Code of a language, "" for what is only shown."""
+    """A code block; the language is "" for output."""
 
     language: str
     code: str
 
 
 def sections(page: str) -> dict[str, str]:
-    """Heading to text, for the headings of the second level."""
+    """Return the sections by heading, for headings of the second level."""
     parts = re.split(r"^## (.*)\n", (DOCS / page).read_text("utf-8"), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
 def blocks(text: str) -> list[Block]:
-    """The blocks of a text, in order."""
+    """Return the code blocks of a text, in order."""
     return [Block(*found) for found in re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)]
 
 
-def said(code: str) -> list[str]:
-    """What the calls of print in it print, as the comments behind them say."""
+def promised_output(code: str) -> list[str]:
+    """Return the output that the comments behind calls of print promise."""
     return re.findall(r"^ *print\(.*\)  # (.*)$", code, re.MULTILINE)
 
 
 def run(programs: Mapping[str, str], directory: Path, env: Mapping[str, str]) -> dict[str, list[str]]:
-    """Run programs one after another, each as the only one that there is; return the lines that each prints.
+    """Run the programs one after another in one process; return the lines that each prints.
 
-    Every warning is an error. One process does it, which imports numpy once. What waits where no function does is a
-    cell of a notebook, after which others go on with the same names, in the same loop.
+    Warnings are errors. The cells of a notebook, separated by `CELL`, share names and event loop, and may use await.
     """
     given, results = directory / "programs.json", directory / "printed.json"
     given.write_text(json.dumps(programs), encoding="utf-8")
     runner = Path(__file__).with_name("runner.py")
     left = output([sys.executable, "-W", "error", str(runner), str(given), str(results)], directory, env)
-    # What is told when the process ends, of what was not closed.
+    # Output at the exit of the process reports objects that were not closed.
     assert left == []
     printed: dict[str, list[str]] = json.loads(results.read_text("utf-8"))
     return printed
@@ -73,7 +72,7 @@ def daemon_environment(directory: Path, socket: Path) -> dict[str, str]:
 
 
 def output(command: list[str], directory: Path, env: Mapping[str, str], status: int = 0) -> list[str]:
-    """Run a command; return the lines that it prints, errors after the rest."""
+    """Run a command; return the lines of its output and then of its errors."""
     done = subprocess.run(
         command,
         cwd=directory,
@@ -90,7 +89,7 @@ def output(command: list[str], directory: Path, env: Mapping[str, str], status: 
 
 @contextlib.contextmanager
 def served(command: str, directory: Path, env: Mapping[str, str]) -> Generator[None, None, None]:
-    """Run a command that serves in the foreground, until Ctrl-C."""
+    """Run a command that serves in the foreground; end it by Ctrl-C."""
     with subprocess.Popen(
         ["bash", "-ec", f"exec {command}"], cwd=directory, env={**os.environ, **env}, stderr=subprocess.PIPE, text=True
     ) as daemon:
@@ -106,7 +105,7 @@ def served(command: str, directory: Path, env: Mapping[str, str]) -> Generator[N
 
 
 def broken_links(page: str) -> list[str]:
-    """Links to files and headings of the repository that lead nowhere."""
+    """Return the links to missing files and headings of the repository."""
     path = DOCS / page
     broken: list[str] = []
     for file, heading in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", path.read_text("utf-8")):
@@ -117,7 +116,7 @@ def broken_links(page: str) -> list[str]:
 
 
 def long_lines(page: str) -> list[str]:
-    """Lines that are too long, but for tables."""
+    """Return lines longer than 120 characters, except in tables."""
     lines = (DOCS / page).read_text("utf-8").splitlines()
     return [line for line in lines if len(line) > 120 and not line.startswith("|")]
 

@@ -1,4 +1,4 @@
-"""Runs programs from a JSON file of names and texts; writes another one of names and the lines that each prints."""
+"""Runs programs from a JSON file of names and sources; writes the lines that each prints to another file."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# What separates the cells of one program.
+# Separates the cells of one program.
 CELL = "# %%\n"
 
 
 async def run_cells(cells: Sequence[str], names: dict[str, Any]) -> None:
-    """What a notebook does: each cell has the names of those before, and awaits in the same loop."""
+    """Run cells like a notebook: they share names and event loop."""
     for cell in cells:
         code = compile(cell, "cell", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         awaited = eval(code, names)
@@ -28,9 +28,9 @@ async def run_cells(cells: Sequence[str], names: dict[str, Any]) -> None:
 
 
 def printed(program: str) -> list[str]:
-    """Run it; return what it prints, and how it fails."""
+    """Run a program; return the lines that it prints, including the traceback of an error."""
     into = io.StringIO()
-    # What it defines has to be found in `__main__` by the processes that it starts.
+    # Processes that the program starts must find its definitions in `__main__`.
     names = sys.modules["__main__"].__dict__
     before = {**names}
     try:
@@ -39,7 +39,7 @@ def printed(program: str) -> list[str]:
                 asyncio.run(run_cells(program.split(CELL), names))
             else:
                 exec(compile(program, "program", "exec"), names)  # as an interpreter would
-    except Exception:  # noqa: BLE001 - the test tells of it
+    except Exception:  # noqa: BLE001 - the test compares the traceback
         into.write(traceback.format_exc())
     names.clear()
     names.update(before)

@@ -1,4 +1,4 @@
-"""docs/clients.md: each block of code runs as it stands, and prints what the page says."""
+"""docs/clients.md: each code block runs as it stands, and prints the output that the page shows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from weightd import Client
 from weightd_protocol import errors
 
-from .page import DOCS, blocks, broken_links, long_lines, output, run, said, sections
+from .page import DOCS, blocks, broken_links, long_lines, output, promised_output, run, sections
 from .runner import CELL
 
 pytestmark = pytest.mark.e2e
@@ -26,12 +26,12 @@ pytestmark = pytest.mark.e2e
 PAGE = "clients.md"
 SECTIONS = sections(PAGE)
 
-# Those whose blocks are not programs as they stand.
+# Sections whose blocks are not complete programs.
 APART = {"Notebooks", "FastAPI", "In another language"}
 PROGRAMS = [name for name, text in SECTIONS.items() if blocks(text) and name not in APART]
 
 
-def test_nothing_is_left_out() -> None:
+def test_all_blocks_of_clients_page_are_tested() -> None:
     assert {block.language for text in SECTIONS.values() for block in blocks(text)} == {"python", "sh", ""}
     assert {name for name, text in SECTIONS.items() if "```" in text} == {*PROGRAMS, *APART}
     assert len(PROGRAMS) == 9
@@ -39,29 +39,31 @@ def test_nothing_is_left_out() -> None:
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory, env: Mapping[str, str]) -> dict[str, list[str]]:
-    """What each section's programs print."""
+    """The lines that the programs of each section print."""
     programs = {name: blocks(SECTIONS[name])[0].code for name in PROGRAMS}
     programs["Notebooks"] = CELL.join(block.code for block in blocks(SECTIONS["Notebooks"]))
     return run(programs, tmp_path_factory.mktemp("programs"), env)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_programs_print_what_is_said(name: str, printed: dict[str, list[str]]) -> None:
+def test_programs_print_shown_output(name: str, printed: dict[str, list[str]]) -> None:
     [program, *shown] = blocks(SECTIONS[name])
     assert program.language == "python"
     assert [block.language for block in shown] == [""] * len(shown)
-    expected = said(program.code) + [line for block in shown for line in block.code.splitlines()]
+    expected = promised_output(program.code) + [line for block in shown for line in block.code.splitlines()]
     assert expected
     assert printed[name] == expected
 
 
-def test_the_cells_of_a_notebook_run_in_one_loop(printed: dict[str, list[str]]) -> None:
-    assert printed["Notebooks"] == [line for block in blocks(SECTIONS["Notebooks"]) for line in said(block.code)]
+def test_notebook_cells_share_event_loop(printed: dict[str, list[str]]) -> None:
+    assert printed["Notebooks"] == [
+        line for block in blocks(SECTIONS["Notebooks"]) for line in promised_output(block.code)
+    ]
     assert printed["Notebooks"]
 
 
 def module(code: str, directory: Path) -> ModuleType:
-    """A block as a module that others import."""
+    """Import a code block as a module."""
     path = directory / "app.py"
     path.write_text(code, encoding="utf-8")
     spec = importlib.util.spec_from_file_location("app", path)
@@ -72,7 +74,7 @@ def module(code: str, directory: Path) -> ModuleType:
     return made
 
 
-def test_the_recipe_for_fastapi_answers_and_tells_errors(
+def test_fastapi_recipe_answers_and_reports_errors(
     tmp_path: Path, env: Mapping[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import httpx
@@ -105,7 +107,7 @@ async def busy(_: object) -> Any:
     raise errors.ResourceExhausted("the queue is full", retry_after=1.5)
 
 
-def test_each_status_of_the_recipe_is_that_of_a_code(tmp_path: Path) -> None:
+def test_fastapi_recipe_maps_all_codes(tmp_path: Path) -> None:
     [block] = blocks(SECTIONS["FastAPI"])
     assert {*errors.ERRORS} - {"INTERNAL", "FAILED_PRECONDITION", "CANCELLED"} == {*module(block.code, tmp_path).STATUS}
 
@@ -113,16 +115,16 @@ def test_each_status_of_the_recipe_is_that_of_a_code(tmp_path: Path) -> None:
 def need(program: str) -> None:
     """Skip a test where a program is missing."""
     if shutil.which(program, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") is None:
-        pytest.skip(f"there is no {program}: what is for it on docs/clients.md is not tried")
+        pytest.skip(f"{program} is not installed: its part of docs/clients.md is not tested")
 
 
-def test_the_client_in_c_needs_libc_alone_and_prints_the_answer(tmp_path: Path, env: Mapping[str, str]) -> None:
+def test_c_client_prints_answer(tmp_path: Path, env: Mapping[str, str]) -> None:
     need("cc")
     compiled, refused = blocks(SECTIONS["In another language"])
     (tmp_path / "docs").symlink_to(DOCS)
     [line] = output(["bash", "-ec", compiled.code], tmp_path, env)
-    said_, _, values = line.partition(":")
-    assert f"`{said_}:`" in SECTIONS["In another language"]
+    label, _, values = line.partition(":")
+    assert f"`{label}:`" in SECTIONS["In another language"]
     with Client(env["WEIGHTD_SOCKET"]) as client:
         expected = client.infer("digits", [[*range(1, 65)]])["y"]
     assert [float(each) for each in values.split()] == pytest.approx(expected[0].tolist(), rel=1e-8)
@@ -134,7 +136,7 @@ def test_the_client_in_c_needs_libc_alone_and_prints_the_answer(tmp_path: Path, 
     assert output(["./infer", "/nowhere", "m", "x", "one"], tmp_path, env, 64) == ["one: expected a number"]
 
 
-def test_a_users_program_passes_mypy(tmp_path: Path) -> None:
+def test_typed_example_passes_mypy(tmp_path: Path) -> None:
     shutil.copy(DOCS / "examples" / "typed.py", tmp_path)
     command = [
         sys.executable,
@@ -149,22 +151,22 @@ def test_a_users_program_passes_mypy(tmp_path: Path) -> None:
     assert output(command, tmp_path, {}) == []
 
 
-def test_and_pyright(tmp_path: Path) -> None:
+def test_typed_example_passes_pyright(tmp_path: Path) -> None:
     need("pyright")
     shutil.copy(DOCS / "examples" / "typed.py", tmp_path)
     settings = {"typeCheckingMode": "strict", "reportUnnecessaryTypeIgnoreComment": "error"}
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")
     bin_ = Path(sys.executable).parent
-    told = output([str(bin_ / "pyright"), "--pythonpath", sys.executable], tmp_path, {})
-    assert told[-1] == "0 errors, 0 warnings, 0 informations"
+    output_lines = output([str(bin_ / "pyright"), "--pythonpath", sys.executable], tmp_path, {})
+    assert output_lines[-1] == "0 errors, 0 warnings, 0 informations"
 
 
-def test_links_lead_somewhere_and_lines_are_short() -> None:
+def test_links_and_line_lengths() -> None:
     assert broken_links(PAGE) == []
     assert long_lines(PAGE) == []
 
 
-def test_each_error_of_the_library_is_in_the_table() -> None:
+def test_error_table_is_complete() -> None:
     import weightd
 
     table = SECTIONS["When something fails"]

@@ -1,4 +1,4 @@
-"""The manual is what `make manual` writes, and has all that --help and the configuration have."""
+"""The generated manual and shell completion: up to date, complete, and valid roff."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ BASE = Path("/etc/weightd")
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_committed_is_what_the_sources_say(name: str) -> None:
+def test_committed_files_are_up_to_date(name: str) -> None:
     assert (ROOT / name).read_text("utf-8") == FILES[name], "run `make manual`"
 
 
-def test_nothing_else_is_installed() -> None:
+def test_manual_folder_has_only_generated_files() -> None:
     there = {str(path.relative_to(ROOT)) for path in (ROOT / "manual").glob("**/*") if path.is_file()}
     assert there == {name for name in FILES if name.startswith("manual/")}
 
@@ -68,7 +68,7 @@ def section(page: str, heading: str) -> str:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_each_command_and_argument_is_there_with_its_help(name: str) -> None:
+def test_page_has_all_commands_and_arguments(name: str) -> None:
     program = PROGRAMS[name]
     common = {option.flags for option in program.options}
     parts = [(program, section(name, "OPTIONS"))]
@@ -84,7 +84,7 @@ def test_each_command_and_argument_is_there_with_its_help(name: str) -> None:
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if COMMANDS[command].manual])
-def test_text_that_is_not_in_the_help_is_in_the_manual(command: str) -> None:
+def test_page_has_extended_command_texts(command: str) -> None:
     part = section("weightctl.1", "COMMANDS").partition(f'.SS "{command}"\n')[2].partition("\n.SS")[0]
     words = " ".join(re.sub(r"(?m)^\..*$", "", part).replace("\\(ha", "^").split())
     for paragraph in COMMANDS[command].manual.split("\n\n"):
@@ -93,20 +93,20 @@ def test_text_that_is_not_in_the_help_is_in_the_manual(command: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "module"), [("weightd.8", weightd_exit_codes), ("weightctl.1", weightctl_exit_codes)])
-def test_each_exit_status_is_there(name: str, module: ModuleType) -> None:
+def test_page_has_all_exit_statuses(name: str, module: ModuleType) -> None:
     statuses = {value for key, value in vars(module).items() if key.isupper() and isinstance(value, int)}
     assert {*module.MEANINGS} == statuses
     assert {int(number) for number in re.findall(r"\\fB(\d+)\\fR", section(name, "EXIT STATUS"))} == statuses
 
 
-def test_each_variable_that_is_read_is_there() -> None:
+def test_page_has_all_environment_variables() -> None:
     sources = [*ROOT.glob("daemon/**/*.py"), ROOT / "common/weightd_common/endpoints.py"]
     pattern = r"(?:environ(?:ment)?(?:\.get\(|\.pop\(|\[)|_systemd_dir\(|xdg_dir\()\"([A-Z_]+)\""
-    read_there = {name for path in sources for name in re.findall(pattern, path.read_text("utf-8"))}
-    assert {"WEIGHTD_SOCKET", "CACHE_DIRECTORY", "XDG_RUNTIME_DIR"} <= read_there
-    # Each comes with another one that is there.
-    read_there -= {"LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_PID"}
-    assert read_there <= set(programs.WEIGHTD_ENVIRONMENT)
+    variables = {name for path in sources for name in re.findall(pattern, path.read_text("utf-8"))}
+    assert {"WEIGHTD_SOCKET", "CACHE_DIRECTORY", "XDG_RUNTIME_DIR"} <= variables
+    # Each of these accompanies a documented variable.
+    variables -= {"LISTEN_PID", "LISTEN_FDNAMES", "WATCHDOG_PID"}
+    assert variables <= set(programs.WEIGHTD_ENVIRONMENT)
     assert all(f"\\fB{name}\\fR" in section("weightd.8", "ENVIRONMENT") for name in programs.WEIGHTD_ENVIRONMENT)
 
 
@@ -117,7 +117,7 @@ def test_each_variable_that_is_read_is_there() -> None:
         (programs.weightctl(), programs.weightctl_completion()),
     ],
 )
-def test_each_command_and_option_is_completed(program: ProgramCommand, script: str) -> None:
+def test_completes_all_commands_and_options(program: ProgramCommand, script: str) -> None:
     for command in program.commands:
         flags = " ".join(flag for option in command.options for flag in option.flags)
         assert f"        ({command.name}) options='{flags}' " in script
@@ -129,7 +129,7 @@ TABLES = {**configuration.TABLES, "gateway": GatewayConfig}
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_each_key_is_there_with_its_meaning(table: str) -> None:
+def test_page_and_reference_have_all_keys(table: str) -> None:
     cls = TABLES[table]
     page = PAGES["weightd-gateway.toml.5"] if table == "gateway" else WEIGHTD_TOML
     part = page.partition(f'.SH "[{table}]"\n')[2].partition("\n.SH")[0]
@@ -152,7 +152,7 @@ def test_each_key_is_there_with_its_meaning(table: str) -> None:
         kinds[key.name].check(value)
 
 
-def test_no_table_is_missing_and_a_meaning_is_that_of_its_own_key() -> None:
+def test_reference_has_all_tables_and_right_meanings() -> None:
     outer = {DaemonConfig, ListenerConfig, TenantConfig, ModelConfig, GroupConfig, DeviceConfig}
     inner = {field.metadata["field_type"].record for cls in outer for field in toml_schema.table_keys(cls)} - {None}
     assert {*configuration.TABLES.values()} == outer | inner
@@ -170,7 +170,7 @@ def test_no_table_is_missing_and_a_meaning_is_that_of_its_own_key() -> None:
         "\\fBspares\\fR (\\fIinteger, 0 to 1024\\fR)",
     ],
 )
-def test_a_key_tells_its_type_and_its_default(text: str) -> None:
+def test_keys_have_type_and_default(text: str) -> None:
     assert text in WEIGHTD_TOML
 
 
@@ -178,14 +178,14 @@ def parsed(text: str) -> config.Config:
     return config.parse(tomllib.loads(text), BASE)
 
 
-def test_each_key_of_the_file_to_begin_with_may_be_uncommented() -> None:
+def test_every_key_of_initial_file_can_be_uncommented() -> None:
     example = configuration.weightd_file()
     only = parsed(example)
     assert {name: model.path for name, model in only.models.items()} == {"resnet50": "/srv/models/resnet50.onnx"}
     every = re.sub(r"^# (\[|\w+ = )", r"\1", example, flags=re.MULTILINE)
     file = tomllib.loads(every)
     there = [file["models"]["resnet50"], file["daemon"], file["listeners"]["NAME"], file["devices"]["ascend:0"]]
-    # These say something by being there.
+    # The presence of these tables changes the configuration.
     extra = [there[0].pop("ranks"), *(file.pop(table)["NAME"] for table in ("groups", "tenants"))]
     extra.append(there[0].pop("mindspore_lite"))
     inner = [*(there[0][name] for name in ("batching", "split")), *extra]
@@ -194,27 +194,27 @@ def test_each_key_of_the_file_to_begin_with_may_be_uncommented() -> None:
     assert dataclasses.replace(config.parse(file, BASE), devices=only.devices, listeners=only.listeners) == only
 
 
-def test_the_examples_of_pages_are_good() -> None:
+def test_examples_are_valid() -> None:
     lines = section("weightd.toml.5", "EXAMPLE").partition(".EX\n")[2].partition(".EE")[0]
     blocks = re.findall(r"```toml\n(.*?)```", FILES["docs/configuration.md"], re.DOTALL)
     assert [set(parsed(text).models) for text in (lines, blocks[0])] == [{"resnet50", "unet"}] * 2
     assert tomllib.loads(blocks[1]) == {"gateway": {"anonymous": "-"}}
 
 
-def test_the_gateways_file_to_begin_with_lets_this_host_ask(tmp_path: Path) -> None:
+def test_initial_gateway_file_allows_local_clients(tmp_path: Path) -> None:
     path = tmp_path / "gateway.toml"
     path.write_text(configuration.gateway_file(), "utf-8")
     settings, identities = load_gateway(path)
     assert identities.authenticate() == Caller(None, "anonymous")
-    # What is commented out is what holds without it.
+    # The commented-out lines show the defaults.
     path.write_text(re.sub(r'(?m)^# (\w+ = (?!"").)', r"\1", path.read_text("utf-8").partition("# [cert")[0]), "utf-8")
     assert load_gateway(path)[0] == settings
 
 
-# --- What the tool is made of: the parser that is read ----------------------------------------------------------------
+# --- Parser of command lines ----------------------------------------------------------------------------------------
 
 
-def test_what_is_declared_is_read() -> None:
+def test_reads_parser() -> None:
     parser = argparse.ArgumentParser(prog="thing", description="Does %(prog)s.", epilog="100% done")
     parser.add_argument("--size", type=int, default=7, metavar="N", help="how much, 50%% (default: %(default)s)")
     parser.add_argument("--hidden", help=argparse.SUPPRESS)
@@ -245,7 +245,7 @@ def test_what_is_declared_is_read() -> None:
 
 
 def shown(source: str, width: int = 4096) -> list[str]:
-    """The lines of a page as a terminal has them, without blank ones and the title; a warning of roff is a failure."""
+    """Return the lines of a page as on a terminal, without blank lines and title; warnings of groff are errors."""
     if shutil.which("groff") is None:
         pytest.skip("groff is not installed")
     command = ["groff", "-k", "-ww", "-man", "-Tutf8", "-P-cbou", f"-rLL={width}n"]
@@ -259,7 +259,7 @@ def page() -> ManPage:
     return ManPage("thing", 8, "does it")
 
 
-def test_a_page(page: ManPage) -> None:
+def test_formats_page(page: ManPage) -> None:
     page.heading("DESCRIPTION")
     page.text("First\nparagraph.\n\nSecond, with `code`:\n\n  $ run -it\n    'more'\n.not a request")
     page.entry(bold("--size"), "How\nmuch.\n\nNot little.")
@@ -282,18 +282,18 @@ def test_a_page(page: ManPage) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_roff_has_nothing_to_warn_of(name: str) -> None:
+def test_pages_are_valid_roff(name: str) -> None:
     assert shown(next(text for path, text in FILES.items() if path.endswith(f"/{name}")), 78)
 
 
 @pytest.mark.parametrize("text", [".so /etc/passwd", "'br", "a \\n(.z b", "-", '"a" b', "~^`", "\\fB\\", "\\*[x]"])
-def test_text_is_shown_as_it_is(page: ManPage, text: str) -> None:
+def test_escapes_text(page: ManPage, text: str) -> None:
     page.heading("X")
     page.text(text)
     assert shown(page.source())[-1].strip() == text
 
 
-def test_no_word_is_hyphenated(page: ManPage) -> None:
+def test_hyphenates_no_words(page: ManPage) -> None:
     long = "considerations of interpreters and of their configuration " * 20
     page.heading("X")
     page.synopsis(["x"])
@@ -305,7 +305,7 @@ def test_no_word_is_hyphenated(page: ManPage) -> None:
 
 
 @given(st.text(st.characters(min_codepoint=32, max_codepoint=126)))
-def test_no_text_begins_a_request(text: str) -> None:
+def test_text_never_starts_roff_request(text: str) -> None:
     assert not re.search(r"^[.']", escape(text), re.MULTILINE)
     assert not re.search(r"^[.']", prose(text), re.MULTILINE)
 
@@ -314,7 +314,7 @@ def test_no_text_begins_a_request(text: str) -> None:
 
 Complete = Callable[..., list[str]]
 
-# What bash does at a tab: the last word is the one that is completed.
+# Simulates bash at a tab; the last word is completed.
 _PRESS = """
 set -u
 source script
@@ -324,7 +324,7 @@ _thing
 printf '%s\\n' "${COMPREPLY[@]}"
 """
 
-# What is asked for the names of models.
+# The program that completion asks for model names.
 _THING = """#!/bin/sh
 case "$*" in ('status --timeout 1'|'status --timeout 1 --socket=ipc:///x') ;; (*) exit 1 ;; esac
 cat <<END
@@ -366,7 +366,7 @@ def complete(tmp_path: Path) -> Complete:
             timeout=30,
             check=False,
         )
-        # Nothing may be printed into the line that somebody types.
+        # Errors would appear in the command line that the user types.
         assert done.stderr == b""
         return sorted(done.stdout.decode().split("\n")[:-1])
 
@@ -389,18 +389,18 @@ def complete(tmp_path: Path) -> Complete:
         (["show", "--mode", "fast", "resnet", "a"], ["a dir", "a file"]),
         (["show", "resnet", "--out", "a"], ["a dir"]),
         (["show", "resnet", "x", "a"], [""]),
-        # Names of models are asked for.
+        # The daemon supplies the names of models.
         (["show", ""], ["resnet", "un-et"]),
         (["show", "re"], ["resnet"]),
     ],
 )
-def test_what_is_offered(complete: Complete, words: list[str], offered: list[str]) -> None:
+def test_completions(complete: Complete, words: list[str], offered: list[str]) -> None:
     assert complete(*words) == offered
 
 
 @pytest.mark.parametrize("option", ["--socket ipc:///x", "--socket=ipc:///x"])
-def test_an_address_is_no_argument_and_is_where_the_names_are_asked_for(complete: Complete, option: str) -> None:
-    # As bash takes it apart.
+def test_completion_uses_given_socket(complete: Complete, option: str) -> None:
+    # bash splits words at colons and equals signs.
     words = option.replace(":", " : ").replace("=", " = ").split()
     assert complete(*words, "sho") == ["show"]
     assert complete(*words) == [""]

@@ -1,4 +1,4 @@
-"""The check of names: what it reads, and what it rejects."""
+"""The check of identifiers for replaced terms."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.names import hint, names
     "name",
     ["seat_seconds", "_SeatPool", "MAX_SEATS", "weightd.canary", "--canary-tolerance", "SEAT s", "Room", "_cuts"],
 )
-def test_a_replaced_term_is_rejected_in_any_style(name: str) -> None:
+def test_rejects_replaced_terms_in_any_style(name: str) -> None:
     assert hint(name)
 
 
 @pytest.mark.parametrize("name", ["slot", "mushroom", "seating", "memory_room_bytes", "tale", "SLOT s", ""])
-def test_other_names_pass(name: str) -> None:
+def test_accepts_other_names(name: str) -> None:
     assert not hint(name)
 
 
@@ -38,9 +38,9 @@ def test_other_names_pass(name: str) -> None:
         "add_argument('--seat')",
     ],
 )
-def test_each_kind_of_identifier_is_read(source: str) -> None:
+def test_reads_all_kinds_of_identifiers(source: str) -> None:
     assert "seat" in {name.lstrip("-") for _, name in names(ast.parse(source))}
 
 
-def test_column_headings_are_read_and_sentences_are_not() -> None:
+def test_reads_column_headings_but_not_sentences() -> None:
     assert [name for _, name in names(ast.parse("('SEAT s', 'a seat for one')"))] == ["SEAT s"]

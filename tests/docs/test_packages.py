@@ -1,4 +1,4 @@
-"""Compares the package diagram of docs/architecture.md with the import contracts in pyproject.toml and the code."""
+"""The package diagram of docs/architecture.md, compared with the import contracts in pyproject.toml and the code."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-def test_the_diagram_shows_the_imports(packages: dict[str, Path], diagram: set[tuple[str, str]]) -> None:
+def test_diagram_matches_imports(packages: dict[str, Path], diagram: set[tuple[str, str]]) -> None:
     edges = {
         (package, name)
         for package, folder in packages.items()
@@ -59,11 +59,9 @@ def test_the_diagram_shows_the_imports(packages: dict[str, Path], diagram: set[t
     assert diagram == edges
 
 
-def test_each_arrow_of_the_diagram_is_allowed_by_the_contract(
-    diagram: set[tuple[str, str]], layers: dict[str, int]
-) -> None:
+def test_contract_allows_edges_of_diagram(diagram: set[tuple[str, str]], layers: dict[str, int]) -> None:
     assert {edge for edge in diagram if layers[edge[0]] >= layers[edge[1]]} == set()
 
 
-def test_the_contract_names_every_package(packages: dict[str, Path], layers: dict[str, int]) -> None:
+def test_contract_has_all_packages(packages: dict[str, Path], layers: dict[str, int]) -> None:
     assert set(layers) == set(packages)

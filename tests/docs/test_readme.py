@@ -10,7 +10,7 @@ import pytest
 from testkit import models
 from testkit.mindir import REPOSITORY
 
-from .page import blocks, broken_links, daemon_environment, long_lines, output, run, said, sections, served
+from .page import blocks, broken_links, daemon_environment, long_lines, output, promised_output, run, sections, served
 
 PAGE = "../README.md"
 SECTIONS = sections(PAGE)
@@ -46,7 +46,7 @@ def test_quick_start_runs(directory: Path, env: dict[str, str]) -> None:
     [program] = [block.code for block in blocks(SECTIONS["Quick start"]) if block.language == "python"]
     with served(serve.removesuffix(" &"), directory, env):
         assert "scores" in shell(predict, directory, env)
-        assert run({"call": program}, directory, env) == {"call": said(program)}
+        assert run({"call": program}, directory, env) == {"call": promised_output(program)}
         assert "digits" in shell(status, directory, env)
 
 

@@ -1,4 +1,4 @@
-"""The check of bounds: what it counts."""
+"""The check of size limits of files, classes and packages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _class(source: str) -> ast.ClassDef:
     return node
 
 
-def test_properties_magic_methods_and_coroutines_are_methods() -> None:
+def test_counts_properties_magic_methods_and_coroutines() -> None:
     source = "class C:\n @property\n def a(self): ...\n def __len__(self): ...\n async def b(self): ...\n x = 1"
     assert len(structure.methods(_class(source))) == 3
 
@@ -29,11 +29,11 @@ def test_properties_magic_methods_and_coroutines_are_methods() -> None:
         ("x: int\n y: int", set[str]()),
     ],
 )
-def test_attributes_of_anything_but_a_record_are_counted(body: str, counted: set[str]) -> None:
+def test_counts_attributes_except_of_records(body: str, counted: set[str]) -> None:
     assert structure.attributes(_class(f"class C:\n {body}")) == counted
 
 
-def test_each_bound_is_exact() -> None:
+def test_limits_are_exact() -> None:
     def source(methods: int, attributes: int, lines: int) -> str:
         text = "class C:\n" + " def f(self): ...\n" * (methods - 1)
         text += " def g(self):\n  " + "; ".join(f"self.a{each} = 1" for each in range(attributes)) + "\n"
@@ -46,13 +46,13 @@ def test_each_bound_is_exact() -> None:
         assert len(list(structure.excesses("m.py", source(*larger)))) == 1
 
 
-def test_the_public_clients_may_be_wide() -> None:
+def test_public_clients_may_exceed_limits() -> None:
     body = " def f(self): ...\n" * 40
     assert list(structure.excesses("client/weightd/client.py", f"class Client:\n{body}")) == []
     assert list(structure.excesses("client/weightd/client.py", f"class Other:\n{body}"))
 
 
-def test_the_check_fails_for_a_package_file_or_class_beyond_its_bound(
+def test_reports_files_and_packages_beyond_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(structure, "ROOT", tmp_path)

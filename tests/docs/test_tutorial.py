@@ -1,4 +1,4 @@
-"""docs/tutorial.md: its blocks run in their order, and do what the page says."""
+"""docs/tutorial.md: its blocks run in order, with the results that the page shows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onnx import numpy_helper
 from testkit import mindir, models
 from weightd import Client
 
-from .page import blocks, broken_links, daemon_environment, long_lines, output, run, said, sections, served
+from .page import blocks, broken_links, daemon_environment, long_lines, output, promised_output, run, sections, served
 
 pytestmark = pytest.mark.e2e
 
@@ -26,7 +26,7 @@ SECTIONS = sections(PAGE)
 
 
 def code(section: str, *languages: str) -> list[str]:
-    """The blocks of a section, which are of these languages."""
+    """Return the blocks of a section; they must have these languages."""
     found = blocks(SECTIONS[section])
     assert tuple(block.language for block in found) == languages
     return [block.code for block in found]
@@ -34,7 +34,6 @@ def code(section: str, *languages: str) -> list[str]:
 
 @pytest.fixture
 def env(directory: Path) -> dict[str, str]:
-    """Return the environment of both terminals."""
     return daemon_environment(directory, directory / "weightd.sock")
 
 
@@ -42,11 +41,11 @@ def shell(command: str, directory: Path, env: dict[str, str]) -> str:
     return "\n".join(output(["bash", "-ec", command], directory, env))
 
 
-# --- a model as PyTorch makes it ------------------------------------------------------------------------------------
+# --- a model like the one that PyTorch exports ----------------------------------------------------------------------
 
 
 def write_model(path: Path, more: float = 0.0) -> None:
-    """The page's, with other values."""
+    """Write a model like that on the page, with other values."""
     rng = np.random.default_rng(0)
     first, second = rng.standard_normal((64, 32), np.float32), rng.standard_normal((32, 10), np.float32)
     weights = {"first": first, "second": second, "bias": np.full(10, more, np.float32)}
@@ -74,12 +73,12 @@ def answer(path: Path, images: Any) -> Any:
     return scores
 
 
-def test_the_export_is_what_the_rest_of_the_page_takes(directory: Path, env: dict[str, str]) -> None:
+def test_exports_models_of_other_sections(directory: Path, env: dict[str, str]) -> None:
     if importlib.util.find_spec("torch") is None:
-        pytest.skip("there is no PyTorch: the export of docs/tutorial.md is not tried")
+        pytest.skip("PyTorch is not installed: the export of docs/tutorial.md is not tested")
     [export] = code("Export", "python")
     again, _ = (block.code for block in blocks(SECTIONS["Exchange it"]) if block.language == "python")
-    # torch warns of itself.
+    # torch may print warnings.
     output([sys.executable, "-c", export + again], directory, env)
     with np.load(directory / "sample.npz") as sample:
         images = sample["image"]
@@ -88,45 +87,45 @@ def test_the_export_is_what_the_rest_of_the_page_takes(directory: Path, env: dic
         scores = answer(directory / name, images)
         assert scores.shape == (5, 10)
         assert np.allclose(scores, expected + more, rtol=1e-4, atol=1e-5)
-    # Nothing lies beside them.
+    # The export writes no external data files.
     assert sorted(each.name for each in directory.glob("digits*")) == ["digits-v2.onnx", "digits.onnx"]
 
 
 def assert_answers(directory: Path, env: dict[str, str]) -> None:
-    """What is served is the first model."""
+    """Check that the first model is served."""
     with Client(env["WEIGHTD_SOCKET"]) as client, np.load(directory / "sample.npz") as sample:
         scores = client.infer("digits", sample["image"])["scores"]
     assert np.allclose(scores, np.load(directory / "scores.npy"), rtol=1e-4, atol=1e-5)
 
 
-# --- served ---------------------------------------------------------------------------------------------------------
+# --- serving --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("exported")
-def test_it_is_served_called_exchanged_and_taken_back(directory: Path, env: dict[str, str]) -> None:
+def test_serves_calls_updates_and_rolls_back(directory: Path, env: dict[str, str]) -> None:
     serve, status = code("Look at it", "sh", "sh")
     [call] = code("Call it", "python")
     _, update, after, rollback = code("Exchange it", "python", "sh", "python", "sh")
     with served(serve, directory, env):
-        assert run({"call": call}, directory, env) == {"call": said(call)}
+        assert run({"call": call}, directory, env) == {"call": promised_output(call)}
         assert "digits" in shell(status, directory, env)
         assert "digits-v2.onnx" in shell(update, directory, env)
-        assert run({"after": after}, directory, env) == {"after": said(after)}
+        assert run({"after": after}, directory, env) == {"after": promised_output(after)}
         shell(rollback, directory, env)
         assert_answers(directory, env)
-    assert len(said(call)) == 3
-    assert len(said(after)) == 1
+    assert len(promised_output(call)) == 3
+    assert len(promised_output(after)) == 1
 
 
 @pytest.mark.usefixtures("exported")
-def test_the_configuration_is_right_and_loads(directory: Path, env: dict[str, str]) -> None:
+def test_configuration_loads(directory: Path, env: dict[str, str]) -> None:
     config, check = code("Serve it for good", "toml", "sh")
     (directory / "weightd.toml").write_text(config, encoding="utf-8")
     shell(check, directory, env)
 
 
 @pytest.mark.usefixtures("exported")
-def test_a_mindir_is_converted_and_served(directory: Path, env: dict[str, str]) -> None:
+def test_converts_and_serves_mindir(directory: Path, env: dict[str, str]) -> None:
     python = mindir.interpreter()
     if python is None:
         if os.environ.get("CI") == "true":
@@ -134,7 +133,7 @@ def test_a_mindir_is_converted_and_served(directory: Path, env: dict[str, str]) 
         pytest.skip(mindir.HOW_TO_GET_IT)
     convert, serve = code("With MindSpore", "python", "sh")
     output([str(python), "-c", convert], directory, {})
-    # The Converter writes a file that its owner alone may read, and not change.
+    # The Converter makes the file read-only, and readable by its owner only.
     assert (directory / "digits.mindir").is_file()
     with served(serve, directory, {**env, "MSLITE_PYTHON": str(python)}):
         assert_answers(directory, env)
@@ -143,11 +142,11 @@ def test_a_mindir_is_converted_and_served(directory: Path, env: dict[str, str]) 
 # --- the page -------------------------------------------------------------------------------------------------------
 
 
-def test_no_block_is_left_out() -> None:
+def test_all_blocks_of_tutorial_are_tested() -> None:
     tried = {"Export", "Look at it", "Call it", "Serve it for good", "Exchange it", "With MindSpore"}
     assert {name for name, text in SECTIONS.items() if blocks(text)} == tried
 
 
-def test_links_lead_somewhere_and_lines_are_short() -> None:
+def test_links_and_line_lengths() -> None:
     assert broken_links(PAGE) == []
     assert long_lines(PAGE) == []

@@ -1,6 +1,6 @@
-"""Models of public packages give the right answer in whatever order sizes come: `make test-models`.
+"""Models of public packages: right answers in any order of sizes. `make test-models` runs these tests.
 
-ONNX Runtime is compared with a session of its own, MindSpore Lite with a process that computes nothing else.
+The answers of ONNX Runtime are compared with a separate session, those of MindSpore Lite with a fresh process each.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ IMAGES = ((1, 64, 64), (1, 96, 128), (2, 64, 96), (1, 128, 96), (1, 160, 64))
 LINES = ((1, 48, 32), (3, 48, 64), (1, 48, 160), (2, 48, 100), (1, 48, 64))
 REQUESTS = 24
 
-# Taggers of Thai words, whose inputs are indices of letters: the number of rows or letters is free.
+# Taggers of Thai words. Their inputs are indices of letters, with a free number of rows or letters.
 TAGGERS = (
     *("attacut-c", "attacut-sc", "deepcut", "oskut-deepcut", "oskut-scads", "oskut-tl-deepcut-tnhc"),
     *("oskut-tl-deepcut-ws", "oskut-tnhc", "oskut-ws", "oskut-ws-augment-60p"),
 )
 
-# Sizes of the free dimensions, one after another; an input with fewer takes the first ones.
+# Sizes of the free dimensions per request; an input with fewer free dimensions takes the first ones.
 SIZES: dict[str, Sequence[tuple[int, ...]]] = {
     **{name: [(rows,) for rows in ROWS] for name in TAGGERS},
     "ch_PP-OCRv4_det_infer": IMAGES,
@@ -38,7 +38,7 @@ SIZES: dict[str, Sequence[tuple[int, ...]]] = {
     "ch_ppocr_mobile_v2.0_cls_infer": LINES,
     "silero_vad": [(1, 512), (2, 512), (4, 512), (1, 512)],
 }
-# The converter of MindSpore Lite 2.0.0 refuses silero_vad.
+# The converter of MindSpore Lite 2.0.0 rejects silero_vad.
 SERVED = [
     (engine, model)
     for engine in ("onnxruntime", "mindspore_lite")
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module")
 def onnx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Each model of the packages by its name."""
+    """The models of all packages by name."""
     directory = tmp_path_factory.mktemp("onnx")
     found = {}
     for package in PACKAGES.glob("*.whl"):
@@ -67,7 +67,7 @@ def onnx(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def inputs(onnx: dict[str, Path], model: str) -> list[dict[str, Any]]:
-    """Inputs of each size; whole numbers, which may be indices, where there is no image."""
+    """Inputs of each size: random numbers for images, otherwise integers that may be indices."""
     session = onnxruntime.InferenceSession(onnx[model])
     return [_inputs(session, sizes, seed) for seed, sizes in enumerate(SIZES[model])]
 
@@ -99,7 +99,7 @@ def served(onnx: dict[str, Path], model: str, engine: str, tmp_path: Path) -> It
 
 @pytest.mark.parametrize(("engine", "model"), SERVED)
 @pytest.mark.timeout(300)
-def test_answers_are_right_in_whatever_order_sizes_come(
+def test_answers_are_right_in_any_order_of_sizes(
     model: str, engine: str, served: Path, inputs: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     if engine == "onnxruntime":
@@ -109,11 +109,11 @@ def test_answers_are_right_in_whatever_order_sizes_come(
         names = [each.name for each in session.get_outputs()]
         expected: list[Any] = [dict(zip(names, session.run(names, each), strict=True)) for each in inputs]
     else:
-        # MindSpore Lite takes 32 bits of whole numbers.
+        # MindSpore Lite uses 32-bit integers.
         inputs = [{k: v.astype(np.int32) if v.dtype == np.int64 else v for k, v in each.items()} for each in inputs]
         expected = freshanswers.answers(served, inputs, tmp_path, str(mindir.interpreter()))
     asked = [number for number, answer in enumerate(expected) if answer is not None]
-    assert len(asked) > 2, "MindSpore Lite itself runs on a few sizes at least"
+    assert len(asked) > 2, "the engine itself failed on nearly all sizes"
     order = random.Random(model).choices(asked, k=REQUESTS)
     with Service({"m": {"path": served, "workers": 2}}) as service, service.client() as client:
         for number in order:

@@ -1,11 +1,11 @@
-"""The kit of tests with the real MindSpore: `slices`, exported once for all of them, and `testkit.ranks.Group`.
+"""Fixtures of the tests with the real MindSpore.
 
 `slices` is a `testkit.ranks.Slices`: two ranks of the network of docs/ranks.md, x FP32 [N, 16] -> output_0 FP32 [N, 8],
-`selftest.npz` beside them. `testkit.ranks.inputs` makes questions. A group that is called directly, to compare with, is
-`with Group(slices.paths, plain=True) as bare: bare.ask("predict", inputs(4))`: an answer of each rank. Of a model that
-weightd serves, `python` is what runs it.
+with `selftest.npz` beside them. `testkit.ranks.inputs` makes requests. `with Group(slices.paths, plain=True) as bare:
+bare.ask("predict", inputs(4))` returns the answers of all ranks without weightd, for comparison. `python` is the
+interpreter for models that weightd serves.
 
-Where the environment is missing all of them are skipped; under CI=true they fail.
+Without the environment, the tests are skipped; with CI=true they fail.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from testkit import ranks
 
 @pytest.fixture(scope="session")
 def python() -> Path:
-    """The interpreter that has MindSpore."""
+    """The interpreter with MindSpore."""
     found = ranks.interpreter()
     if found is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(ranks.HOW_TO_GET_IT)
@@ -29,6 +29,6 @@ def python() -> Path:
 
 @pytest.fixture(scope="session")
 def slices(python: Path, tmp_path_factory: pytest.TempPathFactory) -> ranks.Slices:
-    """The slices, once for all tests. Not to be changed: copy what is to be another."""
+    """The slices, exported once for all tests; tests must not change them, only copies."""
     del python
     return ranks.export(tmp_path_factory.mktemp("slices"))

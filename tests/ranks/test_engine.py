@@ -1,4 +1,4 @@
-"""The engine of one rank, in a real group of two: its answers are the library's own, bit for bit."""
+"""The engine of one rank in a real group of two ranks: the same answers as the library, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def outputs(answers: list[dict[str, Any]]) -> list[Any]:
     return [each["output_0"] for each in answers]
 
 
-def test_the_answer_is_that_of_the_network_that_was_not_cut(group: Group, slices: Slices) -> None:
+def test_answers_equal_unsliced_network(group: Group, slices: Slices) -> None:
     with np.load(slices.selftest_path) as selftest:
         right = selftest["output_0"]
         for answer in outputs(group.ask("predict", {"x": selftest["x"]})):
@@ -32,7 +32,7 @@ def test_the_answer_is_that_of_the_network_that_was_not_cut(group: Group, slices
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 2])
-def test_batches_of_any_size_are_answered_as_by_the_library_alone(group: Group, rows: int) -> None:
+def test_answers_of_any_batch_size_equal_library(group: Group, rows: int) -> None:
     question = inputs(rows, seed=rows)
     alone = outputs(group.ask("direct", question))
     ours = outputs(group.ask("predict", question))
@@ -41,14 +41,14 @@ def test_batches_of_any_size_are_answered_as_by_the_library_alone(group: Group, 
     assert ours[0].shape == (rows, 8)
 
 
-def test_what_has_no_elements_is_refused_and_costs_nothing(group: Group) -> None:
+def test_rejects_empty_input(group: Group) -> None:
     before = outputs(group.ask("predict", inputs(3)))
     with pytest.raises(RankError, match=r"RankRejected: input x: it has no elements"):
         group.ask("predict", inputs(0))
     assert np.array_equal(outputs(group.ask("predict", inputs(3))), before)
 
 
-def test_inputs_that_do_not_fit_never_reach_the_others(group: Group) -> None:
+def test_rejects_inputs_with_wrong_shape_or_type(group: Group) -> None:
     before = outputs(group.ask("predict", inputs(3)))
     for wrong in (np.zeros((3, 17), np.float32), np.zeros((3, 16), np.float64), np.zeros(16, np.float32)):
         with pytest.raises(RankError):
@@ -63,9 +63,7 @@ def load(group: Group, *paths: Path) -> None:
         group.receive(rank)
 
 
-def test_free_dimensions_that_do_not_fit_each_other_are_refused_before_anything_is_sent(
-    group: Group, slices: Slices, tmp_path: Path
-) -> None:
+def test_rejects_inconsistent_free_dimensions(group: Group, slices: Slices, tmp_path: Path) -> None:
     pair = export_pair(tmp_path / "pair.mindir")
     load(group, pair, pair)
     rows = {rows: np.full((rows, 4), rows, np.float32) for rows in (1, 2, 3)}
@@ -80,8 +78,8 @@ def test_free_dimensions_that_do_not_fit_each_other_are_refused_before_anything_
     load(group, *slices.paths)
 
 
-def test_with_a_wrong_slice_all_ranks_agree_on_a_wrong_answer(group: Group, slices: Slices) -> None:
-    """Only an answer that is known shows it."""
+def test_ranks_agree_on_wrong_answer_of_wrong_slice(group: Group, slices: Slices) -> None:
+    """Only a known answer reveals the wrong slice."""
     right = outputs(group.ask("predict", inputs(3)))
     for slice_of_rank_1 in (0, 1):
         load(group, slices.paths[0], slices.paths[slice_of_rank_1])
@@ -90,13 +88,13 @@ def test_with_a_wrong_slice_all_ranks_agree_on_a_wrong_answer(group: Group, slic
         assert np.array_equal(now, right) == (slice_of_rank_1 == 1)
 
 
-def test_the_kernel_ends_them_with_their_parent_still(group: Group) -> None:
-    """The library leaves what a child has asked for: nothing of it outlives a daemon that is killed."""
+def test_keeps_parent_death_signal(group: Group) -> None:
+    """The library does not reset the parent-death signal, so no rank outlives a killed daemon."""
     signals = group.ask("parent", {})
     assert [int(each["signal"]) for each in signals] == [signal.SIGKILL, signal.SIGKILL]
 
 
-def test_ranks_end_without_their_scheduler(group: Group) -> None:
-    """The last test of this group. Within a second, on a quiet machine."""
+def test_ranks_exit_when_scheduler_is_killed(group: Group) -> None:
+    """Keep this test last: it ends the group. The ranks exit within a second on an idle machine."""
     os.kill(group.scheduler.pid, signal.SIGKILL)
     assert {each.wait(30) for each in group.ranks} <= {-signal.SIGTERM, 128 + signal.SIGTERM}

@@ -1,4 +1,4 @@
-"""docs/ranks.md shows what the scripts of examples/ranks say, and the scripts do what the page says."""
+"""docs/ranks.md and the scripts of examples/ranks: the page shows the scripts, and they do what the page describes."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ SHOWN = re.findall(r"^```(?:python|toml)\n(.*?)^```$", PAGE, re.DOTALL | re.MULT
 
 
 @pytest.mark.parametrize("text", SHOWN)
-def test_what_the_page_shows_stands_in_a_script(text: str) -> None:
+def test_code_of_page_is_in_scripts(text: str) -> None:
     assert any(text in script for script in SCRIPTS)
 
 
-def test_the_page_shows_something() -> None:
+def test_page_has_code() -> None:
     assert len(SHOWN) > 5
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_slices_say_what_the_page_says_of_them(slices: Slices, rank: int) -> None:
+def test_slices_have_signature_of_page(slices: Slices, rank: int) -> None:
     with slices.paths[rank].open("rb") as file:
         found = mindir.read(file)
     assert found.is_mindspore_export
@@ -39,14 +39,14 @@ def test_the_slices_say_what_the_page_says_of_them(slices: Slices, rank: int) ->
     assert b"mccl_world_group" in content
 
 
-def test_the_self_test_has_an_array_for_each_input_and_output(slices: Slices) -> None:
+def test_self_test_has_all_inputs_and_outputs(slices: Slices) -> None:
     with np.load(slices.selftest_path) as selftest:
         assert {name: selftest[name].shape for name in selftest} == {"x": (4, 16), "output_0": (4, 8)}
 
 
 @pytest.fixture
 def configuration(slices: Slices, python: Path, tmp_path: Path) -> Path:
-    """The page's, beside what it names; with a socket and directories of its own."""
+    """The configuration of the page beside its files, with a separate socket and directories."""
     for each in (*slices.paths, slices.selftest_path):
         shutil.copy(each, tmp_path)
     text = (EXAMPLE / "weightd.toml").read_text("utf-8").replace("/opt/mindspore/bin/python", str(python))
@@ -61,12 +61,12 @@ def weightd(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "weightd_daemon", *map(str, arguments)]
 
 
-def test_the_configuration_is_right(configuration: Path) -> None:
+def test_ranks_configuration_is_valid(configuration: Path) -> None:
     done = subprocess.run(weightd("check", configuration), capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_what_the_page_serves_answers_what_the_page_asks(configuration: Path, slices: Slices) -> None:
+def test_example_serves_and_calls(configuration: Path, slices: Slices) -> None:
     socket = configuration.parent / "weightd.sock"
     call = [sys.executable, str(EXAMPLE / "call.py"), str(slices.selftest_path), "--socket", str(socket)]
     with subprocess.Popen(weightd("serve", configuration), stderr=subprocess.PIPE, text=True) as daemon:

@@ -1,4 +1,4 @@
-"""Ranks of the real MindSpore behind a real daemon: right answers, whatever becomes of a rank or of their scheduler."""
+"""Ranks of the real MindSpore with a real daemon: right answers despite the loss of a rank or of the broker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(240)]
 MODEL = "cut"
 SIZES = (1, 4, 2, 7, 3)
 START_S = 120.0
-# Who waits for a rank that is stopped, or for a broker, gives up soon after the daemon has.
+# Shortly after the daemon's limit, the library gives up waiting for a stopped rank or broker.
 RANKS = {"size": 2, "exec_timeout": 6}
 PREDICT_TIMEOUT_S = 5.0
 
@@ -43,7 +43,7 @@ def table(python: Path, slices: Slices, **more: object) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def questions(slices: Slices) -> list[SampleRequest]:
-    """Requests of several sizes, with what the same group answers that is called directly."""
+    """Requests of several sizes, with the answers of the same group without weightd."""
     asked = [inputs(rows, seed=rows) for rows in SIZES]
     with Group(slices.paths, plain=True) as bare:
         return [SampleRequest(each, bare.ask("predict", each)[-1]) for each in asked]
@@ -63,27 +63,23 @@ def client(service: Service) -> Iterator[Client]:
 
 
 def serving(service: Service) -> GenerationStatus:
-    """Return the generation that serves; none of those that have gone."""
+    """Return the serving generation."""
     [model] = service.status().models
     return next(each for each in model.generations if each.state == "serving")
 
 
-def test_every_batch_is_answered_as_by_the_same_group_called_directly(
-    client: Client, questions: Sequence[SampleRequest]
-) -> None:
+def test_answers_equal_group_without_weightd(client: Client, questions: Sequence[SampleRequest]) -> None:
     ask_all(client, MODEL, [*questions] * 3)
 
 
-def test_status_tells_which_rank_is_where_and_which_slice_it_has(service: Service) -> None:
+def test_status_lists_ranks_and_broker(service: Service) -> None:
     there = {each.role: each for each in service.processes()}
     assert {*there} == {"rank", "broker"}
     ranks = [each for each in service.processes() if each.role == "rank"]
     assert [each.name.rpartition(".")[2] for each in ranks] == ["rank0", "rank1"]
 
 
-def test_a_group_goes_on_when_the_daemon_is_restarted(
-    service: ManagedService, questions: Sequence[SampleRequest]
-) -> None:
+def test_group_survives_restart_of_daemon(service: ManagedService, questions: Sequence[SampleRequest]) -> None:
     before = serving(service)
     pids = {each.pid for each in before.processes}
     with service.client() as client:
@@ -96,33 +92,33 @@ def test_a_group_goes_on_when_the_daemon_is_restarted(
 
 
 @pytest.mark.parametrize(
-    ("who", "number"), [("rank0", signal.SIGKILL), ("rank1", signal.SIGSTOP), ("broker", signal.SIGKILL)]
+    ("process", "number"), [("rank0", signal.SIGKILL), ("rank1", signal.SIGSTOP), ("broker", signal.SIGKILL)]
 )
-def test_who_is_lost_takes_the_group_along_and_no_request(
-    service: Service, questions: Sequence[SampleRequest], who: str, number: signal.Signals
+def test_lost_process_replaces_group_without_lost_request(
+    service: Service, questions: Sequence[SampleRequest], process: str, number: signal.Signals
 ) -> None:
     before = serving(service)
-    victim = next(each for each in before.processes if each.name.endswith(f".{who}"))
+    victim = next(each for each in before.processes if each.name.endswith(f".{process}"))
     with Load(service.address, MODEL, questions) as load:
         load.wait_for(20)
         os.kill(victim.pid, number)
         until(lambda: serving_after(service, before.number), "another group serves", START_S)
         load.wait_for(20)
-    # Nobody of it is left, whether he was struck or not.
+    # All processes of the group have exited, not only the one that was killed or stopped.
     assert not [each.pid for each in before.processes if Path(f"/proc/{each.pid}").exists()]
     if number is signal.SIGKILL:
-        # The others have ended because of it, or by the daemon's hand.
+        # Otherwise another rank may have failed first.
         assert f"{MODEL}.{before.number} failed: {victim.name}: " in service.log
 
 
 def serving_after(service: Service, number: int) -> bool:
-    """Whether a generation serves that is not the one of this number."""
+    """Return whether a generation with a higher number serves."""
     [model] = service.status().models
     return any(each.state == "serving" and each.number > number for each in model.generations)
 
 
-def test_a_slice_of_another_network_is_refused_by_the_self_test(python: Path, slices: Slices, tmp_path: Path) -> None:
-    """It loads, has the same signature, and both ranks agree: only the self-test tells that it is wrong."""
+def test_self_test_rejects_slice_of_other_network(python: Path, slices: Slices, tmp_path: Path) -> None:
+    """The slice loads and has the same signature, and both ranks agree, so only the self-test detects it."""
     other = export(tmp_path / "other", hidden=128)
     mixed = tmp_path / "mixed"
     mixed.mkdir()
@@ -137,7 +133,7 @@ def test_a_slice_of_another_network_is_refused_by_the_self_test(python: Path, sl
         client.infer(MODEL, inputs(1))
 
 
-def test_two_groups_share_the_queue(python: Path, slices: Slices, questions: Sequence[SampleRequest]) -> None:
+def test_two_groups_share_queue(python: Path, slices: Slices, questions: Sequence[SampleRequest]) -> None:
     groups = [["cpu", "cpu"], ["cpu", "cpu"]]
     with Service({MODEL: table(python, slices, ranks={"devices": groups})}) as service:
         service.ready(START_S)
@@ -147,6 +143,6 @@ def test_two_groups_share_the_queue(python: Path, slices: Slices, questions: Seq
                 ask_all(client, MODEL, questions)
             return all(each.served for each in service.processes() if each.role == "rank")
 
-        until(both_have_served, "both have served")
+        until(both_have_served, "both groups have served")
         for each in service.processes():
             assert each.role in ("rank", "broker")

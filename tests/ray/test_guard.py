@@ -1,4 +1,4 @@
-"""A guard with a real daemon, whoever of the two is killed."""
+"""The daemon supervisor of a Ray replica with a real daemon, when either of them is killed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from weightd_ray import daemon_supervisor
 from weightd_ray.work_dirs import work_dir
 
 
-class Started:
-    """A guard as a replica starts it, with a daemon that has nothing to serve: its model is no file."""
+class StartedSupervisor:
+    """A supervisor as a replica starts it; the model of its daemon does not exist."""
 
     def __init__(self, base: Path) -> None:
         process = subprocess.Popen(
@@ -37,11 +37,11 @@ class Started:
         self.socket = Path(found["address"].removeprefix("unix://"))
         until(self.socket.exists, "the daemon listens")
 
-    def let_go(self) -> None:
-        """Do as the end of the replica does, and wait for that of the guard."""
+    def disconnect(self) -> None:
+        """Close the supervisor's input, as the exit of the replica does, and wait until the supervisor exits."""
         with contextlib.suppress(OSError):
             self.leash.close()
-        until(lambda: not there(self.pid), "the guard ends")
+        until(lambda: not there(self.pid), "the supervisor exits")
         self.reports.close()
 
     @property
@@ -52,11 +52,11 @@ class Started:
 
 
 @pytest.fixture
-def started(tmp_path: Path) -> Iterator[Started]:
-    """A guard with its daemon; ended, whatever the test has done."""
-    one = Started(tmp_path / "b")
+def started(tmp_path: Path) -> Iterator[StartedSupervisor]:
+    """A supervisor with its daemon, stopped after the test."""
+    one = StartedSupervisor(tmp_path / "b")
     yield one
-    one.let_go()
+    one.disconnect()
 
 
 def there(pid: int) -> bool:
@@ -66,23 +66,23 @@ def there(pid: int) -> bool:
         return False
 
 
-def test_it_is_nobodys_child_and_leaves_nothing_when_the_replica_is_no_more(started: Started) -> None:
+def test_supervisor_cleans_up_when_replica_exits(started: StartedSupervisor) -> None:
     assert f"\nPPid:\t{os.getpid()}\n" not in Path(f"/proc/{started.pid}/status").read_text()
     daemon = started.daemon
-    started.let_go()
+    started.disconnect()
     assert not there(daemon)
     assert not list(started.socket.parents[1].iterdir())
 
 
-def test_its_own_death_ends_the_daemon_and_the_next_one_removes_the_files(started: Started, tmp_path: Path) -> None:
+def test_daemon_exits_with_killed_supervisor(started: StartedSupervisor, tmp_path: Path) -> None:
     daemon = started.daemon
     os.kill(started.pid, signal.SIGKILL)
-    until(lambda: not there(daemon), "the daemon ends")
+    until(lambda: not there(daemon), "the daemon exits")
     assert started.socket.parent.exists()
 
-    def is_swept() -> bool:
+    def is_removed() -> bool:
         with work_dir(tmp_path / "b"):
             return not started.socket.parent.exists()
 
-    # As soon as the last process of that daemon has ended, which takes a moment more.
-    until(is_swept, "another replica removes what is left")
+    # Possible only when the last process of that daemon has exited, a moment later.
+    until(is_removed, "another replica removes the files")

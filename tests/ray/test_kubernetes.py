@@ -1,6 +1,6 @@
-"""The manifest for Kubernetes is one, by Kubernetes' own schemas, and its containers do what it says of them.
+"""The Kubernetes manifest: validity against Kubernetes' schemas, and behaviour of its containers.
 
-There is no Kubernetes here: their commands and probes run on this host, with their files at other places.
+The tests do not need Kubernetes: commands and probes of the containers run on this host, with other paths.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from testkit import models
 from testkit.ports import free_ports
 from testkit.waiting import until
 
-# They are in the environment of these tests alone.
+# Only the environment of these tests has these packages.
 kubernetes_validate: Any = import_module("kubernetes_validate")
 yaml: Any = import_module("yaml")
 
@@ -34,25 +34,25 @@ FILES: Mapping[str, str] = OF_KIND["ConfigMap"]["data"]
 POD: Mapping[str, Any] = OF_KIND["Deployment"]["spec"]["template"]["spec"]
 DAEMON, GATEWAY, EXPORTER = POD["containers"]
 
-# The oldest that is still maintained, and the newest that the schemas are of.
+# The oldest maintained version, and the newest one with schemas.
 VERSIONS = ["1.34", "1.37"]
 
 PROGRAMS = {"weightd": "weightd_daemon", "weightctl": "weightctl"}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_each_document_is_as_kubernetes_has_it(version: str) -> None:
+def test_documents_match_schemas(version: str) -> None:
     assert len(DOCUMENTS) == len(OF_KIND) == 4
     for each in DOCUMENTS:
         kubernetes_validate.validate(each, version, strict=True)
 
 
-def test_a_wrong_word_is_noticed() -> None:
+def test_unknown_key_is_rejected() -> None:
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate({**OF_KIND["Deployment"], "spek": {}}, VERSIONS[0], strict=True)
 
 
-def test_parts_that_name_each_other_do() -> None:
+def test_references_between_documents() -> None:
     labels = OF_KIND["Deployment"]["spec"]["template"]["metadata"]["labels"]
     assert OF_KIND["Deployment"]["spec"]["selector"]["matchLabels"] == labels
     assert OF_KIND["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
@@ -66,7 +66,7 @@ def test_parts_that_name_each_other_do() -> None:
     assert {each["name"] for container in POD["containers"] for each in container["volumeMounts"]} == volumes
 
 
-def test_who_ends_has_time_for_what_is_under_way() -> None:
+def test_grace_period_covers_drain() -> None:
     pauses = [each["lifecycle"]["preStop"]["sleep"]["seconds"] for each in POD["containers"]]
     drains = [float(found) for text in FILES.values() for found in re.findall(r"drain_timeout = (\d+)", text)]
     assert len(drains) == 2
@@ -74,7 +74,7 @@ def test_who_ends_has_time_for_what_is_under_way() -> None:
 
 
 class Pod:
-    """The containers of the manifest, as processes here; `root` is their file system."""
+    """The containers of the manifest as processes; `root` is their file system."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -116,7 +116,7 @@ class Pod:
             )
         place = f"http://127.0.0.1:{self.ports[one['httpGet']['port']]}{one['httpGet']['path']}"
         try:
-            # As the kubelet asks: for the address of the pod, which the gateway has never heard of.
+            # The kubelet sends the pod's address as Host header, which the gateway does not know.
             with urllib.request.urlopen(urllib.request.Request(place, headers={"Host": "10.0.0.7:8000"}), timeout=5):
                 return True
         except urllib.error.URLError:
@@ -130,7 +130,7 @@ class Pod:
             return False
 
 
-def test_the_containers_of_a_pod_serve_and_their_probes_tell_the_truth(tmp_path: Path) -> None:
+def test_containers_serve_and_probes_report_state(tmp_path: Path) -> None:
     pod = Pod(tmp_path)
     (tmp_path / "srv/models").mkdir(parents=True)
     models.tiny(tmp_path / "srv/models/digits.onnx")

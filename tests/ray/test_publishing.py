@@ -1,4 +1,4 @@
-"""Models in the object store: published, fetched by replicas, and gone again."""
+"""Models in Ray's object store: publish, fetch by replicas, and unpublish."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from weightd_common.modelfiles.files import ModelFileError, digest
 from weightd_protocol.errors import NotFound, Unavailable
 from weightd_ray import model_store, publish, unpublish
 
-from .asking import SampleRequests, ask, output
+from .http_clients import SampleRequests, ask, output
 
 pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture
 def published(one: Nodes, zoo: Path) -> Iterator[str]:
-    """The name of a.onnx in the object store."""
+    """The name under which a.onnx is published."""
     del one
     name = publish(zoo / "a.onnx")
     yield name
@@ -40,7 +40,7 @@ def kept(one: Nodes) -> list[Path]:
     return list((one.base / "models").glob("?" * 64))
 
 
-def test_a_replica_serves_what_was_published_and_its_host_has_one_copy(
+def test_replicas_of_host_share_one_copy_of_published_model(
     one: Nodes, zoo: Path, published: str, questions: SampleRequests
 ) -> None:
     assert published == "sha256:" + hashlib.sha256((zoo / "a.onnx").read_bytes()).hexdigest()
@@ -51,7 +51,7 @@ def test_a_replica_serves_what_was_published_and_its_host_has_one_copy(
         assert questions.model_of(0, output(reply.body)) == "a"
     (copy,) = kept(one)
     assert f"sha256:{copy.name}" == published
-    # A file that has been damaged is noticed by who comes next.
+    # The next replica notices a damaged file and fetches it again.
     one.delete("p")
     one.delete("q")
     (copy / "files" / "a.onnx").write_bytes(b"damaged")
@@ -60,11 +60,11 @@ def test_a_replica_serves_what_was_published_and_its_host_has_one_copy(
     one.delete("p")
 
 
-def test_what_is_published_already_is_not_published_again(published: str, zoo: Path) -> None:
+def test_publish_is_idempotent(published: str, zoo: Path) -> None:
     assert publish(zoo / "a.onnx") == published
 
 
-def test_a_file_that_changes_while_it_is_published_is_told(
+def test_publish_rejects_file_that_changes(
     one: Nodes, zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del one
@@ -76,28 +76,26 @@ def test_a_file_that_changes_while_it_is_published_is_told(
         shutil.copy(zoo / "b.onnx", path)
         return found
 
-    # It would be published by the name of what it was, and no replica would take it.
+    # Otherwise it would be published under the digest of the old content, and every replica would reject it.
     monkeypatch.setattr(model_store, "digest", digest_before)
     with pytest.raises(ModelFileError, match="changed while it was copied"):
         publish(path)
 
 
-def test_a_publication_that_is_lost_on_the_way_is_told(
-    one: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_publish_fails_if_store_dies(one: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     del one
-    put = getattr(model_store, "_put_file")  # noqa: B009 - its shelf is nobody else's to kill
+    put = getattr(model_store, "_put_file")  # noqa: B009 - the test replaces the private function
 
-    def put_on_none(shelf: Any, *more: Any) -> None:
-        ray.kill(shelf)
-        put(shelf, *more)
+    def put_to_killed_store(store: Any, *more: Any) -> None:
+        ray.kill(store)
+        put(store, *more)
 
-    monkeypatch.setattr(model_store, "_put_file", put_on_none)
+    monkeypatch.setattr(model_store, "_put_file", put_to_killed_store)
     with pytest.raises(Unavailable, match="put there: Actor"):
         publish(models.tiny(tmp_path / "z.onnx", seed=9))
 
 
-def test_a_model_with_files_beside_it_comes_with_all_of_them(one: Nodes, tmp_path: Path) -> None:
+def test_publishes_external_data_files(one: Nodes, tmp_path: Path) -> None:
     path = models.with_external_data(tmp_path / "e.onnx")
     assert len(list(tmp_path.iterdir())) > 1
     name = publish(path)
@@ -111,17 +109,17 @@ def test_a_model_with_files_beside_it_comes_with_all_of_them(one: Nodes, tmp_pat
         unpublish(name)
 
 
-def test_what_is_not_published_is_told(one: Nodes) -> None:
+def test_unpublish_of_unknown_model_fails(one: Nodes) -> None:
     with pytest.raises(NotFound, match="no model sha256:abab"):
         unpublish("sha256:" + "ab" * 32)
     del one
 
 
-def test_the_command_publishes_for_whoever_comes_later(one: Nodes, zoo: Path) -> None:
+def test_command_publishes_beyond_its_own_lifetime(one: Nodes, zoo: Path) -> None:
     del one
     address = ray.get_runtime_context().gcs_address
 
-    # Its address is a loopback one: see testkit.raynodes.
+    # The test cluster has a loopback address; see testkit.raynodes.
     program = "from ray._private import ray_constants as c; c.ENABLE_RAY_CLUSTER = False; import sys; "
     program += "from weightd_ray.__main__ import main; sys.exit(main(sys.argv[1:]))"
 

@@ -1,4 +1,4 @@
-"""One node: what is asked over HTTP and by handles, what goes wrong, and how a replica ends."""
+"""A cluster of one node: requests over HTTP and by handles, errors, and the end of replicas."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from testkit.service import Service
 from testkit.waiting import until
 from weightd_protocol.errors import DeadlineExceeded, InvalidArgument, RequestError, Unavailable
 
-from .asking import SampleRequests, ask, inference, output
+from .http_clients import SampleRequests, ask, inference, output
 
 TRACE = f"00-{'ab' * 16}-{'cd' * 8}-01"
 
@@ -38,20 +38,20 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(scope="module")
 def app(one: Nodes, zoo: Path) -> Iterator[Nodes]:
-    """The node with a model, a.onnx at /m."""
+    """The node with the model a.onnx at /m."""
     one.run(one.application("m", {"model": str(zoo / "a.onnx"), "workers": 2}))
     yield one
     one.delete("m")
 
 
-def test_over_http_it_is_the_gateway(app: Nodes, questions: SampleRequests) -> None:
+def test_http_requests(app: Nodes, questions: SampleRequests) -> None:
     reply = ask(app.http, "/m/v2/models/a/infer", questions.bodies[0], traceparent=TRACE)
     assert reply.status == 200
     assert questions.model_of(0, output(reply.body)) == "a"
     assert reply.headers["traceparent"] == TRACE
     assert ask(app.http, "/m/v2/models/a/ready").body == b'{"name":"a","ready":true}'
     assert ask(app.http, "/m/v2/health/ready").status == 200
-    # Whoever stands before Serve may know who asks; a replica does not look.
+    # A replica ignores credentials; a proxy in front of Serve may check them.
     assert ask(app.http, "/m/v2/models/a", Authorization="Bearer x").status == 200
 
 
@@ -65,15 +65,13 @@ def test_over_http_it_is_the_gateway(app: Nodes, questions: SampleRequests) -> N
         ("/m/v2/repository/models/a/load", b"", 400, b"weightctl"),
     ],
 )
-def test_an_error_over_http_is_the_gateways(
-    app: Nodes, path: str, body: bytes | None, status: int, text: bytes
-) -> None:
+def test_http_errors_come_from_gateway(app: Nodes, path: str, body: bytes | None, status: int, text: bytes) -> None:
     reply = ask(app.http, path, body)
     assert (reply.status, reply.is_ours) == (status, True)
     assert text in reply.body
 
 
-def test_a_handle_takes_arrays_and_references_to_arrays(app: Nodes, questions: SampleRequests) -> None:
+def test_handle_accepts_arrays_and_object_references(app: Nodes, questions: SampleRequests) -> None:
     handle = serve.get_app_handle("m")
     x = questions.inputs[1]
     for given in (x, ray.put(x)):
@@ -82,7 +80,7 @@ def test_a_handle_takes_arrays_and_references_to_arrays(app: Nodes, questions: S
     assert handle.metadata.remote().result()["name"] == "a"
 
 
-def test_an_error_by_a_handle_is_what_it_is(app: Nodes, questions: SampleRequests) -> None:
+def test_handle_raises_weightd_errors(app: Nodes, questions: SampleRequests) -> None:
     handle = serve.get_app_handle("m")
     with pytest.raises(InvalidArgument, match="z is not an input"):
         handle.infer.remote({"z": questions.inputs[0]}).result()
@@ -92,7 +90,7 @@ def test_an_error_by_a_handle_is_what_it_is(app: Nodes, questions: SampleRequest
 
 
 @pytest.mark.parametrize("error", [Unavailable("x", retry_after=1.5), DeadlineExceeded("y")])
-def test_an_error_keeps_its_fields_on_its_way(app: Nodes, error: RequestError) -> None:
+def test_errors_keep_fields_across_processes(app: Nodes, error: RequestError) -> None:
     del app
 
     @ray.remote
@@ -106,7 +104,7 @@ def test_an_error_keeps_its_fields_on_its_way(app: Nodes, error: RequestError) -
     assert (str(again), again.retry_after) == (str(error), error.retry_after)
 
 
-def test_large_arrays_come_through_unchanged(one: Nodes, tmp_path: Path) -> None:
+def test_large_arrays_use_no_private_memory(one: Nodes, tmp_path: Path) -> None:
     model = models.tiny(tmp_path / "wide.onnx")
     one.run(one.application("wide", {"model": str(model)}))
     x = np.random.default_rng(1).standard_normal((60_000, 64)).astype(np.float32)
@@ -116,7 +114,7 @@ def test_large_arrays_come_through_unchanged(one: Nodes, tmp_path: Path) -> None
     before = rollup(replica)["Anonymous"]
     kept = handle.infer.remote({"x": ray.put(x)}).result()["y"]
     assert np.array_equal(direct, kept)
-    # Neither the input nor the output was memory of the replica's own.
+    # Neither input nor output was copied into the replica's private memory.
     assert rollup(replica)["Anonymous"] - before < x.nbytes / 2
     few = handle.infer.remote({"x": x[:1]}).result()["y"]
     assert np.allclose(direct[:1], few, rtol=1e-5)
@@ -125,7 +123,7 @@ def test_large_arrays_come_through_unchanged(one: Nodes, tmp_path: Path) -> None
 
 @pytest.fixture(scope="module")
 def slow(one: Nodes, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
-    """A model at /slow that takes a second or more for SLOW, with one worker."""
+    """A model at /slow with one worker; the input SLOW takes it a second or more."""
     model = models.mlp(tmp_path_factory.mktemp("slow") / "slow.onnx", layers=4, width=1024)
     one.run(one.application("slow", {"model": str(model), "selftest": "off"}))
     yield one
@@ -136,32 +134,32 @@ SLOW = np.zeros((6_000, 1024), np.float32)
 
 
 def binary(x: NDArray[Any]) -> tuple[bytes, Mapping[str, str]]:
-    """Return body and header of a request for one input, x, whose bytes follow the JSON."""
+    """Return body and headers of a request for one input, x, in binary form after the JSON."""
     asked = {"name": "x", "datatype": "FP32", "shape": x.shape, "parameters": {"binary_data_size": x.nbytes}}
     header = json.dumps({"inputs": [asked]}).encode()
     return header + x.tobytes(), {"Inference-Header-Content-Length": str(len(header))}
 
 
-def under_way(nodes: Nodes) -> int:
-    """Return how many requests the daemon of the slow model has."""
+def requests_in_daemon(nodes: Nodes) -> int:
+    """Return the number of requests that the daemon of the slow model is running or has queued."""
     lines = ask(nodes.http, "/slow/metrics").body.decode().splitlines()
     families = ("weightd_requests_running{", "weightd_requests_queued{")
     return sum(int(float(each.rpartition(" ")[2])) for each in lines if each.startswith(families))
 
 
 def cancelled(nodes: Nodes) -> list[str]:
-    """Return what the daemon has counted of requests that were taken back."""
+    """Return the daemon's metrics of cancelled requests."""
     lines = ask(nodes.http, "/slow/metrics").body.decode().splitlines()
     return [each for each in lines if "CANCELLED" in each]
 
 
-def test_a_deadline_is_the_requests_own(slow: Nodes) -> None:
+def test_timeout_of_handle_request(slow: Nodes) -> None:
     handle = serve.get_app_handle("slow")
     with pytest.raises(DeadlineExceeded):
         handle.infer.remote({"x": SLOW}, timeout=0.05).result()
 
 
-def test_a_request_that_is_cancelled_is_taken_back(slow: Nodes) -> None:
+def test_cancelled_handle_request_leaves_daemon(slow: Nodes) -> None:
     before = cancelled(slow)
     handle = serve.get_app_handle("slow")
     first = handle.infer.remote({"x": SLOW})
@@ -169,24 +167,24 @@ def test_a_request_that_is_cancelled_is_taken_back(slow: Nodes) -> None:
     time.sleep(0.3)
     second.cancel()
     first.result()
-    until(lambda: cancelled(slow) != before, "it is taken back")
+    until(lambda: cancelled(slow) != before, "the daemon cancels the request")
 
 
-def test_a_caller_that_hangs_up_takes_its_request_back(slow: Nodes) -> None:
+def test_http_disconnect_cancels_request(slow: Nodes) -> None:
     before = cancelled(slow)
     body, header = binary(SLOW)
     connection = http.client.HTTPConnection("127.0.0.1", slow.http, timeout=60)
     connection.request("POST", "/slow/v2/models/slow/infer", body, header)
     time.sleep(0.5)
     connection.close()
-    until(lambda: cancelled(slow) != before, "it is taken back")
+    until(lambda: cancelled(slow) != before, "the daemon cancels the request")
 
 
-def test_a_daemon_that_is_killed_is_started_again_in_its_replica(app: Nodes, questions: SampleRequests) -> None:
-    (guard,) = app.supervisors("m")
-    pid = daemon_of(guard)
+def test_restarts_killed_daemon_in_its_replica(app: Nodes, questions: SampleRequests) -> None:
+    (supervisor,) = app.supervisors("m")
+    pid = daemon_of(supervisor)
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not Path(f"/proc/{pid}").exists(), "it is gone")
+    until(lambda: not Path(f"/proc/{pid}").exists(), "the daemon exits")
     seen: set[int] = set()
 
     def answers() -> bool:
@@ -195,32 +193,32 @@ def test_a_daemon_that_is_killed_is_started_again_in_its_replica(app: Nodes, que
 
     until(answers, "the next daemon answers", 60)
     assert seen <= {200, 503}
-    assert app.supervisors("m") == [guard]
+    assert app.supervisors("m") == [supervisor]
 
 
-def test_a_replica_with_another_model_does_not_serve(one: Nodes, zoo: Path) -> None:
+def test_replica_rejects_model_with_wrong_sha256(one: Nodes, zoo: Path) -> None:
     other = "ab" * 32
     found = hashlib.sha256((zoo / "a.onnx").read_bytes()).hexdigest()
     wrong = one.application("wrong", {"model": str(zoo / "a.onnx"), "sha256": other}, max_constructor_retry_count=1)
     one.deploy(wrong)
 
     def message() -> str:
-        told = serve.status().applications["wrong"].deployments.get("weightd")
-        return told.message if told is not None and other in told.message else ""
+        deployment = serve.status().applications["wrong"].deployments.get("weightd")
+        return deployment.message if deployment is not None and other in deployment.message else ""
 
-    text = until(message, "Serve tells why", 60)
+    text = until(message, "Serve reports the error", 60)
     assert found in text
     one.delete("wrong")
 
 
-def test_arguments_that_are_wrong_are_told_by_serve(one: Nodes) -> None:
+def test_serve_reports_invalid_arguments(one: Nodes) -> None:
     one.deploy(one.application("wrong", {"model": "/none.onnx", "workers": 0}))
-    text = until(lambda: serve.status().applications["wrong"].message, "Serve tells why", 60)
+    text = until(lambda: serve.status().applications["wrong"].message, "Serve reports the error", 60)
     assert "workers: expected integer, 1 to 1024, got int 0" in text
     one.delete("wrong")
 
 
-def test_the_hosts_own_service_is_asked_where_there_is_one(one: Nodes, zoo: Path, questions: SampleRequests) -> None:
+def test_replica_uses_service_of_host(one: Nodes, zoo: Path, questions: SampleRequests) -> None:
     with Service({"a": {"path": zoo / "a.onnx", "workers": 1}}) as service:
         one.run(one.application("host", {"address": service.address, "name": "a"}))
         reply = ask(one.http, "/host/v2/models/a/infer", questions.bodies[3])
@@ -229,25 +227,27 @@ def test_the_hosts_own_service_is_asked_where_there_is_one(one: Nodes, zoo: Path
         assert Path(f"/proc/{service.pid}").exists()
 
 
-def test_a_replica_that_is_killed_leaves_nothing(app: Nodes, questions: SampleRequests) -> None:
-    (guard,) = app.supervisors("m")
-    room = work_dir_of(app, guard)
+def test_killed_replica_leaves_no_files_or_processes(app: Nodes, questions: SampleRequests) -> None:
+    (supervisor,) = app.supervisors("m")
+    directory = work_dir_of(app, supervisor)
     (replica,) = app.replicas("m")
     os.kill(replica, signal.SIGKILL)
-    until(lambda: not room.exists(), "its files are gone")
-    until(lambda: guard not in app.pids("weightd_ray.daemon_supervisor"), "its guard ends")
-    until(lambda: ask(app.http, "/m/v2/models/a/infer", questions.bodies[4]).status == 200, "another serves", 60)
+    until(lambda: not directory.exists(), "its files are deleted")
+    until(lambda: supervisor not in app.pids("weightd_ray.daemon_supervisor"), "its supervisor exits")
+    until(
+        lambda: ask(app.http, "/m/v2/models/a/infer", questions.bodies[4]).status == 200, "another replica serves", 60
+    )
 
 
-def test_who_has_asked_a_replica_that_dies_is_told_so_that_it_may_ask_again(slow: Nodes) -> None:
+def test_requests_of_dying_replica_fail_with_retryable_errors(slow: Nodes) -> None:
     one = SLOW[:1]
     handle = serve.get_app_handle("slow")
     with ThreadPoolExecutor(1) as pool:
-        # A worker that does not go on keeps both under way.
+        # A stopped worker keeps both requests in the daemon.
         os.kill(worker_of(slow.supervisors("slow")[0]), signal.SIGSTOP)
         by_handle = handle.infer.remote({"x": one})
         by_http = pool.submit(ask, slow.http, "/slow/v2/models/slow/infer", inference(one))
-        until(lambda: under_way(slow) == 2, "both are under way")
+        until(lambda: requests_in_daemon(slow) == 2, "both requests are in the daemon")
         os.kill(slow.replicas("slow")[0], signal.SIGKILL)
         with pytest.raises(RayActorError):
             by_handle.result()
@@ -256,31 +256,31 @@ def test_who_has_asked_a_replica_that_dies_is_told_so_that_it_may_ask_again(slow
     assert (reply.status, reply.is_ours) == (500, False)
 
 
-def test_what_serve_itself_gives_up_is_taken_back(slow: Nodes) -> None:
+def test_timeout_of_serve_cancels_request(slow: Nodes) -> None:
     until(lambda: ask(slow.http, "/slow/v2/models/slow/ready").status == 200, "another replica serves", 60)
     body, header = binary(SLOW)
     before = cancelled(slow)
-    # A busy machine has it at the daemon long before.
+    # Long enough for the request to reach the daemon on a busy machine.
     header = {**header, "X-Request-Timeout-Seconds": "5.0"}
     os.kill(worker_of(slow.supervisors("slow")[0]), signal.SIGSTOP)
     connection = http.client.HTTPConnection("127.0.0.1", slow.http, timeout=60)
     connection.request("POST", "/slow/v2/models/slow/infer", body, header)
     assert connection.getresponse().status == 408
     connection.close()
-    until(lambda: cancelled(slow) != before, "it is taken back")
+    until(lambda: cancelled(slow) != before, "the daemon cancels the request")
 
 
-def worker_of(guard: int) -> int:
-    (pid,) = (each for each in families([guard]) if census.log(each).endswith(".w1.log"))
+def worker_of(supervisor: int) -> int:
+    (pid,) = (each for each in families([supervisor]) if census.log(each).endswith(".w1.log"))
     return pid
 
 
-def daemon_of(guard: int) -> int:
-    (pid,) = Path(f"/proc/{guard}/task/{guard}/children").read_text().split()
+def daemon_of(supervisor: int) -> int:
+    (pid,) = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     return int(pid)
 
 
-def work_dir_of(nodes: Nodes, guard: int) -> Path:
-    command = Path(f"/proc/{daemon_of(guard)}/cmdline").read_bytes().decode()
+def work_dir_of(nodes: Nodes, supervisor: int) -> Path:
+    command = Path(f"/proc/{daemon_of(supervisor)}/cmdline").read_bytes().decode()
     (work_dir,) = (each for each in (nodes.base / "work").iterdir() if str(each) in command)
     return work_dir

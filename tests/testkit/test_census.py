@@ -1,4 +1,4 @@
-"""Every process of a service is found, however it came to be."""
+"""The list of a service's processes, for all ways in which they start."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from testkit import census, models
 from testkit.managed import ManagedService
 from testkit.waiting import until
 
-# A child that goes on, and one that has exited and is not reaped.
+# A process with a running child, and with a child that has exited but is not reaped.
 _PARENT = """
 import os, sys
 if not os.fork():
@@ -24,7 +24,7 @@ sys.stdin.read()
 """
 
 
-def test_processes_are_found_with_their_children_but_none_that_has_exited() -> None:
+def test_finds_children_except_exited_ones() -> None:
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", _PARENT], stdin=pipe, stdout=pipe, start_new_session=True) as parent:
         assert parent.stdout is not None
@@ -34,17 +34,17 @@ def test_processes_are_found_with_their_children_but_none_that_has_exited() -> N
         parent.communicate()
 
 
-def test_a_service_has_the_same_processes_under_another_daemon(tmp_path: Path) -> None:
+def test_finds_same_roles_after_restart_of_daemon(tmp_path: Path) -> None:
     with ManagedService({"tiny": {"path": models.tiny(tmp_path / "tiny.onnx")}}) as service:
         service.ready()
-        until(lambda: "proxy" in service.roles().values(), "there is a ZeroMQ proxy")
+        until(lambda: "proxy" in service.roles().values(), "the ZeroMQ proxy runs")
         before = service.roles()
         assert {"daemon", "shim", "zygote", "fork server", "worker"} <= {*before.values()}
         assert "other" not in before.values()
         assert service.pss_at_rest(0.5).keys() == before.keys()
         service.restart(signal.SIGKILL)
         service.ready()
-        until(lambda: sorted(service.roles().values()) == sorted(before.values()), "there are as many")
+        until(lambda: sorted(service.roles().values()) == sorted(before.values()), "the same number of processes runs")
         after = service.roles()
         kept = ("shim", "worker")
         assert {pid for pid, role in after.items() if role in kept} == {p for p, role in before.items() if role in kept}

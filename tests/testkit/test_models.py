@@ -1,4 +1,4 @@
-"""The kit itself: its models compute what numpy computes, on both engines; the digits are read."""
+"""The test kit's models: both engines compute the same answers as numpy; and the demo's model recognizes digits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from onnx import reference
 from testkit import memory, mindir, models, plain
 
 Arrays = dict[str, NDArray[Any]]
-# Writes a model, and returns it for one of the engines, whose name comes with it.
+# Writes a model, and converts it for an engine; returns its path and the engine's name.
 Write = Callable[[Callable[[Path], Path]], tuple[Path, str]]
 
 RNG = np.random.default_rng(1)
@@ -69,11 +69,11 @@ def by_numpy(onnx: Path, inputs: Arrays) -> Arrays:
 
 @pytest.mark.parametrize(
     ("name", "write"),
-    # MindSpore Lite has those that its tests serve: each is converted first.
+    # Each model for MindSpore Lite must be converted first, so these are only the models that its tests serve.
     [(name, "onnxruntime") for name in MODELS] + [(name, "mindspore_lite") for name in CONVERTED],
     indirect=["write"],
 )
-def test_an_engine_gives_the_answer_of_numpy(name: str, write: Write) -> None:
+def test_engine_answers_equal_numpy(name: str, write: Write) -> None:
     writer, inputs = MODELS[name]
     path, engine = write(writer)
     expected = by_numpy(path.with_suffix(".onnx"), inputs)
@@ -85,14 +85,14 @@ def test_an_engine_gives_the_answer_of_numpy(name: str, write: Write) -> None:
                 np.testing.assert_allclose(answer[output], array, rtol=1e-4, atol=1e-4)
 
 
-def test_what_an_engine_refuses_is_an_error_with_its_reason(write: Write) -> None:
+def test_error_of_engine_has_reason(write: Write) -> None:
     path, engine = write(models.two_batches)
     reason = {"onnxruntime": "2 by 3", "mindspore_lite": r"predict failed!(.|\n)*\[ERROR\]"}[engine]
     with plain.PlainProcess(path, engine) as process, pytest.raises(plain.PlainError, match=reason):
         process.infer({"a": normal(2, 4), "b": normal(3, 4)})
 
 
-def test_the_same_seed_writes_the_same_bytes(tmp_path: Path) -> None:
+def test_same_seed_writes_same_bytes(tmp_path: Path) -> None:
     written: list[bytes] = []
     for name, seed in (("first", 0), ("second", 0), ("other", 1)):
         (tmp_path / name).mkdir()
@@ -100,14 +100,14 @@ def test_the_same_seed_writes_the_same_bytes(tmp_path: Path) -> None:
     assert written[0] == written[1] != written[2]
 
 
-def test_external_weights_are_not_in_the_model_file(tmp_path: Path) -> None:
+def test_external_weights_are_in_separate_files(tmp_path: Path) -> None:
     onnx = models.with_external_data(tmp_path / "model.onnx", locations=3, width=64)
     sizes = {path.name: path.stat().st_size for path in tmp_path.iterdir() if path != onnx}
     assert sizes == dict.fromkeys(["model.w0.bin", "model.w1.bin", "model.w2.bin"], 64 * 64 * 4)
     assert onnx.stat().st_size < 1000
 
 
-def test_a_plain_process_measures_itself(tmp_path: Path) -> None:
+def test_plain_process_measures_itself(tmp_path: Path) -> None:
     with plain.PlainProcess(models.tiny(tmp_path / "model.onnx")) as process:
         x = {"x": normal(1, 64)}
         assert 0 < process.build_seconds < process.start_seconds
@@ -120,7 +120,7 @@ def test_a_plain_process_measures_itself(tmp_path: Path) -> None:
         memory.pss(process.pid)
 
 
-def test_what_cannot_be_loaded_or_converted_says_why(tmp_path: Path, mslite: Path) -> None:
+def test_load_and_convert_errors_have_reasons(tmp_path: Path, mslite: Path) -> None:
     empty = tmp_path / "empty.onnx"
     empty.touch()
     with pytest.raises(plain.PlainError, match=r"empty\.onnx"), plain.PlainProcess(empty):
@@ -144,7 +144,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_digits_are_read(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_model_recognizes_digits(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(mindir.REPOSITORY), *sys.path])  # benchmarks are not installed
     from benchmarks.demo import model
 

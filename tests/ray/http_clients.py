@@ -1,4 +1,4 @@
-"""Clients of a cluster, over HTTP, and their books: each request is answered once and right, or refused for now."""
+"""HTTP clients of a Ray cluster: each request must get one right answer, or one error that allows a retry."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from testkit.plain import PlainProcess
 WIDTH = 64
 COUNT = 32
 
-# What may be asked again: the daemon's and Serve's UNAVAILABLE and RESOURCE_EXHAUSTED, the end of Serve's patience;
-# and 500 where it is the proxy's own and not the model's: the replica, or its node, has died with the request.
+# Statuses after which a client may retry: UNAVAILABLE and RESOURCE_EXHAUSTED of the daemon and of Serve, and Serve's
+# time-out. Also 500, if it comes from Serve's proxy instead of the gateway: the replica or its node has died.
 _LATER = frozenset({503, 429, 408})
 _DIED = 500
 
@@ -27,22 +27,20 @@ _PAUSE_S = 0.02
 
 
 class Reply(NamedTuple):
-    """An answer over HTTP."""
-
     status: int
     headers: Mapping[str, str]
     body: bytes
 
     @property
     def is_ours(self) -> bool:
-        """Whether it is JSON, as all that the gateway says, and not the proxy's text."""
+        """Whether the body is JSON, like all answers of the gateway, and not text of Serve's proxy."""
         return self.headers.get("content-type", "").startswith("application/json")
 
 
 def ask(
     port: int, path: str, body: bytes | None = None, *, method: str = "", timeout: float = 60.0, **headers: str
 ) -> Reply:
-    """Ask once, by a connection of its own."""
+    """Send one request over a new connection."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:
         connection.request(method or ("GET" if body is None else "POST"), path, body, headers)
@@ -53,20 +51,20 @@ def ask(
 
 
 def inference(x: NDArray[Any]) -> bytes:
-    """Return the request for one input, x."""
+    """Return the request body for one input, x."""
     return json.dumps(
         {"inputs": [{"name": "x", "datatype": "FP32", "shape": list(x.shape), "data": x.ravel().tolist()}]}
     ).encode()
 
 
 def output(body: bytes) -> NDArray[Any]:
-    """Return y of an answer."""
+    """Return the output y of an answer."""
     (y,) = json.loads(body)["outputs"]
     return np.array(y["data"], np.float32).reshape(y["shape"])
 
 
 class SampleRequests:
-    """Inputs, and what each of several models answers: bit for bit, by the engine itself."""
+    """Inputs, and the answers of several models, computed by the engine without weightd."""
 
     def __init__(self, plain: Mapping[str, PlainProcess]) -> None:
         rng = np.random.default_rng(7)
@@ -75,17 +73,17 @@ class SampleRequests:
         self.answers = {name: [one.infer({"x": x})["y"] for x in self.inputs] for name, one in plain.items()}
 
     def model_of(self, index: int, y: NDArray[Any]) -> str:
-        """Return which model has answered so, "" if none would."""
+        """Return the name of the model that gives this answer, or ""."""
         return next((name for name, each in self.answers.items() if np.array_equal(each[index], y)), "")
 
 
 class RequestOutcomes:
-    """What came of all requests.
+    """Outcomes of all requests.
 
     Attributes:
-        sent: how many there were.
-        outcomes: how many ended how: by the name of the model, or by a status.
-        wrong: those that must not be.
+        sent: number of requests.
+        outcomes: number of requests by name of the answering model, or by status.
+        wrong: descriptions of requests that must not have ended as they did.
     """
 
     def __init__(self) -> None:
@@ -95,35 +93,35 @@ class RequestOutcomes:
         self._lock = threading.Lock()
 
     def enter(self, outcome: str, wrong: str = "") -> None:
-        """A request has ended."""
+        """Count the outcome of a request."""
         with self._lock:
             self.outcomes[outcome] += 1
             if wrong:
                 self.wrong.append(wrong)
 
     def begin(self) -> None:
-        """A request is sent."""
+        """Count a request that is sent."""
         with self._lock:
             self.sent += 1
 
     def check(self) -> None:
-        """Each request has ended once, and none wrongly."""
+        """Check that each request has ended once, and none wrongly."""
         assert not self.wrong, (len(self.wrong), self.wrong[:5], self.outcomes)
         assert sum(self.outcomes.values()) == self.sent, (self.sent, self.outcomes)
 
 
 class LoadClients:
-    """Clients that ask one thing after another, within a block.
+    """Client threads that send one request after another within a block.
 
     Args:
-        port: of the proxy.
-        path: of the model.
-        questions: what they ask.
-        count: of clients.
+        port: port of Serve's proxy.
+        path: path of the model.
+        questions: requests to send.
+        count: number of clients.
 
     Attributes:
-        books: what comes of it.
-        allowed: the models that may answer, now.
+        results: outcomes of the requests.
+        allowed: names of the models that may answer now.
     """
 
     def __init__(self, port: int, path: str, questions: SampleRequests, count: int = 8) -> None:
@@ -132,7 +130,7 @@ class LoadClients:
         self._questions = questions
         self._ends = threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(i,), daemon=True) for i in range(count)]
-        self.books = RequestOutcomes()
+        self.results = RequestOutcomes()
         self.allowed: Collection[str] = ("a",)
         self.right = 0
 
@@ -148,37 +146,37 @@ class LoadClients:
         assert not any(each.is_alive() for each in self._threads)
 
     def wait(self, more: int, limit: float = 120.0) -> None:
-        """Return when so many more requests have been answered rightly."""
+        """Wait until this many more requests have been answered."""
         wanted, ends = self.right + more, time.monotonic() + limit
         while self.right < wanted:
-            assert not self.books.wrong, self.books.wrong[:5]
-            assert time.monotonic() < ends, (self.right, wanted, self.books.outcomes)
+            assert not self.results.wrong, self.results.wrong[:5]
+            assert time.monotonic() < ends, (self.right, wanted, self.results.outcomes)
             time.sleep(0.05)
 
     def _ask(self, number: int) -> None:
         for index in self._indices(number):
             if self._ends.is_set():
                 return
-            self.books.begin()
+            self.results.begin()
             allowed = {*self.allowed}
             try:
                 reply = ask(self._port, self._path, self._questions.bodies[index])
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is in the books
-                self.books.enter("exception", f"{type(error).__name__}: {error}")
+            except Exception as error:  # noqa: BLE001 - any error is counted
+                self.results.enter("exception", f"{type(error).__name__}: {error}")
                 continue
             self._enter(index, reply, allowed | {*self.allowed})
-            # Nodes that come and go share the machine with those who ask.
+            # Nodes that start share the machine with the clients.
             time.sleep(_PAUSE_S)
 
     def _enter(self, index: int, reply: Reply, allowed: Collection[str]) -> None:
         if reply.status == 200:
             model = self._questions.model_of(index, output(reply.body))
-            self.books.enter(model or "wrong", "" if model in allowed else f"question {index}: {model or 'nobody'}")
+            self.results.enter(model or "wrong", "" if model in allowed else f"question {index}: {model or 'no model'}")
             self.right += 1
             return
-        may_be_asked_again = reply.status in _LATER or (reply.status == _DIED and not reply.is_ours)
-        self.books.enter(str(reply.status), "" if may_be_asked_again else f"{reply.status}: {reply.body[:200]!r}")
-        # As a client should, and a pause that another test would not notice.
+        is_retryable = reply.status in _LATER or (reply.status == _DIED and not reply.is_ours)
+        self.results.enter(str(reply.status), "" if is_retryable else f"{reply.status}: {reply.body[:200]!r}")
+        # Like a well-behaved client; short enough not to slow the test down.
         time.sleep(0.1)
 
     def _indices(self, number: int) -> Iterator[int]:
