@@ -141,7 +141,7 @@ def test_page_and_reference_have_all_keys(table: str) -> None:
         meaning = " ".join(key.meaning.split())
         assert meaning in re.sub(r"\\f[BR]", "`", part).replace("\\&", "").replace("\\(dq", '"')
         default = "required" if key.is_required else f"default `{key.default}`"
-        assert f"- **`{key.name}`** ({key.kind}" in reference
+        assert f"- **`{key.name}`** ({configuration.short_kind(key.kind)}" in reference
         [line] = re.findall(rf"^- \*\*`{key.name}`\*\* .*", reference, re.MULTILINE)
         assert meaning in line
         assert not key.default.strip('"') or default in line

@@ -11,6 +11,7 @@ import dataclasses
 import inspect
 import itertools
 import json
+import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -48,12 +49,11 @@ _TABLE_DESCRIPTIONS: Mapping[str, str] = {
     "listeners.NAME": (
         "An address on which the daemon listens for ZeroMQ clients. NAME follows the rules for a model's name. "
         "Optional: without these tables, ZeroMQ clients connect to the daemon's `socket`, or to the sockets that a "
-        "service manager passes. If there are tables, they must list all addresses, including those of passed sockets."
+        "service manager passes. If there are tables, they must list all addresses, including those sockets."
     ),
     "tenants.NAME": (
-        "The identities, rights and limits of one tenant. Clients that belong to no other tenant belong to the tenant "
-        "`default`; without a table `default`, they are rejected. Optional: without these tables, every client that "
-        "may connect belongs to one tenant."
+        "The identities, rights and limits of one tenant. Other clients belong to the tenant `default`; without a "
+        "table `default`, the daemon rejects them. Optional: without these tables, all clients belong to one tenant."
     ),
     "models.NAME": (
         "A model; at least one is required. Clients use the model as NAME: 1 to 64 ASCII letters, digits, `_`, `.` "
@@ -64,8 +64,8 @@ _TABLE_DESCRIPTIONS: Mapping[str, str] = {
         "of their first dimension. Optional: without this table, every request runs alone."
     ),
     "models.NAME.split": (
-        "Splits one request into several predicts that run in parallel, for a model whose inputs and outputs have one "
-        "row for each entry of their first dimension. Optional: without this table, requests are not split."
+        "Splits one request into several predicts that run in parallel, for the same kind of models. Optional: without "
+        "this table, requests are not split."
     ),
     "models.NAME.mindspore_lite": "Options for a model that MindSpore Lite runs. Optional.",
     "models.NAME.ranks": (
@@ -77,16 +77,19 @@ _TABLE_DESCRIPTIONS: Mapping[str, str] = {
         "these tables, each model has its own processes."
     ),
     "devices.NAME": (
-        'The resources that weightd may use of a card, with a NAME such as `"ascend:0"`; optional. Or a set of cores, '
-        'with a NAME such as `"cpu:0"`; required for each set of cores in the `devices` of a model.'
+        'The resources that weightd may use of a card (optional), with a NAME such as `"ascend:0"`, or a set of cores '
+        '(required for each set in the `devices` of a model), with a NAME such as `"cpu:0"`.'
     ),
 }
 
+_FILE_RULES = """\
+Unknown keys and invalid values are errors. {program} reports all errors of the file at once, each with its key and the
+expected value; {check} does so without starting anything. Paths are absolute, or relative to the directory of the
+file; `~` is not expanded."""
+
 _WEIGHTD_DESCRIPTION = """\
-The configuration file of `weightd serve`, in TOML. Only `path` of a model is required; every other key has a default.
-Unknown keys and invalid values are errors. The daemon reports all errors of the file at once, each with its key and the
-expected value; `weightd check` does so without starting anything. Paths are absolute, or relative to the directory of
-this file; `~` is not expanded. A model name with a dot must be quoted: `[models."resnet.v1"]`.
+The configuration file of `weightd serve`, in TOML. Only `path` of a model is required; every other key has a default. A
+model name with a dot must be quoted: `[models."resnet.v1"]`.
 
 `weightctl reload` or SIGHUP reads the file again and adds, replaces and removes models without interrupting requests.
 Changes to `[daemon]` and `[listeners.NAME]` take effect after a restart, except for `drain_timeout`,
@@ -94,19 +97,16 @@ Changes to `[daemon]` and `[listeners.NAME]` take effect after a restart, except
 
 _GATEWAY_DESCRIPTION = """\
 The configuration file of `weightd gateway`, in TOML. Every key has a default, but the gateway rejects all callers until
-`tokens`, `anonymous`, or one of the tables `[certificates]` and `[users]` admits them. Unknown keys and invalid values
-are errors. The gateway reports all errors of the file at once, each with its key and the expected value; `weightd
-gateway --check` does so without serving anything. Paths are absolute, or relative to the directory of this file; `~` is
-not expanded.
+`tokens`, `anonymous`, or one of the tables `[certificates]` and `[users]` admits them.
 
 SIGHUP reads this file and the file of tokens again. Changes to `tokens`, `anonymous` and the two tables take effect at
 once, also for connected callers; all other changes take effect after a restart. A gateway in the foreground of a
 terminal stops when the terminal closes, unless it runs under nohup(1)."""
 
 _CALLERS = """\
-Each caller acts for a tenant of the daemon's configuration, which must allow the gateway to act for this tenant
-(`acts_for`), or, with "-" instead of a tenant, for the gateway's own tenant. If a caller has several credentials, a
-token takes precedence over a certificate, a certificate over a user, and a user over `anonymous`."""
+Each caller acts for a tenant of the daemon's configuration, which must allow this (`acts_for`), or, with "-" instead of
+a tenant, for the gateway's own tenant. A token takes precedence over a certificate, a certificate over a user, and a
+user over `anonymous`."""
 
 _CERTIFICATES = (
     "With `client_ca`: maps the common name of a client certificate to the tenant of its owner, as in "
@@ -216,13 +216,21 @@ _GATEWAY_FILE_FOOTER = """\
 # alice = "research"
 """
 
-_REFERENCE_HEADER = """\
+
+def _wrap(text: str) -> str:
+    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
+
+
+_REFERENCE_HEADER = f"""\
 <!-- `make manual` writes this page from the classes of the configuration. -->
 # Configuration
 
-For administrators who write `weightd.toml` or `gateway.toml`: every key, with its type, bounds, default and meaning.
-The man pages weightd.toml(5) and weightd-gateway.toml(5) have the same content.
+This page is for administrators who write `weightd.toml` or `gateway.toml`. It lists every key with its type, bounds,
+default, meaning and, unless the default shows it, an example line. A text without bounds has at most 4096 bytes, a list
+without a maximum at most 256 entries. The man pages weightd.toml(5) and weightd-gateway.toml(5) have the same content.
 [operations.md](operations.md) lists the keys for each task.
+
+{_wrap(_FILE_RULES.format(program="The program", check="`weightd check` or `weightd gateway --check`"))}
 """
 
 
@@ -230,7 +238,7 @@ def weightd_page() -> str:
     """Return weightd.toml(5)."""
     page = ManPage("weightd.toml", 5, "the configuration of weightd")
     page.heading("DESCRIPTION")
-    page.text(_WEIGHTD_DESCRIPTION)
+    page.text(f"{_WEIGHTD_DESCRIPTION}\n\n{_FILE_RULES.format(program='The daemon', check='`weightd check`')}")
     for table, cls in TABLES.items():
         page.heading(f"[{table}]")
         page.text(_TABLE_DESCRIPTIONS[table])
@@ -247,7 +255,9 @@ def gateway_page() -> str:
     """Return weightd-gateway.toml(5)."""
     page = ManPage("weightd-gateway.toml", 5, "the configuration of the gateway of weightd")
     page.heading("DESCRIPTION")
-    page.text(_GATEWAY_DESCRIPTION)
+    page.text(
+        f"{_GATEWAY_DESCRIPTION}\n\n{_FILE_RULES.format(program='The gateway', check='`weightd gateway --check`')}"
+    )
     page.heading("[gateway]")
     _write_keys(page, GatewayConfig)
     page.heading("CALLERS")
@@ -315,10 +325,15 @@ def _markdown_list(cls: type[Any]) -> Iterator[str]:
         default = "required" if key.is_required else f"default `{key.default}`" if key.default.strip('"') else ""
         example = example_of(key)
         has_example = example != f"{key.name} = {key.default}"
-        head = "; ".join(filter(None, (key.kind, default)))
+        head = "; ".join(filter(None, (short_kind(key.kind), default)))
         meaning = " ".join(key.meaning.split())
-        yield f"- **`{key.name}`** ({head}): {meaning}{f' Example: `{example}`.' if has_example else ''}"
+        yield f"- **`{key.name}`** ({head}): {meaning}{f' `{example}`' if has_example else ''}"
     yield ""
+
+
+def short_kind(kind: str) -> str:
+    """Return a type without the bounds that the header of the reference states for all keys."""
+    return re.sub(r"\btext, [01] to 4096 bytes", "text", kind).replace("list of at most 256: ", "list: ")
 
 
 def example_of(key: Key) -> str:
@@ -354,7 +369,14 @@ def iterate_keys(cls: type[Any]) -> Iterator[Key]:
             continue
         required = field.default is dataclasses.MISSING
         default = "" if required or field.default is None else _toml(field.default)
-        yield Key(field.name, field.metadata["field_type"].description, default, required, meanings[field.name])
+        kind = _interval(field.metadata["field_type"].description)
+        yield Key(field.name, kind, default, required, meanings[field.name])
+
+
+def _interval(kind: str) -> str:
+    """Return the bounds of a number in the form that integers have."""
+    kind = re.sub(r"^number of at least (\d+) and at most ", r"number, \1 to ", kind)
+    return re.sub(r"^number of more than (\d+) and at most ", r"number above \1, at most ", kind)
 
 
 def _toml(value: object) -> str:

@@ -23,16 +23,16 @@ class BatchingConfig:
     """The table [models.NAME.batching]."""
 
     max_rows: int = field(default=1, metadata=integer(1, MAX_ROWS))
-    """Maximum rows of a batch that combines several requests. A row is one entry of the first dimension of each input.
-    With 1, every request runs alone. Default: 1; with `sizes`, the largest of them."""
+    """Maximum rows of a batch of several requests. With 1, every request runs alone. Default: 1; with `sizes`, the
+    largest of them."""
 
     exact: bool = field(default=True, metadata=boolean())
     """Whether requests are combined only if a test at load has shown that every bit of their outputs stays the same.
-    With false, requests are combined without this proof, but never requests of different clients."""
+    With false, requests are combined without this test, but never requests of different clients."""
 
     sizes: tuple[int, ...] = field(default=(), metadata=list_of(integer(1, MAX_ROWS), limits.MAX_TENSORS))
-    """On a card: the only batch sizes, in rows, for which the model's graph was compiled, in ascending order. A smaller
-    batch is padded, and the padding is removed from the outputs. Empty: any size."""
+    """On a card: the only batch sizes, in rows, for which the graph was compiled, in ascending order. A smaller batch
+    is padded, and the padding is removed from the outputs. Empty: any size."""
 
     def fill_defaults(self) -> BatchingConfig:
         """Return this table with its defaults filled in."""
@@ -60,8 +60,7 @@ class SplitConfig:
     """The table [models.NAME.split]."""
 
     part_rows: int = field(default=0, metadata=integer(0, MAX_ROWS))
-    """Maximum rows of one part. A request with more rows is split into parts that run in parallel on all devices of the
-    model. 0: requests are not split."""
+    """Maximum rows of one part; larger requests run in parts on all devices of the model. 0: requests are not split."""
 
     max_rows: int = field(default=65536, metadata=integer(1, _MAX_REQUEST_ROWS))
     """Maximum rows of one request; larger requests fail with INVALID_ARGUMENT."""

@@ -35,53 +35,50 @@ class DaemonConfig:
 
     socket: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
     """Address of the daemon: ipc:///ABSOLUTE/PATH or tcp://HOST:PORT. The daemon's files are named after it. ZeroMQ
-    clients connect to this address unless the file has tables [listeners.NAME]. Other clients of this host connect to
-    the Unix socket PATH.unix or, with tcp://, to a Unix socket in `runtime_dir`. Default: ipc:// with weightd.sock in
-    `runtime_dir`."""
+    clients connect to it unless there are tables [listeners.NAME]. Other clients of this host connect to the Unix
+    socket PATH.unix or, with tcp://, to one in `runtime_dir`. Default: ipc:// with weightd.sock in `runtime_dir`."""
 
     runtime_dir: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
-    """Directory of the sockets. Default: the directory that systemd passes, otherwise /run/weightd for root and
+    """Directory of the sockets. Default: the directory from systemd, otherwise /run/weightd for root and
     XDG_RUNTIME_DIR/weightd for other users."""
 
     cache_dir: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
-    """Directory of model snapshots and page stores; it must be on a disk. Default: the directory that systemd passes,
-    otherwise /var/cache/weightd for root and ~/.cache/weightd for other users."""
+    """Directory of model snapshots and page stores, on a disk. Default: the directory from systemd, otherwise
+    /var/cache/weightd for root and ~/.cache/weightd for other users."""
 
     drain_timeout: float = field(default=30.0, metadata=number(MAX_SECONDS))
-    """Seconds for which the daemon continues to process accepted requests after it was asked to stop."""
+    """Seconds for which a stopping daemon continues to process accepted requests."""
 
     max_memory_bytes: int = field(default=0, metadata=integer(0, 2**62))
-    """Maximum bytes that the daemon holds for its clients: accepted requests and unread responses; at least 16777216
-    (16 MiB). Above it, the daemon first rejects requests of, or disconnects, the user that holds most. 0: a quarter of
-    the memory of the host or of the daemon's control group."""
+    """Maximum bytes of accepted requests and unread responses; at least 16777216 (16 MiB). Above it, the daemon rejects
+    requests of, or disconnects, the user that holds most. 0: a quarter of the memory of the host or of the daemon's
+    control group."""
 
     max_shm_bytes: int = field(default=0, metadata=integer(0, 2**62))
     """Maximum bytes of shared memory that one user may register for tensors. The memory is allocated when it is
-    written; it belongs to the user, except for outputs. 0: a quarter of the memory of the host or of the daemon's
-    control group."""
+    written; it belongs to the user, except for outputs. 0: a quarter, as for `max_memory_bytes`."""
 
     max_user_connections: int = field(default=1024, metadata=integer(0, 2**31))
     """Maximum connections of one user to the Unix socket, and of one user or host to each listener. A closed connection
     to the Unix socket counts until the client has read everything. With tables [tenants.NAME], all users of this host
-    without a tenant count as one user. Root and the daemon's own user have no limit. 0: no limit."""
+    without a tenant count as one. Root and the daemon's own user have no limit. 0: no limit."""
 
     max_user_connection_rate: float = field(default=256.0, metadata=number(1e6))
-    """Maximum new connections per second of one user or host, counted as for `max_user_connections`. After a pause, a
-    burst of up to `max_user_connections` is accepted. 0: no limit."""
+    """Maximum new connections per second of one user or host, counted as for `max_user_connections`, which also limits
+    a burst after a pause. 0: no limit."""
 
     accounting_interval: float = field(default=0.0, metadata=number(MAX_SECONDS))
-    """Interval in seconds at which the daemon logs the usage of each tenant that has sent requests since the last time.
-    At least 1. 0: no such log lines."""
+    """Interval in seconds, at least 1, at which the daemon logs the usage of each tenant that has sent requests. 0: no
+    such log lines."""
 
     max_batch_seconds: float = field(default=0.1, metadata=number(MAX_SECONDS))
     """Approximate maximum seconds of one batch while requests of another tenant are queued, at least 0.001. A smaller
     value shortens the wait of other tenants; a larger one uses devices more efficiently. A longer request that cannot
-    be split does not get the last free worker of a model, unless the requests of the other tenants take about as
-    long."""
+    be split does not get the last free worker of a model, unless the other tenants' requests take about as long."""
 
     pass_environment: tuple[str, ...] = field(default=(), metadata=list_of(text(limits.MAX_NAME_BYTES), 256))
-    """Additional environment variables to pass to workers: a name, or a prefix followed by *. Workers always get the
-    variables that engines read, and no others."""
+    """Additional environment variables for workers: a name, or a prefix followed by *. By default workers get only the
+    variables that engines read."""
 
     @property
     def user_limits(self) -> UserConnectionLimits:

@@ -27,12 +27,12 @@ class DeviceConfig:
     """Maximum processes on a card. The driver allows 63 on training cards and 32 in virtual machines."""
 
     cpus: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
-    """Cores of a set of cores such as "cpu:0", out of the cores that weightd may use: "0-3,8". Required for a set of
-    cores, invalid for a card."""
+    """Cores of a set of cores, out of the cores that weightd may use. Required for a set of cores, invalid for a
+    card."""
 
     ip: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
-    """Address of the card's own network port, for the rank tables that weightd writes. Default: the address in
-    /etc/hccn.conf. Without an address, the rank table has none, which is sufficient for the cards of one host."""
+    """Address of the card's own network port, for the rank tables that weightd writes. Default: from /etc/hccn.conf, or
+    none, which is sufficient for the cards of one host."""
 
     @property
     def cores(self) -> frozenset[int]:

@@ -29,12 +29,12 @@ class GroupConfig:
     """A table [groups.NAME]."""
 
     models: tuple[str, ...] = field(metadata=list_of(_NAME, limits.MAX_GROUP_MODELS))
-    """Names of the models, at least two. On each of their devices, one process serves all of them, one predict at a
-    time. If this process has to be replaced, all models of the group are loaded again."""
+    """Names of at least two models. On each of their devices, one process serves all of them, one predict at a time. If
+    it has to be replaced, all models of the group are loaded again."""
 
     share: str = field(default=WORKSPACE, metadata=one_of([WORKSPACE, WEIGHTS, BOTH]))
-    """Memory that the models share. "workspace": the working memory, as large as the largest model needs. "weights":
-    the weights, useful only for models with the same `path`. "both": both."""
+    """Memory that the models share. "workspace": the working memory, as large as the largest model needs. "weights",
+    for models with the same `path`. "both"."""
 
     devices: tuple[str, ...] = field(default=(), metadata=derived(list_of(_NAME, limits.MAX_DEVICES)))
     """The devices of the group's models, the same for each of them."""

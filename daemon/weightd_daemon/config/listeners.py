@@ -38,25 +38,25 @@ class ListenerConfig:
     """A table [listeners.NAME]."""
 
     address: str = field(metadata=user_path(limits.MAX_PATH_BYTES))
-    """Address on which the daemon listens for ZeroMQ clients: ipc:///ABSOLUTE/PATH or tcp://HOST:PORT."""
+    """Address on which the daemon listens: ipc:///ABSOLUTE/PATH or tcp://HOST:PORT."""
 
     security: str = field(default=NONE, metadata=one_of(SECURITY_MODES))
-    """"curve": connections are encrypted, and a client must prove that it has one of the keys in a tenant's `keys`, or
-    any key if there is a table [tenants.default]. "none": connections are not encrypted."""
+    """"curve": connections are encrypted, and a client must have one of the keys in a tenant's `keys`, or any key if
+    there is a table [tenants.default]. "none": connections are not encrypted."""
 
     key: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
-    """File with the listener's secret key, required with "curve". `weightctl keygen` creates it. Only its owner may
-    have access to it."""
+    """File with the listener's secret key from `weightctl keygen`, required with "curve". Only its owner may have
+    access to it."""
 
     insecure: bool = field(default=False, metadata=boolean())
     """Whether to accept clients without authentication and encryption, required for tcp:// without "curve": any client
     that reaches the port may send requests, and anyone on the network path may read and change all messages."""
 
     tenants: tuple[str, ...] = field(default=(), metadata=list_of(text(limits.MAX_NAME_BYTES), limits.MAX_TENANTS))
-    """Tenants that may use this listener; the daemon rejects others. Empty: all tenants."""
+    """Tenants that may use this listener. Empty: all tenants."""
 
     max_connections: int = field(default=0, metadata=integer(0, _MAX_COUNT))
-    """Maximum connections to this listener. 0: limited only by the available file descriptors."""
+    """Maximum connections to this listener. 0: limited only by file descriptors."""
 
     secret: str = field(default="", repr=False, metadata=derived(text(KEY_CHARACTERS, empty=True)))
     """The content of the file `key`."""

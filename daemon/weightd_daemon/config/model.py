@@ -67,18 +67,17 @@ class ModelConfig:
     """A table [models.NAME]."""
 
     path: str = field(metadata=user_path(limits.MAX_PATH_BYTES))
-    """The model file, .onnx or .mindir; absolute, or relative to the configuration file."""
+    """The model file, .onnx or .mindir."""
 
     engine: str = field(default="", metadata=one_of(["", *ENGINES]))
     """Engine that runs the model. Default: onnxruntime for .onnx, mindspore_lite for .mindir."""
 
     python: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
-    """Python interpreter in which the engine is installed: a command, or a path (absolute, or relative to the
-    configuration file). Default: the daemon's interpreter."""
+    """Python interpreter in which the engine is installed: a command or a path. Default: the daemon's interpreter."""
 
     start: str = field(default="fork", metadata=one_of(["fork", "spawn"]))
-    """How processes start on the CPU. "fork": within milliseconds, from a process that has loaded the engine or built
-    the model. "spawn": a new interpreter for each process. Processes on a card are always spawned."""
+    """How processes start on the CPU. "fork": within milliseconds, from a process that has loaded the engine or the
+    model. "spawn": with a new interpreter, as always on a card."""
 
     workers: int = field(default=1, metadata=integer(1, 1024))
     """Worker processes on each device."""
@@ -87,47 +86,47 @@ class ModelConfig:
     """Threads that one predict uses."""
 
     spares: int | None = field(default=None, metadata=integer(0, 1024))
-    """Additional attached workers on each device that serve requests only after another worker of the device has
-    exited. Default: 0 on the CPU, 1 on Ascend."""
+    """Additional attached workers on each device that serve requests only after another worker has exited. Default: 0
+    on the CPU, 1 on Ascend."""
 
     devices: tuple[str, ...] = field(default=(CPU,), metadata=list_of(text(limits.MAX_NAME_BYTES), limits.MAX_DEVICES))
-    """Devices that run the model: ["cpu"], sets of cores such as ["cpu:0", "cpu:1"], or cards such as ["ascend:0",
-    "ascend:1"]. Each device has its own workers. A set of cores needs a table [devices."cpu:N"]."""
+    """Devices that run the model, each with its own workers: ["cpu"], sets of cores such as ["cpu:0", "cpu:1"] (each
+    needs a table [devices."cpu:N"]), or cards such as ["ascend:0", "ascend:1"]."""
 
     copies: str = field(default="one", metadata=one_of(["one", "each"]))
     """Copies of the weights on sets of cores: "one" for all sets together, or one for "each" set, in memory near its
-    cores. Each card always has its own copy."""
+    cores. Each card has its own copy."""
 
     sharing: str = field(default="", metadata=one_of(["", "on", "auto", "off"]))
-    """Whether workers share the weights. "on": yes; the model fails if its weights cannot be shared. "auto": yes, but
-    on a card whose weights cannot be shared, each worker loads its own copy. "off": each worker loads its own copy.
-    Default: "on"; "off" for a model with ranks or in a model group."""
+    """Whether workers share the weights. "on": yes; the model fails if it cannot share them. "auto": as "on" on the
+    CPU; on a card without sharing each worker loads its own copy. "off": each worker loads its own copy. Default: "on";
+    "off" for a model with ranks or in a model group."""
 
     process_mib: int = field(default=0, metadata=integer(0, 2**30))
     """Memory of a card in MiB that each process needs besides the weights. 0: measured on the first generation."""
 
     policy: str = field(default="auto", metadata=one_of([each.value for each in ReplacementPolicy]))
     """How to replace a generation whose workers cannot be restarted one by one. "overlap": load the new generation
-    beside the old one. "replace": stop the old generation first; requests wait meanwhile. "auto": overlap if the device
-    has enough memory, otherwise replace."""
+    beside the old one. "replace": stop the old one first, while requests wait. "auto": overlap if the device has enough
+    memory."""
 
     holder_loss: str = field(default="strict", metadata=one_of(["strict", "frozen"]))
-    """On a card: what to do when the holder exits. "strict": the weights are considered invalid, and the generation is
-    replaced. "frozen": the workers continue with the weights."""
+    """On a card, when the holder exits. "strict": the weights count as invalid, and the generation is replaced.
+    "frozen": the workers continue with the weights."""
 
     timeout: float = field(default=30.0, metadata=number(limits.MAX_TIMEOUT_US / 1e6, positive=True))
-    """Seconds after which a request fails with DEADLINE_EXCEEDED, unless the request sets its own timeout."""
+    """Seconds after which a request without its own timeout fails with DEADLINE_EXCEEDED."""
 
     required: bool = field(default=False, metadata=boolean())
-    """Whether the daemon reports readiness to the service manager only after this model is ready. The start fails if
-    the model fails."""
+    """Whether the daemon reports readiness to the service manager only after this model is ready; if the model fails,
+    so does the start."""
 
     load_timeout: float = field(default=600.0, metadata=number(MAX_SECONDS, positive=True))
-    """Maximum seconds for one process to start (import the engine and read the whole model for its digest), and again
-    to copy or build the model. The start is always allowed at least 60 seconds."""
+    """Maximum seconds for one process to start (import the engine and read the model for its digest; at least 60
+    seconds), and again to copy or build the model."""
 
     predict_timeout: float = field(default=60.0, metadata=number(MAX_SECONDS, positive=True))
-    """Maximum seconds of one predict. After it, the worker is considered hung; the daemon kills and replaces it."""
+    """Maximum seconds of one predict, after which the daemon kills and replaces the worker."""
 
     watchdog: float = field(default=30.0, metadata=number(MAX_SECONDS, positive=True))
     """Maximum seconds without a message from a worker; idle workers are pinged. The model is ready while at least one
@@ -135,17 +134,17 @@ class ModelConfig:
 
     selftest: SelfTestSetting = field(default=selftest_config.AUTO, metadata=selftest_config.field_metadata())
     """Inputs for which each worker must reproduce the holder's outputs before it serves requests. "auto": the daemon
-    searches for inputs that the model accepts. A table gives their shapes, such as {x = [1, 3, 48, 320]}. A path names
-    an .npz file with one array for each input. "off": no self-test; wrong outputs of a worker stay undetected, and
-    memory that the engine arranges in its first predict is not shared."""
+    searches for inputs that the model accepts. A table gives their shapes, such as {x = [1, 3, 48, 320]}; a path names
+    an .npz file with one array for each input. "off": no self-test; wrong outputs stay undetected, and memory that the
+    engine arranges in its first predict is not shared."""
 
     selftest_tolerance: float = field(default=0.0, metadata=number(1.0))
-    """Maximum difference between outputs in the self-test, as a fraction of the largest value of that output; for
-    models that are not deterministic to the last bit. 0: outputs must be equal."""
+    """Maximum difference between outputs in the self-test, as a fraction of the largest value of that output, for
+    models whose last bits vary. 0: outputs must be equal."""
 
     selftest_interval: float = field(default=0.0, metadata=number(MAX_SECONDS))
-    """Interval in seconds at which each worker repeats the self-test; a worker with wrong outputs is replaced. 0:
-    never."""
+    """Interval in seconds at which each worker repeats the self-test; the daemon replaces a worker with wrong outputs.
+    0: never."""
 
     max_queue: int = field(default=1024, metadata=integer(1, 1_000_000))
     """Maximum queued requests; further requests fail with RESOURCE_EXHAUSTED."""
@@ -154,7 +153,7 @@ class ModelConfig:
     """Maximum tensor bytes of the queued requests; further requests fail with RESOURCE_EXHAUSTED."""
 
     priority_levels: int = field(default=1, metadata=integer(1, limits.MAX_PRIORITY))
-    """Number of request priorities; 1 is the highest priority. With 1 level, all requests are equal."""
+    """Number of request priorities; 1 is the highest priority."""
 
     default_priority: int = field(default=0, metadata=integer(0, limits.MAX_PRIORITY))
     """Priority of a request that names none, at most `priority_levels`. 0: the middle level."""

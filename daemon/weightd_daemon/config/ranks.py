@@ -77,17 +77,15 @@ class RanksConfig:
     """The table [models.NAME.ranks]; derived fields combine its keys with the model's."""
 
     devices: tuple[tuple[str, ...], ...] = field(default=(), metadata=_devices_metadata())
-    """The device of each rank, in the order of ranks: ["ascend:0", "ascend:1"]. Several rank groups, each with the
-    whole model, serve in parallel: [["ascend:0", "ascend:1"], ["ascend:2", "ascend:3"]]. On the CPU: "cpu" for each
-    rank, or sets of cores."""
+    """The device of each rank, in the order of ranks. [["ascend:0", "ascend:1"], ["ascend:2", "ascend:3"]] has two rank
+    groups, each with the whole model, that serve in parallel. On the CPU: "cpu" for each rank, or sets of cores."""
 
     size: int = field(default=0, metadata=integer(0, MAX_RANKS))
     """On the CPU: number of ranks of one group, instead of `devices`. 0: as many as `devices` has."""
 
     rank_table: str = field(default="", metadata=_PATH_METADATA)
-    """On cards with MindSpore Lite: the rank table of the communication library (HCCL), absolute or relative to the
-    configuration file. {group} in it stands for the number of the rank group, from 0. Default: "generate", weightd
-    writes the table."""
+    """On cards with MindSpore Lite: the rank table of the communication library (HCCL). {group} in it stands for the
+    number of the rank group, from 0. Default: "generate", weightd writes the table."""
 
     device_ports: tuple[int, ...] = field(default=(), metadata=list_of(integer(1, 65535), 2))
     """Ports on which a card listens for the other ranks, for the rank tables that weightd writes. With two ports, a new
@@ -95,29 +93,27 @@ class RanksConfig:
     16666."""
 
     group_info_file: str = field(default="", metadata=_PATH_METADATA)
-    """On cards with MindSpore Lite: the file about communication groups within the model, as written by its export,
-    absolute or relative to the configuration file. {rank} in it stands for the rank. Default: none; the only
-    communication group contains all ranks."""
+    """On cards with MindSpore Lite: the file about communication groups within the model, as written by its export.
+    {rank} in it stands for the rank. Default: none; the only communication group contains all ranks."""
 
     reply: ReplySetting = field(default=LAST, metadata=_reply_metadata())
-    """Whose outputs are the result. "last": the outputs of the last rank, correct for a model that is split by
-    operators or layers. A number: the outputs of this rank. "concat": the outputs of all ranks, concatenated in their
-    order along the first dimension."""
+    """Whose outputs are the result. "last": the last rank's, for a model that is split by operators or layers. A
+    number: this rank's. "concat": the outputs of all ranks, concatenated in their order along the first dimension."""
 
     connect_timeout: int = field(default=120, metadata=integer(1, 7200))
     """Maximum seconds for all ranks to connect to each other and to compile and run their first predict. Sets
     HCCL_CONNECT_TIMEOUT on cards (at least 120), MS_TOPO_TIMEOUT on the CPU."""
 
     exec_timeout: int = field(default=68, metadata=integer(1, 17340))
-    """Maximum seconds for which a rank waits for another rank in a predict; must be longer than `predict_timeout`. Sets
+    """Maximum seconds for which a rank waits for another one in a predict; longer than `predict_timeout`. Sets
     HCCL_EXEC_TIMEOUT on cards (at least 68; some cards round down to a multiple of 68), MS_NODE_TIMEOUT on the CPU."""
 
     buffer_mib: int = field(default=200, metadata=integer(1, 2**20))
     """On cards: HCCL_BUFFSIZE in MiB. Each communication group takes twice this memory on each card."""
 
     communicators: int = field(default=1, metadata=integer(1, 1024))
-    """On cards: number of communication groups within the model that each rank belongs to. With 1, the only group
-    contains all ranks."""
+    """On cards: number of communication groups within the model for each rank. With 1, the only group contains all
+    ranks."""
 
     groups: tuple[tuple[str, ...], ...] = field(default=(), metadata=derived(_GROUPS_METADATA))
     """The device of each rank, for each group; all groups have the same number of ranks."""

@@ -88,53 +88,50 @@ class TenantConfig:
     """A table [tenants.NAME]."""
 
     uids: tuple[str, ...] = field(default=(), metadata=list_of(_account_metadata(), _MAX_ENTRIES))
-    """Users of this host, by name or number. The kernel identifies the user of a client on a Unix socket."""
+    """Users of this host, which the kernel reports for a Unix socket."""
 
     groups: tuple[str, ...] = field(default=(), metadata=list_of(_account_metadata(), _MAX_ENTRIES))
-    """Groups of this host, by name or number. A member of a group belongs to the tenant unless its user is in a
-    tenant's `uids`."""
+    """Groups of this host. A tenant's `uids` take precedence."""
 
     keys: tuple[str, ...] = field(default=(), metadata=list_of(user_path(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
-    """Files with the public keys of clients that connect to a listener with `security = "curve"`. `weightctl keygen`
-    creates them."""
+    """Files with the public keys, from `weightctl keygen`, of clients that connect to a listener with `security =
+    "curve"`."""
 
     models: tuple[str, ...] = field(default=(ALL_MODELS,), metadata=list_of(_pattern_metadata(), _MAX_ENTRIES))
-    """Models that the tenant can see and use, by name or by a pattern with * and ?."""
+    """Models that the tenant can see and use."""
 
     may: tuple[str, ...] = field(default=(INFER,), metadata=list_of(one_of(RIGHTS), len(RIGHTS)))
-    """Rights of the tenant. "infer": send requests to its models. "status": also see data of other tenants. "operate":
-    update its models and, if `models` is ["*"], reload the configuration, through the daemon's Unix socket."""
+    """Rights. "infer": send requests to its models. "status": also see data of other tenants. "operate": update its
+    models and, if `models` is ["*"], reload the configuration, through the daemon's Unix socket."""
 
     model_dirs: tuple[str, ...] = field(default=(), metadata=list_of(user_path(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
-    """Directories from which the tenant may update its models, including files that its user cannot read. Outside these
-    directories, an update accepts only files that the user can read."""
+    """Directories from which the tenant may update its models, including files that its user cannot read. Elsewhere an
+    update accepts only files that the user can read."""
 
     acts_for: tuple[str, ...] = field(default=(), metadata=list_of(_pattern_metadata(), _MAX_ENTRIES))
-    """Tenants on whose behalf this tenant may send requests, by name or pattern, as the gateway does. Each request
-    names its tenant."""
+    """Tenants on whose behalf this tenant, such as the gateway, may send requests. Each request names its tenant."""
 
     weight: float = field(default=1.0, metadata=number(_MAX_WEIGHT, positive=True))
-    """Share of the time of each device, relative to the weights of the other tenants with queued requests: weight 2
-    gets twice the time of weight 1. At least 0.001."""
+    """Share of the time of each device, at least 0.001: of two tenants with queued requests, the one with weight 2 gets
+    twice the time of the one with weight 1."""
 
     max_in_flight: int = field(default=0, metadata=integer(0, _MAX_COUNT))
     """Maximum requests that are queued or running. 0: limited only by the models."""
 
     max_queue: int = field(default=0, metadata=integer(0, _MAX_COUNT))
-    """Maximum queued requests, counted over all models. 0: limited only by the models."""
+    """Maximum queued requests over all models. 0: limited only by the models."""
 
     max_queue_bytes: int = field(default=0, metadata=integer(0, _MAX_BYTES))
     """Maximum tensor bytes of the queued requests. 0: limited only by the models."""
 
     max_rate: float = field(default=0.0, metadata=number(1e6))
-    """Maximum requests of any kind per second; after a pause, a burst of one second's requests is accepted. 0: no
-    limit."""
+    """Maximum requests of any kind per second; after a pause, a burst of one second's requests. 0: no limit."""
 
     max_rows: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
     """Maximum rows of one request. 0: limited only by the model."""
 
     max_shared_bytes: int = field(default=0, metadata=integer(0, _MAX_BYTES))
-    """Maximum bytes of shared memory that the tenant may register. 0: `max_shm_bytes` of the table [daemon]."""
+    """Maximum bytes of shared memory that the tenant may register. 0: `max_shm_bytes` of [daemon]."""
 
     max_connections: int = field(default=0, metadata=integer(0, _MAX_COUNT))
     """Maximum connections of the tenant. 0: limited only by the daemon."""

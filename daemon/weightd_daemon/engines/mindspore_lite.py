@@ -43,7 +43,7 @@ class MindSporeLiteOptions(EngineOptions):
     """On Ascend: precision of the computation. Default: MindSpore Lite's default, enforce_fp16."""
 
     thread_affinity_mode: int = field(default=0, metadata=integer(0, 2))
-    """On the CPU: 1 binds threads to the fast cores first, 2 to the slow cores first. 0: threads are not bound."""
+    """On the CPU: 1 binds threads to the fast cores first, 2 to the slow cores first, 0 to none."""
 
     thread_affinity_cores: tuple[int, ...] = field(default=(), metadata=list_of(integer(0, 65535), 4096))
     """On the CPU: cores to which threads are bound. Empty: threads are not bound."""
@@ -52,27 +52,25 @@ class MindSporeLiteOptions(EngineOptions):
     """On the CPU: number of operators that run in parallel. 0: MindSpore Lite's default."""
 
     parallel_workers: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
-    """On the CPU: number of predicts that each process runs in parallel, each with the model's `threads`. MindSpore
-    Lite's own parallel workers run them and share the weights of the process. MindSpore Lite allows at most five for
-    each core."""
+    """On the CPU: number of predicts that each process runs in parallel, each with the model's `threads`, by MindSpore
+    Lite's own parallel workers, which share the weights. MindSpore Lite allows at most five for each core."""
 
     max_shape: Mapping[str, tuple[int, ...]] | None = field(default=None, metadata=_SHAPES)
-    """On the CPU: the largest shape of each input, such as `{ x = [16, 3, 224, 224] }`. Each process runs this shape
-    first and keeps the memory for it; larger requests are rejected. Default: none; a process rebuilds the model
-    whenever a request is larger than all requests before."""
+    """On the CPU: the largest shape of each input. Each process runs this shape first and keeps the memory for it;
+    larger requests are rejected. Default: none; a process rebuilds the model whenever a request is larger than all
+    before."""
 
     config_file: str = field(default="", metadata=_PATH)
-    """Configuration file of MindSpore Lite, absolute or relative to this file."""
+    """Configuration file of MindSpore Lite."""
 
     dec_key_file: str = field(default="", metadata=_PATH)
-    """File whose bytes are the key of an encrypted model. Only weightd's user or root may be able to read it (mode
-    0600)."""
+    """File whose bytes are the key of an encrypted model, readable only by weightd's user or root (mode 0600)."""
 
     dec_mode: str = field(default="AES-GCM", metadata=one_of(_DEC_MODES))
     """Cipher of an encrypted model."""
 
     variable_weights: bool = field(default=False, metadata=boolean())
-    """On Ascend: whether the model was converted with variable weights. Such a model cannot share weights."""
+    """On Ascend: whether the model was converted with variable weights, which it cannot share."""
 
     def resolve_paths(self, base: Path) -> MindSporeLiteOptions:
         """Return the options with absolute paths."""

@@ -38,18 +38,19 @@ class GatewayConfig:
     them."""
 
     grpc: tuple[str, ...] = field(default=("127.0.0.1:8001",), metadata=_ADDRESSES)
-    """Listen addresses of gRPC, in the same form. gRPC cannot identify the user at the other end of a Unix socket."""
+    """Listen addresses of gRPC, in the same form."""
 
     tokens: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
     """Token file. Callers send tokens as `authorization: Bearer TOKEN`. Each line has the sha256 of a token, its
-    tenant, or - for the gateway's own identity, and optionally a name for the log. SIGHUP reloads the file."""
+    tenant, or - for the gateway's own identity, and optionally a name for the log."""
 
     anonymous: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
-    """Tenant of callers without credentials, or "-" for the gateway's own identity. Default: they are rejected."""
+    """Tenant of callers without credentials, or "-" for the gateway's own identity. Default: the gateway rejects
+    them."""
 
     insecure: bool = field(default=False, metadata=boolean())
     """Allow addresses that other hosts can reach without TLS or with `anonymous`. Without TLS, others on the network
-    can read tokens, and read and change the data of callers; with `anonymous`, they can send requests."""
+    can read and change tokens and data; with `anonymous`, they can send requests."""
 
     tls_cert: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
     """File with the gateway's certificate chain in PEM, which enables TLS for all HOST:PORT addresses."""
@@ -64,31 +65,30 @@ class GatewayConfig:
     hosts: tuple[str, ...] = field(
         default=("localhost", "127.0.0.1", "[::1]"), metadata=list_of(text(_MAX_HOST_BYTES), _MAX_HOSTS)
     )
-    """Names of this host, without a port, that HTTP requests may contain in their Host header. Requests for other names
-    are rejected, because they may come from a malicious web page in a browser. "*" allows any name."""
+    """Names of this host, without a port, that HTTP requests may contain in their Host header. Other names may come
+    from a malicious web page in a browser. "*" allows any name."""
 
     max_body_bytes: int = field(default=64 * 1024 * 1024, metadata=integer(1024, limits.MAX_FRAME_BYTES))
-    """Maximum size of a request after decompression, in bytes."""
+    """Maximum bytes of a request after decompression."""
 
     max_in_flight: int = field(default=256, metadata=integer(1, _MAX_COUNT))
-    """Maximum number of requests in progress, from receiving to answering. Further requests are rejected immediately. A
-    tenant may have at most three times as many as remain free, so three quarters if it is alone; the same applies to
+    """Maximum number of requests in progress, from receiving to answering; the gateway rejects further ones
+    immediately. A tenant may have at most three times as many as remain free; the same applies to
     `max_memory_bytes`."""
 
     max_memory_bytes: int = field(default=1024 * 1024 * 1024, metadata=integer(1024, 2**62))
-    """Maximum size of all requests in progress and of responses that callers have not read, in bytes; at least twice
-    `max_body_bytes`."""
+    """Maximum bytes of all requests in progress and of unread responses; at least twice `max_body_bytes`."""
 
     max_connections: int = field(default=4096, metadata=integer(1, _MAX_COUNT))
-    """Maximum number of open connections of HTTP, and likewise of gRPC. A user of this host, or another host, may have
-    at most three times as many as remain free; this does not apply to root and the gateway's own user."""
+    """Maximum open connections of HTTP, and likewise of gRPC. A user of this host, or another host, may have at most
+    three times as many as remain free; root and the gateway's own user have no limit."""
 
     max_connection_rate: float = field(default=256.0, metadata=number(1e6))
-    """Maximum rate of new connections of a user of this host, or of another host, per second and protocol. After a
-    pause, the connections of 4 seconds may arrive at once. Clients behind a proxy count as one. 0: no limit."""
+    """Maximum new connections per second and protocol of a user of this host, or of another host; after a pause, a
+    burst of 4 seconds. Clients behind a proxy count as one. 0: no limit."""
 
     timeout: float = field(default=30.0, metadata=number(_MAX_SECONDS, positive=True))
-    """Timeout of requests that do not set one, in seconds."""
+    """Seconds after which a request without its own timeout fails."""
 
     receive_timeout: float = field(default=30.0, metadata=number(_MAX_SECONDS, positive=True))
     """Seconds within which the header of a request must arrive, and then its body."""
