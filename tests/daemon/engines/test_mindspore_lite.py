@@ -45,9 +45,9 @@ def refusal(call: Any, *arguments: Any) -> str:
 
 def test_worker_parses_all_options_of_daemon() -> None:
     assert describe_fields(MindSporeLiteOptions) == describe_fields(Options)
-    problem = Options.from_mapping(json.loads(options(**ALL).to_json()))
-    assert dataclasses.asdict(problem) == dataclasses.asdict(options(**ALL))
-    assert all(getattr(problem, key) != getattr(Options(), key) for key in ALL), (
+    parsed = Options.from_mapping(json.loads(options(**ALL).to_json()))
+    assert dataclasses.asdict(parsed) == dataclasses.asdict(options(**ALL))
+    assert all(getattr(parsed, key) != getattr(Options(), key) for key in ALL), (
         "an option has its default value in this test"
     )
 

@@ -379,7 +379,7 @@ class RankGroupMachine(RuleBasedStateMachine):
 
     @invariant()
     def slot_has_all_ranks(self) -> None:
-        if not hasattr(self, "unit"):
+        if not hasattr(self, "rank_group"):
             return
         assert bool(self.rank_group.processes.slots) == self.has_slot
         if self.has_slot:
@@ -395,7 +395,7 @@ class RankGroupMachine(RuleBasedStateMachine):
 
     @invariant()
     def failure_kills_all_and_keeps_first_cause(self) -> None:
-        if not hasattr(self, "unit"):
+        if not hasattr(self, "rank_group"):
             return
         assert {*self.rank_group.children} == {*self.processes}
         assert self.rank_group.processes.deaths <= 1
@@ -410,7 +410,7 @@ class RankGroupMachine(RuleBasedStateMachine):
             assert record_generation(self.rank_group, None) is None
 
     def teardown(self) -> None:
-        if not hasattr(self, "unit"):
+        if not hasattr(self, "rank_group"):
             return
         self.rank_group.drain(self.now)
         self.perform()

@@ -1,4 +1,4 @@
-"""Fake host that records requests, and a model on it whose child messages come from the test."""
+"""Fake process manager and responder that record all calls, and a test harness for a model on top of them."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from weightd_protocol.version import VERSION
 SHA = "5" * 64
 SEAL = SealRecord(8192, 10**18)
 CPU = SharingTraits(pids_fixed_at_build=False, holder_must_outlive=False, attach_rewrites_weights=False)
-# Pids are fixed at the build, so only the next generation can replace a lost holder.
+# A card fixes the pids at the build, so only the next generation can replace a lost holder.
 CARD = SharingTraits(pids_fixed_at_build=True, holder_must_outlive=True, attach_rewrites_weights=True)
 X = TensorSignature("x", "FP32", (-1, 2))
 Y = TensorSignature("y", "FP32", (-1, 3))
 GOOD = TensorSpec("x", "FP32", (5, 2))
 BAD = TensorSpec("z", "FP32", (5, 2))
 OUT = TensorSpec("y", "FP32", (5, 3))
-BUILT = Built("/store", (X,), (Y,), ({"x": (2,)},), "canary", 4096)
-ATTACHED = Attached("canary", 4000)
+BUILT = Built("/store", (X,), (Y,), ({"x": (2,)},), "digest", 4096)
+ATTACHED = Attached("digest", 4000)
 HOLDER, W1, W2, W3, W4 = "digits.1.holder", "digits.1.w1", "digits.1.w2", "digits.1.w3", "digits.1.w4"
 
 _numbers = itertools.count(1)
@@ -75,15 +75,15 @@ def request(
 
 
 class FakeHost:
-    """Child processes and clients of models, which outlive the daemons of a test."""
+    """Fake child processes and clients of models; one FakeHost can outlive several daemons of a test."""
 
     def __init__(self) -> None:
-        self.pinned: list[ModelSource] = []
+        self.requested_snapshots: list[ModelSource] = []
         self.expected = ""
-        self.unpinned: list[ModelSource] = []
+        self.removed_snapshots: list[ModelSource] = []
         self.names: set[str] = set()
         self.spawned: list[str] = []
-        self.places: dict[str, tuple[str, str]] = {}
+        self.placements: dict[str, tuple[str, str]] = {}
         self.programs: dict[str, WorkerProgram] = {}
         self.resumed: list[str] = []
         self.seals: dict[str, SealRecord] = {}
@@ -94,7 +94,7 @@ class FakeHost:
         self.orders: list[tuple[str, ChildOrder]] = []
         self.frames: list[Any] = []
         self.answers: list[int] = []
-        self.answered: list[tuple[Sequence[TensorSpec], Sequence[Any]]] = []
+        self.response_contents: list[tuple[Sequence[TensorSpec], Sequence[Any]]] = []
         self.refusals: list[tuple[int, str, str]] = []
         self.releases: list[int] = []
         self.memories: list[SharedRegion] = []
@@ -107,11 +107,11 @@ class FakeHost:
     def take_snapshot(
         self, owner: SnapshotEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = ""
     ) -> None:
-        self.pinned.append(source)
+        self.requested_snapshots.append(source)
         self.expected = expected
 
     def remove_snapshot(self, model: str, source: ModelSource) -> None:
-        self.unpinned.append(source)
+        self.removed_snapshots.append(source)
 
     def spawn(
         self,
@@ -122,12 +122,12 @@ class FakeHost:
         role: Role,
         template: str = "",
     ) -> None:
-        assert name not in self.names, "its name was used before"
+        assert name not in self.names, "process names must be unique"
         if program.rendezvous is None and not program.members_json:
             assert (program.model, program.weights) == (f"/snapshots/{generation.source.number}", "")
         assert (role is Role.HOLDER) == name.endswith(".holder")
         self.names.add(name)
-        self.places[name] = program.device, program.cores
+        self.placements[name] = program.device, program.cores
         self.programs[name] = program
         self.spawned.append(name)
 
@@ -169,7 +169,7 @@ class FakeHost:
 
     def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
         self.answers.append(request.number)
-        self.answered.append((result.description.outputs, frames))
+        self.response_contents.append((result.description.outputs, frames))
 
     def reply_request_error(self, request: Request, error: RequestError) -> None:
         self.refusals.append((request.number, error.code, str(error)))
@@ -194,8 +194,8 @@ class FakeHost:
 
     # --- queries of tests ---
 
-    def told(self, kind: type[ChildOrder]) -> list[tuple[str, ChildOrder]]:
-        """Return the orders of this kind, each with its process."""
+    def orders_of(self, kind: type[ChildOrder]) -> list[tuple[str, ChildOrder]]:
+        """Return the orders of this type, each with the name of its process."""
         return [each for each in self.orders if isinstance(each[1], kind)]
 
     def predicts(self) -> list[tuple[str, int]]:
@@ -211,7 +211,7 @@ class FakeHost:
 
 
 class ModelHarness:
-    """A model, and the messages of its child processes.
+    """A model with fake processes; the test sends their messages.
 
     Args:
         traits: traits of the engine.
@@ -227,14 +227,14 @@ class ModelHarness:
         self.now = 1000.0
         self.traits = traits
         config.setdefault("start", "spawn")
-        there = ModelConfig(path="/models/digits.onnx", engine="onnxruntime", workers=workers, **config)
-        devices = {name: DeviceBudget(name) for name in there.devices_by_weight_copy}
-        self.model = model_factory(devices, self.host, self.host, shared).make("digits", there, IdSequence())
+        model_config = ModelConfig(path="/models/digits.onnx", engine="onnxruntime", workers=workers, **config)
+        devices = {name: DeviceBudget(name) for name in model_config.devices_by_weight_copy}
+        self.model = model_factory(devices, self.host, self.host, shared).make("digits", model_config, IdSequence())
         self.model.start(self.now)
 
-    def pinned(self) -> ModelHarness:
+    def snapshot_taken(self) -> ModelHarness:
         """Report that the last requested snapshot exists."""
-        source = self.host.pinned[-1]
+        source = self.host.requested_snapshots[-1]
         self.model.on_snapshot_taken(source, Snapshot(f"/snapshots/{source.number}", "", SHA, 100), self.now)
         return self
 
@@ -242,25 +242,25 @@ class ModelHarness:
         self.model.deployments.process_events.on_message(child, message, frames, self.now)
         return self
 
-    def of(self, generation: int) -> list[str]:
+    def processes_of(self, generation: int) -> list[str]:
         """Return the processes of a generation, its holder first."""
         return [name for name in self.host.spawned if name.startswith(f"digits.{generation}.")]
 
     def builds(self, generation: int = 1, built: Built = BUILT) -> ModelHarness:
         """Connect all processes of a generation, and let its holder build the model."""
-        for name in self.of(generation):
+        for name in self.processes_of(generation):
             self.says(name, Hello("1", SHA, {"weightd": VERSION}, self.traits))
         return self.says(f"digits.{generation}.holder", built)
 
     def loads(self, generation: int = 1, built: Built = BUILT) -> ModelHarness:
         """Do the same as `builds`, and let the workers attach."""
         self.builds(generation, built)
-        for name in self.of(generation)[1:]:
+        for name in self.processes_of(generation)[1:]:
             self.says(name, ATTACHED)
         return self
 
     def serving(self) -> ModelHarness:
-        self.pinned().loads()
+        self.snapshot_taken().loads()
         self.host.orders.clear()
         return self
 
@@ -270,7 +270,7 @@ class ModelHarness:
 
     def goes(self, generation: int) -> ModelHarness:
         """Let every process of a generation exit, workers first."""
-        for name in [*self.of(generation)[1:], f"digits.{generation}.holder"]:
+        for name in [*self.processes_of(generation)[1:], f"digits.{generation}.holder"]:
             self.model.deployments.process_events.on_exit(name, ExitCause(0), self.now)
         return self
 
@@ -284,7 +284,7 @@ class ModelHarness:
 
     def updated(self, generation: int, path: str = "/models/new.onnx") -> ModelHarness:
         """Request an update, and let it succeed."""
-        self.update(path).pinned().loads(generation)
+        self.update(path).snapshot_taken().loads(generation)
         for leaving in list(next(iter(self.model.deployments)).draining):
             self.goes(leaving.number)
         return self

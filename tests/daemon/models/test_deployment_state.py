@@ -1,4 +1,4 @@
-"""Properties of the table of stages."""
+"""Properties of the transition table of deployments."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from weightd_daemon.models.deployment_state import (
 )
 
 
-def reached(start: DeploymentState) -> set[DeploymentState]:
+def reachable(start: DeploymentState) -> set[DeploymentState]:
     found = {start}
     while more := {after for (stage, _), after in DEPLOYMENT_TRANSITIONS.items() if stage in found} - found:
         found |= more
     return found
 
 
-def test_every_stage_is_reached_and_only_a_stop_is_final() -> None:
-    assert reached(DeploymentState.INITIAL) == set(DeploymentState)
+def test_all_states_are_reachable_and_only_stop_is_final() -> None:
+    assert reachable(DeploymentState.INITIAL) == set(DeploymentState)
     assert (
         {stage for stage, _ in DEPLOYMENT_TRANSITIONS}
         == LOADING_STATES | {DeploymentState.VACATED, DeploymentState.FAILED}
@@ -27,8 +27,8 @@ def test_every_stage_is_reached_and_only_a_stop_is_final() -> None:
     assert {event for _, event in DEPLOYMENT_TRANSITIONS} == set(DeploymentEvent)
 
 
-def test_what_has_served_is_never_given_up_and_only_what_has_served_is_updated() -> None:
-    assert reached(DeploymentState.ESTABLISHED) == {
+def test_established_deployment_never_fails() -> None:
+    assert reachable(DeploymentState.ESTABLISHED) == {
         DeploymentState.ESTABLISHED,
         DeploymentState.UPDATING,
         DeploymentState.VACATED,

@@ -1,4 +1,4 @@
-"""How many workers attach at once, by what the host has."""
+"""Tests of the number of workers that may attach at the same time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ATTACHING = ChildEvent.HELLO, ChildEvent.ADMIT, ChildEvent.ATTACH
 NEED = 2 * 100 + 64
 
 
-class Host:
-    """A host with these cores and MiB."""
+class HostHarness:
+    """Host with this number of cores and this much free memory."""
 
     def __init__(self, cores: int, free_mib: int) -> None:
         self.free_mib = free_mib
@@ -43,15 +43,15 @@ def attach(generation: Generation, count: int, role: Role = Role.WORKER) -> None
     ("cores", "free_mib", "expected"),
     [(4, 100 * NEED, 4), (4, 3 * NEED, 3), (4, 3 * NEED - 1, 2), (4, NEED - 1, 1), (4, 0, 1), (1, 100 * NEED, 1)],
 )
-def test_as_many_as_cores_and_memory_allow_and_one_always(cores: int, free_mib: int, expected: int) -> None:
-    host = Host(cores, free_mib)
+def test_limit_follows_cores_and_memory_but_is_at_least_one(cores: int, free_mib: int, expected: int) -> None:
+    host = HostHarness(cores, free_mib)
     assert host.attaching.attach_limit(host.generation()) == expected
 
 
 @pytest.mark.parametrize(("cores", "free_mib"), [(5, 100 * NEED), (100, 5 * NEED)])
-def test_what_others_build_is_taken_off(cores: int, free_mib: int) -> None:
-    """Their holders as their workers; what they have taken already is free no more, so this is never too much."""
-    host = Host(cores, free_mib)
+def test_processes_of_other_generations_reduce_limit(cores: int, free_mib: int) -> None:
+    """Holders count like workers. Free memory already excludes what they use, so the limit is never too high."""
+    host = HostHarness(cores, free_mib)
     ours, theirs = host.generation(), host.generation()
     attach(ours, 2)
     assert host.attaching.attach_limit(ours) == 5
@@ -62,8 +62,8 @@ def test_what_others_build_is_taken_off(cores: int, free_mib: int) -> None:
     assert host.attaching.attach_limit(ours) == 1
 
 
-def test_what_has_ended_is_forgotten() -> None:
-    host = Host(4, 100 * NEED)
+def test_ended_generations_are_removed() -> None:
+    host = HostHarness(4, 100 * NEED)
     ended = host.generation()
     ended.fail(FailureReason("no such file"), 0.0)
     host.generation()

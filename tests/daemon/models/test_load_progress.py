@@ -1,4 +1,4 @@
-"""How far a load is: what is told never goes back, never reaches the end, and nothing is told that nobody knows."""
+"""Tests of load estimates: progress never decreases and stays below 100 %, and unknown values stay unknown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = st.lists(
 
 
 @given(st.none() | PACES, STEPS, st.integers(0, 2**40))
-def test_whatever_happens_it_never_goes_back_nor_says_that_it_is_over(
+def test_progress_never_decreases_or_completes_early(
     before: LoadSpeed | None, steps: list[tuple[float, str, int]], nbytes: int
 ) -> None:
     now = 1000.0
@@ -43,34 +43,34 @@ def test_whatever_happens_it_never_goes_back_nor_says_that_it_is_over(
 
 
 def told(load: LoadEstimate, now: float) -> tuple[float, float]:
-    """What is told where both are known, but for what floats leave of it."""
+    """Return fraction done and remaining seconds, both known, without rounding errors."""
     share = load.progress(now)
     assert share.fraction_done is not None
     assert share.remaining_s is not None
     return round(share.fraction_done, 6), round(share.remaining_s, 6)
 
 
-def test_one_that_goes_as_the_last_one_is_told_to_the_second() -> None:
+def test_same_speed_gives_exact_estimate() -> None:
     load = LoadEstimate(LoadSpeed(100 * MB, 60.0, 40.0), 0.0)
     assert load.progress(1.0) == LoadProgress(0.01, 99.0)
     load.on_copy_progress(25 * MB, 100 * MB)
     assert load.progress(10.0) == LoadProgress(0.1, 90.0, 0.25)
     load.on_copied(100 * MB, 40.0)
-    assert load.progress(45.0) == LoadProgress(0.4, None)  # of the wait for room nobody knows
+    assert load.progress(45.0) == LoadProgress(0.4, None)  # The duration of the wait for memory is unknown.
     load.on_load_started(50.0)
     assert told(load, 80.0) == (0.7, 30.0)
     assert load.progress(109.0).remaining_s == 1.0
     assert load.on_serving(110.0) == LoadSpeed(100 * MB, 60.0, 40.0)
 
 
-def test_a_copy_that_is_slower_than_the_last_one_takes_back_nothing_that_was_told() -> None:
+def test_slower_copy_does_not_decrease_progress() -> None:
     load = LoadEstimate(LoadSpeed(100 * MB, 60.0, 40.0), 0.0)
     assert load.progress(20.0).fraction_done == 0.2
     load.on_copy_progress(5 * MB, 100 * MB)
     assert load.progress(20.0) == LoadProgress(0.2, 440.0, 0.05)
 
 
-def test_a_larger_file_takes_longer_and_its_copy_as_long_as_it_does() -> None:
+def test_larger_file_takes_proportionally_longer() -> None:
     load = LoadEstimate(LoadSpeed(100 * MB, 10.0, 1.0), 0.0)
     load.on_copy_progress(10 * MB, 200 * MB)
     assert told(load, 1.0) == (0.025, 39.0)
@@ -79,7 +79,7 @@ def test_a_larger_file_takes_longer_and_its_copy_as_long_as_it_does() -> None:
     assert told(load, 30.0) == (0.75, 10.0)
 
 
-def test_what_was_not_copied_takes_no_time_and_leaves_what_is_known_of_that() -> None:
+def test_load_without_copy_keeps_known_copy_time() -> None:
     load = LoadEstimate(LoadSpeed(100 * MB, 10.0, 30.0), 0.0)
     load.on_copied(100 * MB, 0.0)
     load.on_load_started(0.0)
@@ -87,7 +87,7 @@ def test_what_was_not_copied_takes_no_time_and_leaves_what_is_known_of_that() ->
     assert load.on_serving(12.0) == LoadSpeed(100 * MB, 12.0, 30.0)
 
 
-def test_one_that_takes_longer_than_the_last_one_comes_nearer_and_nearer() -> None:
+def test_slower_load_approaches_but_never_reaches_100_percent() -> None:
     load = LoadEstimate(LoadSpeed(0, 10.0), 0.0)
     load.on_load_started(0.0)
     shares = [load.progress(seconds) for seconds in (9.0, 9.9, 10.0, 11.0, 20.0, 1000.0)]
@@ -98,7 +98,7 @@ def test_one_that_takes_longer_than_the_last_one_comes_nearer_and_nearer() -> No
     assert 0.94 < done[2] < done[3] < done[4]
 
 
-def test_of_the_first_one_only_the_copy_is_known() -> None:
+def test_first_load_knows_only_copy_progress() -> None:
     load = LoadEstimate(None, 0.0)
     assert load.progress(5.0) == LoadProgress()
     load.on_copy_progress(3, 4)
@@ -109,12 +109,12 @@ def test_of_the_first_one_only_the_copy_is_known() -> None:
     assert load.on_serving(30.0) == LoadSpeed(4, 20.0, 10.0)
 
 
-def test_one_that_nobody_has_seen_begin_teaches_nothing() -> None:
+def test_load_without_start_gives_no_speed() -> None:
     load = LoadEstimate(None, 0.0)
     assert load.on_serving(1.0) is None
 
 
-def test_of_what_a_damaged_file_says_nothing_is_told_that_nobody_would_wait_for() -> None:
+def test_implausible_speeds_give_no_estimate() -> None:
     load = LoadEstimate(LoadSpeed(1, 86400.0, 86400.0), 0.0)
     load.on_copy_progress(1, 2**40)
     load.on_copied(2**40, 1.0)
@@ -124,7 +124,7 @@ def test_of_what_a_damaged_file_says_nothing_is_told_that_nobody_would_wait_for(
         decode(LoadSpeed, {"nbytes": 1, "load_s": 1e308})
 
 
-def test_whatever_a_load_took_can_be_written_down() -> None:
+def test_any_measured_speed_can_be_stored() -> None:
     load = LoadEstimate(None, 0.0)
     load.on_copy_progress(1, 1)
     load.on_copied(1, 1e9)

@@ -1,4 +1,4 @@
-"""What a card, or the cards of a group of ranks, are promised to, and the figures of a refusal."""
+"""Tests of device budgets: reservations on cards and card groups, and the figures in rejections."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PRIVATE = dataclasses.replace(NEED, copy_count=3)
     ("weights", "mib"),
     [(0, 2), (1, 2), (2 * MIB - 1, 2), (2 * MIB, 4), (2 * MIB + 1, 4), (100 * MIB, 102), (101 * MIB, 102)],
 )
-def test_weights_take_whole_huge_pages_and_one_more_where_they_fit_exactly(weights: int, mib: int) -> None:
+def test_weights_use_whole_huge_pages(weights: int, mib: int) -> None:
     assert card_bytes(weights) == mib * MIB
 
 
-def test_what_is_promised_is_used_until_it_is_released() -> None:
+def test_reservation_counts_until_release() -> None:
     device = DeviceBudget("ascend:0", 500 * MIB, 8)
     assert device.reserve("m.1", NEED) == ""
     assert device.reserve("m.2", PRIVATE) == ""
@@ -36,7 +36,7 @@ def test_what_is_promised_is_used_until_it_is_released() -> None:
     ("capacity", "processes", "fits"),
     [(NEED.total_bytes, 4, True), (NEED.total_bytes - 1, 4, False), (NEED.total_bytes, 3, False), (None, None, True)],
 )
-def test_what_fits_exactly_fits_and_what_is_not_known_refuses_nothing(
+def test_exact_fit_is_accepted_and_unknown_capacity_unlimited(
     capacity: int | None, processes: int | None, fits: bool
 ) -> None:
     device = DeviceBudget("ascend:0", capacity, processes)
@@ -44,7 +44,7 @@ def test_what_fits_exactly_fits_and_what_is_not_known_refuses_nothing(
     assert list(device.reserved) == ["m.1"] * fits
 
 
-def test_a_refusal_for_memory_tells_the_figures() -> None:
+def test_memory_rejection_has_figures() -> None:
     device = DeviceBudget("ascend:0", 1500 * MIB)
     assert device.reserve("big.1", dataclasses.replace(NEED, weight_bytes=1229 * MIB)) == ""
     assert device.reserve("m.2", PRIVATE) == (
@@ -57,7 +57,7 @@ def test_a_refusal_for_memory_tells_the_figures() -> None:
     )
 
 
-def test_a_refusal_for_processes_tells_who_has_them() -> None:
+def test_process_rejection_names_other_models() -> None:
     device = DeviceBudget("ascend:0", None, 9)
     assert [device.reserve(label, NEED) for label in ("a.1", "b.1")] == ["", ""]
     assert device.reserve("m.1", NEED) == (
@@ -65,7 +65,7 @@ def test_a_refusal_for_processes_tells_who_has_them() -> None:
     )
 
 
-def test_it_can_be_asked_what_would_be_refused_though_another_one_were_gone() -> None:
+def test_rejection_reason_can_exclude_generations() -> None:
     device = DeviceBudget("ascend:0", NEED.total_bytes, 4)
     device.reserve("m.1", NEED)
     assert device.rejection_reason("m.2", NEED) != ""
@@ -75,14 +75,14 @@ def test_it_can_be_asked_what_would_be_refused_though_another_one_were_gone() ->
     assert list(device.reserved) == ["m.1"]
 
 
-def test_it_learns_that_processes_take_more_but_not_that_they_take_less() -> None:
+def test_process_memory_estimate_only_grows() -> None:
     device = DeviceBudget("ascend:0", 150 * MIB)
     device.reserve("m.1", NEED)
     for seen, each in [(5, 10), (50, 50)]:
         device.set_process_bytes("m.1", seen * MIB)
         device.set_process_bytes("nobody.1", seen * MIB)
         assert (list(device.reserved), device.reserved_bytes) == (["m.1"], (102 + 4 * each) * MIB)
-    # More is used than there should be: nothing is free, not less than nothing.
+    # More memory is used than the capacity; the free memory is reported as 0, not as a negative number.
     assert "0 MiB of 150 MiB are free" in device.reserve("m.2", NEED)
 
 
@@ -95,7 +95,7 @@ def cards(*capacities: int | None, ports: tuple[int, ...] = ()) -> tuple[CardGro
     return CardGroup(devices, ports), devices
 
 
-def test_each_card_has_the_slice_of_its_rank_and_its_own_buffers() -> None:
+def test_each_card_reserves_slice_and_buffers() -> None:
     group, devices = cards(None, None)
     assert (group.name, group.reserve("big.1", GROUP_NEED)) == ("ascend:0+ascend:1", "")
     assert [each.reserved_bytes // MIB for each in devices] == [102 + 10 + 400, 52 + 10 + 400]
@@ -104,7 +104,7 @@ def test_each_card_has_the_slice_of_its_rank_and_its_own_buffers() -> None:
     assert [each.reserved_bytes // MIB for each in devices] == [102 + 30 + 400, 52 + 30 + 400]
 
 
-def test_where_one_card_has_no_room_none_is_promised() -> None:
+def test_group_reserves_all_cards_or_none() -> None:
     group, devices = cards(None, 400 * MIB)
     assert group.reserve("big.1", GROUP_NEED) == (
         "ascend:1 does not have enough memory: big.1 needs 462 MiB (one copy of 52 MiB weights, one process of 10 MiB, "
@@ -116,7 +116,7 @@ def test_where_one_card_has_no_room_none_is_promised() -> None:
 
 
 @pytest.mark.parametrize("ports", [(16666,), ()])
-def test_a_second_group_needs_a_port_of_its_own(ports: tuple[int, ...]) -> None:
+def test_second_group_needs_another_port(ports: tuple[int, ...]) -> None:
     group, devices = cards(None, None, ports=ports)
     assert group.reserve("big.1", GROUP_NEED) == ""
     told, has = ("of device_ports 16666 ", "16666") if ports else ("", "its own")
@@ -129,13 +129,13 @@ def test_a_second_group_needs_a_port_of_its_own(ports: tuple[int, ...]) -> None:
     assert (group.reserve("big.2", GROUP_NEED), [{*each.reserved} for each in devices]) == ("", [{"big.2"}] * 2)
 
 
-def test_it_has_the_first_port_that_is_free_on_all_cards() -> None:
+def test_uses_first_port_free_on_all_cards() -> None:
     devices = [DeviceBudget(f"ascend:{card}") for card in range(3)]
     first, second = CardGroup(devices[:2], (7000, 7001)), CardGroup(devices[1:], (7000, 7001))
     assert [group.reserve(label, GROUP_NEED) for group, label in ((first, "a.1"), (second, "b.1"))] == ["", ""]
     assert (first.port("a.1"), second.port("b.1")) == (7000, 7001)
     first.release("a.1")
-    # One card is enough to have it taken.
+    # A port that is in use on one card of the group is not available.
     fourth = CardGroup(devices[:2], (7001, 7002))
     assert (fourth.reserve("c.1", GROUP_NEED), fourth.port("c.1")) == ("", 7002)
     fourth.release("c.1")
@@ -144,7 +144,7 @@ def test_it_has_the_first_port_that_is_free_on_all_cards() -> None:
     assert (third.port("a.2"), third.reserve("a.3", GROUP_NEED), third.port("a.3")) == (7001, "", 7000)
 
 
-def test_who_waits_is_told_when_all_cards_are_free_again() -> None:
+def test_waiting_deployment_is_woken_by_release_of_all_cards() -> None:
     group, devices = cards(None, None)
     group.reserve("big.1", GROUP_NEED)
     group.mark_leaving(["big.1"])
@@ -156,7 +156,7 @@ def test_who_waits_is_told_when_all_cards_are_free_again() -> None:
     assert (told, group.leaving, group.reserve("big.2", GROUP_NEED), group.waiting) == (["", ""], set(), "", set())
 
 
-def test_a_card_says_itself_what_is_free() -> None:
+def test_card_reports_its_free_memory() -> None:
     group, devices = cards(None, None)
     group.set_free_bytes(7 * MIB, 1)
     assert [each.free_bytes for each in devices] == [None, 7 * MIB]

@@ -1,4 +1,4 @@
-"""What a reload does to models, which are a few switches here."""
+"""Tests of the model registry: reloads with fake models."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from weightd_daemon.tenants.tenant import DEFAULT_TENANT
 from weightd_protocol.errors import Unavailable
 
 ONE, TWO, THREE = (ModelConfig(path=f"/models/{number}.onnx") for number in (1, 2, 3))
-LEAVES = f"drain {ONE.predict_timeout:g} replaced"
+DRAIN_REPLACED = f"drain {ONE.predict_timeout:g} replaced"
 
 
 class FakeModel:
-    """Serves, fails and is gone when a test says so, and keeps a record of what it is told."""
+    """Fake model with switches for its state; records the calls of the registry."""
 
     def __init__(self, name: str, config: ModelConfig, numbers: IdSequence, predecessor: FakeModel | None) -> None:
         self.name = name
@@ -37,9 +37,9 @@ class FakeModel:
         self.is_reinstated = False
         self.may_retry = False
         self.deaths = 0
-        # The parts of a ServedModel.
+        # The object stands for all parts of a ServedModel.
         self.deployments = self.readiness = self.versions = self.snapshots = self
-        self.done: list[str] = []
+        self.calls: list[str] = []
 
     def reconfigure(self, config: ModelConfig) -> bool:
         if config.has_same_load(self.config):
@@ -47,185 +47,187 @@ class FakeModel:
         return self.config is config
 
     def start(self, now: float) -> None:
-        self.done.append("start")
+        self.calls.append("start")
 
     def retry(self, now: float) -> None:
-        self.done.append("retry")
+        self.calls.append("retry")
 
     def reinstate(self, now: float) -> None:
         self.is_reinstated = True
 
     def mark_leaving(self, name: str) -> None:
-        self.done.append("mark leaving")
+        self.calls.append("mark leaving")
 
     def drain(self, now: float, *, timeout_s: float = 0.0, is_replaced: bool = False) -> None:
         self.is_draining = True
-        self.done.append(f"drain {timeout_s:g}{' replaced' if is_replaced else ''}")
+        self.calls.append(f"drain {timeout_s:g}{' replaced' if is_replaced else ''}")
 
     def adopt_requests(self, old: FakeModel, now: float) -> None:
-        assert old.is_draining == bool(old.dispatcher.queued_by_tenant), "it would have refused what waits"
-        self.done.append(f"adopt {old.config.path}")
+        assert old.is_draining == bool(old.dispatcher.queued_by_tenant), (
+            "the old model would have rejected its queued requests"
+        )
+        self.calls.append(f"adopt {old.config.path}")
 
     def drop_all(self) -> None:
-        self.done.append("remove snapshots")
+        self.calls.append("remove snapshots")
 
     def unready_reason(self, now: float) -> str:
         return "no such file"
 
 
-class Yard:
-    """A registry, and every model that it has made."""
+class RegistryHarness:
+    """Model registry, and all models that it has created."""
 
     def __init__(self, **configs: ModelConfig) -> None:
-        self.made: list[FakeModel] = []
-        self.fleet = ModelRegistry(self.make)
-        self.fleet.start(configs, 0.0)
-        for each in self.made:
+        self.models: list[FakeModel] = []
+        self.registry = ModelRegistry(self.make)
+        self.registry.start(configs, 0.0)
+        for each in self.models:
             each.may_serve_soon = each.is_complete = True
-            each.done.clear()
+            each.calls.clear()
 
     def make(self, name: str, config: ModelConfig, ids: IdSequence, *, predecessor: ServedModel | None) -> ServedModel:
-        self.made.append(FakeModel(name, config, ids, cast("FakeModel | None", predecessor)))
-        return cast(ServedModel, self.made[-1])
+        self.models.append(FakeModel(name, config, ids, cast("FakeModel | None", predecessor)))
+        return cast(ServedModel, self.models[-1])
 
     def reload(self, **configs: ModelConfig) -> ConfigDiff:
-        change = self.fleet.compare(configs)
-        self.fleet.apply(change, configs, 0.0)
+        change = self.registry.compare(configs)
+        self.registry.apply(change, configs, 0.0)
         return change
 
     def serving(self) -> list[tuple[str, ModelConfig]]:
-        """Who serves by now, each with its configuration."""
-        self.fleet.reconcile(0.0)
-        return [(name, model.config) for name, model in self.fleet.models.items()]
+        """Return the serving models with their configurations."""
+        self.registry.reconcile(0.0)
+        return [(name, model.config) for name, model in self.registry.models.items()]
 
 
-def test_what_has_not_changed_is_not_touched_and_a_new_model_takes_requests_at_once() -> None:
-    yard = Yard(a=ONE)
-    assert str(yard.reload(a=ONE)) == "no model changed"
-    assert str(yard.reload(b=TWO, a=ONE)) == "added b"
-    assert [each.done for each in yard.made] == [[], ["start"]]
-    assert yard.serving() == [("b", TWO), ("a", ONE)]
+def test_reload_keeps_unchanged_and_adds_new_models() -> None:
+    harness = RegistryHarness(a=ONE)
+    assert str(harness.reload(a=ONE)) == "no model changed"
+    assert str(harness.reload(b=TWO, a=ONE)) == "added b"
+    assert [each.calls for each in harness.models] == [[], ["start"]]
+    assert harness.serving() == [("b", TWO), ("a", ONE)]
 
 
-def test_a_model_that_has_failed_is_loaded_again_as_it_is() -> None:
-    yard = Yard(a=ONE, b=TWO, c=THREE)
-    yard.made[0].may_retry = yard.made[2].may_retry = True
-    # One that is changed, too, is made anew.
-    change = yard.reload(a=ONE, b=TWO, c=ONE)
+def test_reload_retries_failed_models() -> None:
+    harness = RegistryHarness(a=ONE, b=TWO, c=THREE)
+    harness.models[0].may_retry = harness.models[2].may_retry = True
+    # A failed model with a changed configuration is replaced instead.
+    change = harness.reload(a=ONE, b=TWO, c=ONE)
     assert (change, str(change)) == (ConfigDiff((), ("c",), (), ("a",)), "changed c; retried a")
-    assert [each.done for each in yard.made] == [["retry"], [], [], ["start"]]
+    assert [each.calls for each in harness.models] == [["retry"], [], [], ["start"]]
 
 
-def test_a_model_that_is_removed_finishes_what_it_has_and_leaves() -> None:
-    yard = Yard(a=ONE, b=TWO)
-    b = yard.made[1]
+def test_removed_model_finishes_requests_first() -> None:
+    harness = RegistryHarness(a=ONE, b=TWO)
+    b = harness.models[1]
     b.dispatcher.is_idle, b.deaths = False, 3
-    assert yard.reload(a=ONE) == ConfigDiff((), (), ("b",))
-    assert yard.serving() == [("a", ONE)]
-    assert (b.done, len(yard.fleet.all_models())) == (["mark leaving"], 2)
+    assert harness.reload(a=ONE) == ConfigDiff((), (), ("b",))
+    assert harness.serving() == [("a", ONE)]
+    assert (b.calls, len(harness.registry.all_models())) == (["mark leaving"], 2)
     b.dispatcher.is_idle = True
     for _ in range(2):
-        yard.fleet.reconcile(0.0)
-        assert b.done == ["mark leaving", "drain 0"]
+        harness.registry.reconcile(0.0)
+        assert b.calls == ["mark leaving", "drain 0"]
     b.is_gone = True
-    yard.fleet.reconcile(0.0)
-    assert b.done == ["mark leaving", "drain 0", "remove snapshots"]
-    assert (len(yard.fleet.all_models()), yard.fleet.deaths, yard.fleet.changing) == (1, 3, [])
+    harness.registry.reconcile(0.0)
+    assert b.calls == ["mark leaving", "drain 0", "remove snapshots"]
+    assert (len(harness.registry.all_models()), harness.registry.deaths, harness.registry.changing) == (1, 3, [])
 
 
-def test_a_changed_model_takes_over_once_it_is_complete() -> None:
-    yard = Yard(a=ONE)
-    assert yard.reload(a=TWO) == ConfigDiff((), ("a",), ())
-    old, new = yard.made
-    assert (yard.serving(), new.done, len(yard.fleet.changing)) == ([("a", ONE)], ["start"], 1)
+def test_changed_model_takes_over_when_complete() -> None:
+    harness = RegistryHarness(a=ONE)
+    assert harness.reload(a=TWO) == ConfigDiff((), ("a",), ())
+    old, new = harness.models
+    assert (harness.serving(), new.calls, len(harness.registry.changing)) == ([("a", ONE)], ["start"], 1)
     assert (new.replaced, old.is_reinstated) == (old, False)
     new.is_complete = True
     for _ in range(2):
-        assert yard.serving() == [("a", TWO)]
-        assert (new.done, old.done) == (["start", "adopt /models/1.onnx"], [LEAVES])
-    # A worker that dies while it leaves: what it had is the new one's.
+        assert harness.serving() == [("a", TWO)]
+        assert (new.calls, old.calls) == (["start", "adopt /models/1.onnx"], [DRAIN_REPLACED])
+    # A worker of the old model exits while it drains; the new model adopts its requests.
     old.dispatcher.queued_by_tenant = {DEFAULT_TENANT: 1}
-    yard.fleet.reconcile(0.0)
-    assert new.done[2:] == ["adopt /models/1.onnx"]
+    harness.registry.reconcile(0.0)
+    assert new.calls[2:] == ["adopt /models/1.onnx"]
     old.is_gone = True
-    yard.fleet.reconcile(0.0)
-    assert [each.config for each in yard.fleet.all_models()] == [TWO]
+    harness.registry.reconcile(0.0)
+    assert [each.config for each in harness.registry.all_models()] == [TWO]
 
 
-def test_where_the_same_is_loaded_for_the_change_nothing_is() -> None:
-    yard = Yard(a=ONE)
-    assert yard.reload(a=TWO).changed == ("a",)
-    less = replace(ONE, batching=BatchingConfig(8, exact=False))
-    # It discards what loads, too.
-    assert yard.reload(a=less).changed == ("a",)
-    assert [each.done for each in yard.made] == [[], ["start", "drain 0"]]
-    assert yard.serving() == [("a", less)]
+def test_change_without_reload_applies_at_once() -> None:
+    harness = RegistryHarness(a=ONE)
+    assert harness.reload(a=TWO).changed == ("a",)
+    batching_only = replace(ONE, batching=BatchingConfig(8, exact=False))
+    # The change also discards the successor that is loading.
+    assert harness.reload(a=batching_only).changed == ("a",)
+    assert [each.calls for each in harness.models] == [[], ["start", "drain 0"]]
+    assert harness.serving() == [("a", batching_only)]
 
 
-def test_a_change_that_fails_leaves_what_serves_and_says_why() -> None:
-    yard = Yard(a=ONE)
-    yard.reload(a=TWO)
-    old, failed = yard.made
+def test_failed_change_keeps_old_model_with_note() -> None:
+    harness = RegistryHarness(a=ONE)
+    harness.reload(a=TWO)
+    old, failed = harness.models
     failed.has_failed = True
-    assert yard.serving() == [("a", ONE)]
+    assert harness.serving() == [("a", ONE)]
     assert old.note == "the changed configuration is not in force: no such file"
-    assert failed.done == ["start", "drain 0"]
+    assert failed.calls == ["start", "drain 0"]
     assert (failed.replaced, old.is_reinstated) == (old, True)
-    # The next reload tries it again.
-    assert yard.reload(a=TWO) == ConfigDiff((), ("a",), ())
-    assert (old.note, len(yard.made)) == ("", 3)
+    # The next reload tries the change again.
+    assert harness.reload(a=TWO) == ConfigDiff((), ("a",), ())
+    assert (old.note, len(harness.models)) == ("", 3)
 
 
-def test_what_does_not_serve_is_replaced_at_once() -> None:
-    yard = Yard(a=ONE)
-    yard.made[0].may_serve_soon = False
-    yard.reload(a=TWO)
-    assert yard.serving() == [("a", TWO)]
-    assert yard.made[1].done == ["start", "adopt /models/1.onnx"]
+def test_model_that_does_not_serve_is_replaced_at_once() -> None:
+    harness = RegistryHarness(a=ONE)
+    harness.models[0].may_serve_soon = False
+    harness.reload(a=TWO)
+    assert harness.serving() == [("a", TWO)]
+    assert harness.models[1].calls == ["start", "adopt /models/1.onnx"]
 
 
-def test_asking_twice_for_the_same_change_is_asking_once_and_a_change_of_mind_discards_what_loads() -> None:
-    yard = Yard(a=ONE)
-    yard.reload(a=TWO)
-    assert yard.reload(a=TWO) == ConfigDiff((), (), ())
-    assert yard.reload(a=THREE) == ConfigDiff((), ("a",), ())
-    assert [each.is_draining for each in yard.made] == [False, True, False]
-    assert yard.reload(a=ONE) == ConfigDiff((), ("a",), ())
-    assert [each.is_draining for each in yard.made] == [False, True, True]
-    assert (yard.serving(), yard.made[0].successor) == ([("a", ONE)], None)
+def test_repeated_change_is_ignored_and_new_change_replaces_it() -> None:
+    harness = RegistryHarness(a=ONE)
+    harness.reload(a=TWO)
+    assert harness.reload(a=TWO) == ConfigDiff((), (), ())
+    assert harness.reload(a=THREE) == ConfigDiff((), ("a",), ())
+    assert [each.is_draining for each in harness.models] == [False, True, False]
+    assert harness.reload(a=ONE) == ConfigDiff((), ("a",), ())
+    assert [each.is_draining for each in harness.models] == [False, True, True]
+    assert (harness.serving(), harness.models[0].successor) == ([("a", ONE)], None)
 
 
-def test_a_model_that_is_removed_takes_what_loads_for_it_along_and_leaves_nothing_to_the_next_of_its_name() -> None:
-    yard = Yard(a=ONE)
-    yard.made[0].dispatcher.is_idle = False
-    yard.reload(a=TWO)
-    yard.reload()
-    assert (yard.made[1].is_draining, len(yard.fleet.all_models())) == (True, 2)
-    yard.reload(a=TWO)
-    yard.fleet.reconcile(0.0)
-    assert (yard.made[0].done, yard.made[2].done) == (["mark leaving"], ["start"])
+def test_removed_model_discards_its_successor() -> None:
+    harness = RegistryHarness(a=ONE)
+    harness.models[0].dispatcher.is_idle = False
+    harness.reload(a=TWO)
+    harness.reload()
+    assert (harness.models[1].is_draining, len(harness.registry.all_models())) == (True, 2)
+    harness.reload(a=TWO)
+    harness.registry.reconcile(0.0)
+    assert (harness.models[0].calls, harness.models[2].calls) == (["mark leaving"], ["start"])
 
 
 @pytest.mark.parametrize("configs", [{"a": TWO, "b": TWO}, {"b": TWO}])
-def test_while_a_model_is_updated_nothing_changes(configs: dict[str, ModelConfig]) -> None:
-    yard = Yard(a=ONE)
-    yard.made[0].is_updating = True
+def test_reload_is_rejected_during_update(configs: dict[str, ModelConfig]) -> None:
+    harness = RegistryHarness(a=ONE)
+    harness.models[0].is_updating = True
     with pytest.raises(Unavailable, match=r"^a is being updated: try again after the update$"):
-        yard.reload(**configs)
-    assert (yard.serving(), len(yard.made)) == ([("a", ONE)], 1)
+        harness.reload(**configs)
+    assert (harness.serving(), len(harness.models)) == ([("a", ONE)], 1)
 
 
-def test_a_name_never_uses_a_number_twice() -> None:
-    yard = Yard(a=ONE, b=ONE)
-    yard.reload(b=ONE)
-    yard.reload(a=TWO, b=ONE)
-    a, b, again = yard.made
-    assert again.numbers is a.numbers
+def test_ids_are_never_reused_for_a_name() -> None:
+    harness = RegistryHarness(a=ONE, b=ONE)
+    harness.reload(b=ONE)
+    harness.reload(a=TWO, b=ONE)
+    a, b, next_a = harness.models
+    assert next_a.numbers is a.numbers
     assert b.numbers is not a.numbers
 
 
-def test_the_end_is_told_to_everyone() -> None:
-    yard = Yard(a=ONE, b=TWO, c=THREE)
-    yard.reload(a=TWO, b=TWO)
-    yard.fleet.drain(0.0)
-    assert [each.is_draining for each in yard.made] == [True] * 4
+def test_drain_reaches_all_models() -> None:
+    harness = RegistryHarness(a=ONE, b=TWO, c=THREE)
+    harness.reload(a=TWO, b=TWO)
+    harness.registry.drain(0.0)
+    assert [each.is_draining for each in harness.models] == [True] * 4

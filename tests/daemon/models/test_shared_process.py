@@ -1,4 +1,4 @@
-"""Models of a group: one process has them all, gives each its turn, and takes all of them along."""
+"""Tests of a model group: one process serves all models in turn, and its loss affects all of them."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ DIGESTS = {"one": "1" * 64, "two": "2" * 64}
 TENSORS = {name: TensorSignature(f"x_{name}", "FP32", (-1, 2)) for name in NAMES}
 
 
-class Home:
-    """Two models of a group, and what their process says."""
+class GroupHarness:
+    """Two models of a group; the test sends the messages of their process."""
 
     def __init__(self, made: Sequence[str] = NAMES, **config: Any) -> None:
         self.host, self.now = FakeHost(), 1000.0
         self.device = DeviceBudget("ascend:0")
         group = Membership("g", "workspace", NAMES, "digest")
-        households = model_factory({"ascend:0": self.device}, self.host, self.host)
+        factory = model_factory({"ascend:0": self.device}, self.host, self.host)
         self.models: dict[str, ServedModel] = {}
         for name in made:
-            there = ModelConfig(
+            member_config = ModelConfig(
                 f"/{name}.mindir",
                 "mindspore_lite",
                 spares=0,
@@ -52,175 +52,177 @@ class Home:
                 group=group,
                 **config,
             )
-            # As the registry does: one is started before the next one is made.
-            self.models[name] = households.make(name, there, IdSequence())
+            # The registry also starts each model before it creates the next one.
+            self.models[name] = factory.make(name, member_config, IdSequence())
             self.models[name].start(self.now)
 
-    def pinned(self, *names: str) -> Home:
+    def snapshot_taken(self, *names: str) -> GroupHarness:
         for name in names or NAMES:
-            source = next(each for each in reversed(self.host.pinned) if each.path == f"/{name}.mindir")
+            source = next(each for each in reversed(self.host.requested_snapshots) if each.path == f"/{name}.mindir")
             self.models[name].on_snapshot_taken(
                 source, Snapshot(f"/s/{name}", "", DIGESTS[name], 100, "", "known"), self.now
             )
         return self
 
-    def says(self, child: str, message: ChildMessage) -> Home:
+    def says(self, child: str, message: ChildMessage) -> GroupHarness:
         self.models["one"].deployments.process_events.on_message(child, message, (), self.now)
         return self
 
-    def loads(self, child: str = P1) -> Home:
+    def loads(self, child: str = P1) -> GroupHarness:
         self.says(child, Hello("1", joint_digest([DIGESTS[name] for name in NAMES]), {"weightd": VERSION}, CPU))
         members = tuple(GroupModelSignature((TENSORS[name],), (TENSORS[name],)) for name in NAMES)
         self.says(child, JoinedGroup((), (), None, members))
-        proofs = tuple(SelfTestResult(name, ({TENSORS[name].name: (1, 2)},)) for name in NAMES)
-        return self.says(child, SelfTestDone("", (), None, None, proofs))
+        selftests = tuple(SelfTestResult(name, ({TENSORS[name].name: (1, 2)},)) for name in NAMES)
+        return self.says(child, SelfTestDone("", (), None, None, selftests))
 
-    def serving(self) -> Home:
-        self.pinned().loads()
+    def serving(self) -> GroupHarness:
+        self.snapshot_taken().loads()
         self.host.orders.clear()
         return self
 
-    def asks(self, name: str) -> int:
+    def submit_request(self, name: str) -> int:
         spec = TensorSpec(TENSORS[name].name, "FP32", (5, 2))
         asked = dataclasses.replace(request(), description=RequestDescription(name, (spec,)))
         self.models[name].dispatcher.infer(asked, self.now)
         return asked.number
 
-    def answers(self, number: int, child: str = P1) -> Home:
+    def answers(self, number: int, child: str = P1) -> GroupHarness:
         return self.says(child, PredictResult(number, ResponseDescription("m", (TensorSpec("y", "FP32", (5, 2)),))))
 
-    def ends(self, child: str, end: ExitCause) -> Home:
+    def exit_process(self, child: str, end: ExitCause) -> GroupHarness:
         self.models["one"].deployments.process_events.on_exit(child, end, self.now)
         return self
 
-    def later(self) -> Home:
+    def advance(self) -> GroupHarness:
         self.now += 10.0
         for model in self.models.values():
             model.tick(self.now)
         return self
 
-    def given(self) -> list[tuple[str, int, int]]:
-        """Who was given which request since the last time, for which of the models."""
-        there = [
+    def take_predicts(self) -> list[tuple[str, int, int]]:
+        """Return process, request and model index of each predict since the last call."""
+        member_config = [
             (name, order.request, order.model_index) for name, order in self.host.orders if isinstance(order, Predict)
         ]
         self.host.orders = [each for each in self.host.orders if not isinstance(each[1], Predict)]
-        return there
+        return member_config
 
 
-def test_the_process_is_started_once_all_snapshots_exist_and_is_told_of_all() -> None:
-    home = Home().pinned("two")
-    assert home.host.spawned == []
-    home.pinned("one")
-    assert home.host.spawned == [P1]
-    told = json.loads(home.host.programs[P1].members_json)
+def test_process_starts_after_all_snapshots() -> None:
+    group = GroupHarness().snapshot_taken("two")
+    assert group.host.spawned == []
+    group.snapshot_taken("one")
+    assert group.host.spawned == [P1]
+    told = json.loads(group.host.programs[P1].members_json)
     assert (told["share"], [each["model"] for each in told["models"]]) == ("workspace", ["/s/one", "/s/two"])
     assert [each["snapshot_identity"] for each in told["models"]] == [f"known:{DIGESTS[name]}" for name in NAMES]
-    assert [*home.device.reserved] == ["g@group.1"]
+    assert [*group.device.reserved] == ["g@group.1"]
 
 
 @pytest.mark.parametrize("made", [NAMES, NAMES[::-1]], ids=["as in the group", "in another order"])
-def test_each_model_takes_what_is_its_own_and_has_its_turn(made: Sequence[str]) -> None:
-    home = Home(made).serving()
-    built = {name: model.readiness.built for name, model in home.models.items()}
+def test_each_model_has_own_signature_and_turn(made: Sequence[str]) -> None:
+    group = GroupHarness(made).serving()
+    built = {name: model.readiness.built for name, model in group.models.items()}
     assert {name: each.inputs for name, each in built.items() if each} == {name: (TENSORS[name],) for name in NAMES}
-    models = json.loads(home.host.programs[P1].members_json)["models"]
+    models = json.loads(group.host.programs[P1].members_json)["models"]
     assert [each["model"] for each in models] == ["/s/one", "/s/two"]
-    assert [model.readiness.is_serving for model in home.models.values()] == [True, True]
-    first, second, other = home.asks("one"), home.asks("one"), home.asks("two")
-    assert home.given() == [(P1, first, 0)]
-    home.answers(first)
-    assert home.given() == [(P1, other, 1)]
-    home.answers(other)
-    assert home.given() == [(P1, second, 0)]
-    home.answers(second)
-    assert home.host.answers == [first, other, second]
+    assert [model.readiness.is_serving for model in group.models.values()] == [True, True]
+    first, second, other = group.submit_request("one"), group.submit_request("one"), group.submit_request("two")
+    assert group.take_predicts() == [(P1, first, 0)]
+    group.answers(first)
+    assert group.take_predicts() == [(P1, other, 1)]
+    group.answers(other)
+    assert group.take_predicts() == [(P1, second, 0)]
+    group.answers(second)
+    assert group.host.answers == [first, other, second]
 
 
-def _dies(home: Home, running: int) -> None:
-    home.ends(P1, ExitCause(-signal.SIGSEGV))
+def crash(group: GroupHarness, running: int) -> None:
+    group.exit_process(P1, ExitCause(-signal.SIGSEGV))
 
 
-def _breaks(home: Home, running: int) -> None:
-    home.says(P1, ProcessFailed("it cannot go on")).ends(P1, ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON))
+def fail_process(group: GroupHarness, running: int) -> None:
+    group.says(P1, ProcessFailed("it cannot go on")).exit_process(
+        P1, ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON)
+    )
 
 
-def _fails(home: Home, running: int) -> None:
-    home.says(P1, PredictFailed(running, "INTERNAL", "predict failed", is_exiting=True))
-    home.ends(P1, ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON))
+def fail_predict(group: GroupHarness, running: int) -> None:
+    group.says(P1, PredictFailed(running, "INTERNAL", "predict failed", is_exiting=True))
+    group.exit_process(P1, ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON))
 
 
-def _hangs(home: Home, running: int) -> None:
-    home.now += 100.0
-    home.models["two"].tick(home.now)
-    home.ends(P1, ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON))
+def hang(group: GroupHarness, running: int) -> None:
+    group.now += 100.0
+    group.models["two"].tick(group.now)
+    group.exit_process(P1, ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON))
 
 
-@pytest.mark.parametrize("loss", [_dies, _breaks, _fails, _hangs])
-def test_all_come_again_and_nothing_that_waits_is_lost(loss: Any) -> None:
-    home = Home(timeout=1000.0).serving()
-    running, waits = home.asks("one"), home.asks("two")
-    home.given()
-    loss(home, running)
-    assert not any(model.readiness.is_serving for model in home.models.values())
-    home.later()
-    assert home.host.spawned == [P1, P2]
-    home.loads(P2)
-    given = home.given()
-    while given:
-        [(_, number, _)] = given
-        home.answers(number, P2)
-        given = home.given()
-    assert waits in home.host.answers
-    refused = [number for number, _ in home.host.refused()]
-    assert sorted(home.host.answers + refused) == [running, waits]
+@pytest.mark.parametrize("loss", [crash, fail_process, fail_predict, hang])
+def test_lost_process_is_replaced_without_lost_requests(loss: Any) -> None:
+    group = GroupHarness(timeout=1000.0).serving()
+    running, waits = group.submit_request("one"), group.submit_request("two")
+    group.take_predicts()
+    loss(group, running)
+    assert not any(model.readiness.is_serving for model in group.models.values())
+    group.advance()
+    assert group.host.spawned == [P1, P2]
+    group.loads(P2)
+    take_predicts = group.take_predicts()
+    while take_predicts:
+        [(_, number, _)] = take_predicts
+        group.answers(number, P2)
+        take_predicts = group.take_predicts()
+    assert waits in group.host.answers
+    refused = [number for number, _ in group.host.refused()]
+    assert sorted(group.host.answers + refused) == [running, waits]
 
 
-def test_without_the_snapshot_of_one_none_is_served() -> None:
-    home = Home().pinned("one")
-    source = next(each for each in home.host.pinned if each.path == "/two.mindir")
-    home.models["two"].on_snapshot_failed(source, "no such file", home.now)
-    assert [model.readiness.has_failed for model in home.models.values()] == [True, True]
-    assert "two: no such file" in home.models["one"].readiness.unready_reason(home.now)
+def test_failed_snapshot_of_one_model_fails_group() -> None:
+    group = GroupHarness().snapshot_taken("one")
+    source = next(each for each in group.host.requested_snapshots if each.path == "/two.mindir")
+    group.models["two"].on_snapshot_failed(source, "no such file", group.now)
+    assert [model.readiness.has_failed for model in group.models.values()] == [True, True]
+    assert "two: no such file" in group.models["one"].readiness.unready_reason(group.now)
 
 
-def test_a_group_that_failed_of_a_transient_cause_is_loaded_again_once_for_all_its_models() -> None:
-    home = Home().pinned("one")
-    source = next(each for each in home.host.pinned if each.path == "/two.mindir")
-    home.models["two"].on_snapshot_failed(source, "no such file", home.now, is_transient=True)
-    assert [model.retry_delay_s(home.now) for model in home.models.values()] == [1.0, 1.0]
-    home.later()
-    assert not any(model.readiness.has_failed for model in home.models.values())
-    assert sorted(each.path for each in home.host.pinned) == ["/one.mindir"] * 2 + ["/two.mindir"] * 2
-    home.pinned().loads(P2)
-    assert all(model.readiness.is_serving for model in home.models.values())
+def test_transient_failure_reloads_group_once() -> None:
+    group = GroupHarness().snapshot_taken("one")
+    source = next(each for each in group.host.requested_snapshots if each.path == "/two.mindir")
+    group.models["two"].on_snapshot_failed(source, "no such file", group.now, is_transient=True)
+    assert [model.retry_delay_s(group.now) for model in group.models.values()] == [1.0, 1.0]
+    group.advance()
+    assert not any(model.readiness.has_failed for model in group.models.values())
+    assert sorted(each.path for each in group.host.requested_snapshots) == ["/one.mindir"] * 2 + ["/two.mindir"] * 2
+    group.snapshot_taken().loads(P2)
+    assert all(model.readiness.is_serving for model in group.models.values())
 
 
-def test_none_is_updated_alone() -> None:
-    home = Home().serving()
+def test_single_member_cannot_be_updated() -> None:
+    group = GroupHarness().serving()
     with pytest.raises(
         FailedPrecondition, match=r"one shares its processes with two \(group g\) and cannot be updated alone"
     ):
-        home.models["one"].update(b"o", "u", home.now, path="/x.mindir", weights="", rollback=False, grant=OPERATOR)
+        group.models["one"].update(b"o", "u", group.now, path="/x.mindir", weights="", rollback=False, grant=OPERATOR)
 
 
-def test_the_process_goes_with_the_last_of_them() -> None:
-    home = Home().serving()
-    home.models["one"].drain(home.now)
-    assert home.models["two"].readiness.is_serving
-    asked = home.asks("two")
-    assert home.given() == [(P1, asked, 1)]
-    home.answers(asked)
-    home.models["two"].drain(home.now)
-    home.ends(P1, ExitCause(0))
-    assert [model.is_gone for model in home.models.values()] == [True, True]
-    assert (home.device.reserved, home.models["one"].record()) == ({}, None)
+def test_process_stops_after_last_model_drained() -> None:
+    group = GroupHarness().serving()
+    group.models["one"].drain(group.now)
+    assert group.models["two"].readiness.is_serving
+    asked = group.submit_request("two")
+    assert group.take_predicts() == [(P1, asked, 1)]
+    group.answers(asked)
+    group.models["two"].drain(group.now)
+    group.exit_process(P1, ExitCause(0))
+    assert [model.is_gone for model in group.models.values()] == [True, True]
+    assert (group.device.reserved, group.models["one"].record()) == ({}, None)
 
 
-def test_nobody_is_to_wait_for_its_room_while_one_of_them_is_served() -> None:
-    """One was removed, and what the other one is to become needs the room: it would wait for ever."""
-    home = Home().serving()
-    home.models["two"].deployments.mark_leaving("two")
-    assert [*home.device.leaving] == []
-    home.models["one"].deployments.mark_leaving("one")
-    assert [*home.device.leaving] == ["g@group.1"]
+def test_memory_is_not_promised_while_one_model_serves() -> None:
+    """One model was removed, and a new deployment needs the memory. It would wait without end."""
+    group = GroupHarness().serving()
+    group.models["two"].deployments.mark_leaving("two")
+    assert [*group.device.leaving] == []
+    group.models["one"].deployments.mark_leaving("one")
+    assert [*group.device.leaving] == ["g@group.1"]

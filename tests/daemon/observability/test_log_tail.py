@@ -1,4 +1,4 @@
-"""The ends of logs: whatever lies where they should be, a bounded piece of a file is read and nothing else."""
+"""Tests of log tails: the reader reads a limited part of regular log files only."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from weightd_protocol.messages.events import Logs, LogsResponse
 
 
 def read(directory: Path, process: str = "", lines: int = 100) -> LogsResponse:
-    """All steps."""
-    made = LogTailReader(
+    """Run all steps and return the response."""
+    reader = LogTailReader(
         b"c", Logs("1", "m", process, lines), {1: GenerationFiles(directory), 2: GenerationFiles(Path("/no"))}
     )
     for _ in range(limits.MAX_LOGS + 1):
-        if made.step():
+        if reader.step():
             break
-    return made.response
+    return reader.response
 
 
-def test_each_process_is_there_with_its_last_lines_and_who_wrote_last_comes_last(tmp_path: Path) -> None:
+def test_returns_last_lines_of_each_process_by_age(tmp_path: Path) -> None:
     (tmp_path / "pages").write_text("no log")
     for name, age in (("m.1.w1", 5), ("m.1.holder", 9), ("m.1.w2", 7)):
         path = tmp_path / f"{name}.log"
@@ -41,26 +41,26 @@ def test_each_process_is_there_with_its_last_lines_and_who_wrote_last_comes_last
 
 
 @pytest.mark.parametrize("process", ["../m.1.w1", "none", "/etc/passwd", "m.1.w1\0", ".."])
-def test_a_name_of_a_process_leads_to_no_other_file(tmp_path: Path, process: str) -> None:
+def test_process_name_cannot_lead_to_other_file(tmp_path: Path, process: str) -> None:
     (tmp_path / "m.1.w1.log").write_text("outside")
     (tmp_path / "in").mkdir()
     assert read(tmp_path / "in", process).logs == ()
 
 
-def test_what_is_no_file_is_passed_over(tmp_path: Path) -> None:
+def test_ignores_irregular_files(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (tmp_path / "link.log").symlink_to(tmp_path / "secret")
     os.mkfifo(tmp_path / "pipe.log")
     (tmp_path / "directory.log").mkdir()
     (tmp_path / "good.log").write_text("")
-    for unspeakable in (b".log", b"\xff.log", b"a\nb.log"):
-        (tmp_path / os.fsdecode(unspeakable)).write_text("")
+    for invalid_name in (b".log", b"\xff.log", b"a\nb.log"):
+        (tmp_path / os.fsdecode(invalid_name)).write_text("")
     encode(read(tmp_path))
     assert [(each.process, each.text) for each in read(tmp_path).logs] == [("good", "")]
     assert read(tmp_path / "none").logs == ()
 
 
-def test_a_line_that_was_begun_before_is_left_out_but_for_one_that_is_too_long(tmp_path: Path) -> None:
+def test_omits_partial_first_line_except_long_one(tmp_path: Path) -> None:
     path = tmp_path / "m.1.w1.log"
     path.write_bytes(b"begun\n" + b"x" * (limits.MAX_LOG_BYTES - 5) + b"\nend\n")
     [one] = read(tmp_path).logs
@@ -71,9 +71,7 @@ def test_a_line_that_was_begun_before_is_left_out_but_for_one_that_is_too_long(t
     assert len(one.text.encode()) <= limits.MAX_LOG_BYTES
 
 
-def test_of_many_those_that_wrote_last_are_there_and_an_answer_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_returns_latest_logs_within_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(limits.MAX_LOGS + 3):
         path = tmp_path / f"{number}.log"
         path.write_bytes(b"\xff" * limits.MAX_LOG_BYTES)

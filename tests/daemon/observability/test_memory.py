@@ -28,7 +28,7 @@ from ..models.fakehost import ATTACHED, BUILT, CARD, HOLDER, W1, ModelHarness
 
 
 class Kernel:
-    """Says of process N that it has N bytes, and of a file that as many of it are in memory as its name says."""
+    """Fake kernel: process N uses N bytes, and the name of a file is its number of resident bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[int] = []
@@ -52,9 +52,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     ("measured", "expected"),
     [
         ([], MemoryFootprint(0, 0, 0, 0)),
-        # One that is gone meanwhile takes nothing.
+        # Process 13 has exited.
         ([MemorySubject((1, 2, 13), 400, 0, Path("100"))], MemoryFootprint(3, 400, 300, 100)),
-        # A copy of which nothing is in memory saves nothing; and no copy is ever a loss.
+        # A copy without resident pages saves nothing, and a copy never causes negative savings.
         (
             [MemorySubject((1,), 400, 0, Path("0")), MemorySubject((2,), 50, 0, Path("60"))],
             MemoryFootprint(3, 450, 0, 60),
@@ -67,99 +67,99 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     ],
 )
 @pytest.mark.usefixtures("kernel")
-def test_what_a_model_takes(measured: list[MemorySubject], expected: MemoryFootprint) -> None:
+def test_footprint_of_model(measured: list[MemorySubject], expected: MemoryFootprint) -> None:
     assert measure_footprint(measured) == expected
 
 
-def test_without_a_thread_it_is_measured_later(kernel: Kernel, caplog: pytest.LogCaptureFixture) -> None:
+def test_measurement_is_retried_after_thread_failure(kernel: Kernel, caplog: pytest.LogCaptureFixture) -> None:
     now = 0.0
     start = mock.Mock(side_effect=RuntimeError("can't start new thread"))
-    known = MemorySampler(start, lambda: now)
+    sampler = MemorySampler(start, lambda: now)
     for _ in range(2):
-        assert known.poll([1], dict).pss_bytes is None
+        assert sampler.poll([1], dict).pss_bytes is None
     assert caplog.text.count("the limit of processes and threads is reached") == 1
     now, start.side_effect = INTERVAL_S, None
-    assert known.poll([1], dict).pss_bytes is None
+    assert sampler.poll([1], dict).pss_bytes is None
     start.call_args.args[0]()
-    assert known.poll([1], dict).pss_bytes == 1
+    assert sampler.poll([1], dict).pss_bytes == 1
 
 
-def test_it_is_measured_once_a_minute_at_most_and_who_asks_is_told_what_is_known(kernel: Kernel) -> None:
+def test_measures_at_most_once_a_minute(kernel: Kernel) -> None:
     now = 0.0
-    begun: list[Callable[[], None]] = []
-    knows = MemorySampler(begun.append, lambda: now)
+    threads: list[Callable[[], None]] = []
+    sampler = MemorySampler(threads.append, lambda: now)
     subject = {"m": [MemorySubject((1,), 400, 100, None)]}
-    assert knows.poll([7], lambda: subject).pss_bytes is None
-    # It takes as long as it takes, and nobody begins again meanwhile.
+    assert sampler.poll([7], lambda: subject).pss_bytes is None
+    # The sampler starts no second measurement while one runs.
     now = 10 * INTERVAL_S
-    assert knows.poll([7], lambda: subject).footprints == {}
-    assert (len(begun), kernel.asked) == (1, [])
-    begun[0]()
+    assert sampler.poll([7], lambda: subject).footprints == {}
+    assert (len(threads), kernel.asked) == (1, [])
+    threads[0]()
     assert kernel.asked == [7, 1]
-    found = knows.poll([7, 13], dict)
+    found = sampler.poll([7, 13], dict)
     assert (found.pss_bytes, found.footprints) == (7, {"m": MemoryFootprint(1, 400, 300, 100)})
-    assert len(begun) == 2
-    begun[1]()
+    assert len(threads) == 2
+    threads[1]()
     now += INTERVAL_S - 1.0
-    assert knows.poll([13], lambda: subject).footprints == {}
+    assert sampler.poll([13], lambda: subject).footprints == {}
     now += 1.0
-    knows.poll([13], lambda: subject)
-    assert len(begun) == 3
-    begun[2]()
-    assert knows.poll([], lambda: subject).pss_bytes is None
+    sampler.poll([13], lambda: subject)
+    assert len(threads) == 3
+    threads[2]()
+    assert sampler.poll([], lambda: subject).pss_bytes is None
 
 
-def test_a_measurement_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun: list[Callable[[], None]] = []
-    knows = MemorySampler(begun.append, lambda: 100.0 * len(begun))
-    knows.poll([7], dict)
+def test_failed_measurement_does_not_stop_sampler(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[Callable[[], None]] = []
+    sampler = MemorySampler(threads.append, lambda: 100.0 * len(threads))
+    sampler.poll([7], dict)
     monkeypatch.setattr(memory, "read_process_memory", mock.Mock(side_effect=ZeroDivisionError))
     with pytest.raises(ZeroDivisionError):
-        begun[0]()
-    knows.poll([7], dict)
-    assert len(begun) == 2
+        threads[0]()
+    sampler.poll([7], dict)
+    assert len(threads) == 2
 
 
-def test_whoever_asks_does_not_wait_for_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is another thread that reads."""
-    said, go_on = threading.Event(), threading.Event()
+def test_poll_does_not_wait_for_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread reads the memory."""
+    started, proceed = threading.Event(), threading.Event()
     readers: list[int] = []
 
     def slow(pid: int) -> ProcessMemory:
         readers.append(threading.get_ident())
-        said.set()
-        assert go_on.wait(60.0)
+        started.set()
+        assert proceed.wait(60.0)
         return ProcessMemory(pid, pid, 0)
 
     monkeypatch.setattr(memory, "read_process_memory", slow)
-    knows = MemorySampler()
-    assert knows.poll([os.getpid()], dict).pss_bytes is None
-    assert said.wait(60.0)
-    assert knows.poll([os.getpid()], dict).pss_bytes is None
+    sampler = MemorySampler()
+    assert sampler.poll([os.getpid()], dict).pss_bytes is None
+    assert started.wait(60.0)
+    assert sampler.poll([os.getpid()], dict).pss_bytes is None
     assert readers != [threading.get_ident()]
     [thread] = [each for each in threading.enumerate() if each.name == "memory"]
-    go_on.set()
+    proceed.set()
     thread.join(60.0)
-    assert knows.poll([], dict).pss_bytes == os.getpid()
+    assert sampler.poll([], dict).pss_bytes == os.getpid()
 
 
-def test_which_processes_and_which_copies_there_are() -> None:
-    stage, card = ModelHarness().serving(), ModelHarness(CARD, devices=("ascend:0",)).serving()
+def test_memory_subjects_of_models() -> None:
+    cpu, card = ModelHarness().serving(), ModelHarness(CARD, devices=("ascend:0",)).serving()
     processes: dict[str, Any] = {name: SimpleNamespace(pid=pid) for pid, name in enumerate((HOLDER, W1), 10)}
     files: dict[str, Any] = {"digits.1": SimpleNamespace(store=Path("/store"))}
     shared = ATTACHED.shared_bytes
-    # The other worker has just gone.
-    assert memory_subjects([stage.model], processes, files) == {
+    # The other worker has just exited.
+    assert memory_subjects([cpu.model], processes, files) == {
         "digits": [MemorySubject((10, 11), shared, 0, Path("/store"))]
     }
-    # On a card there is no file: what the copy takes is what the holder says.
+    # On a card there is no page store; the holder reports the size of its copy.
     assert memory_subjects([card.model], processes, files) == {
         "digits": [MemorySubject((10, 11), shared, BUILT.shared_bytes, None)]
     }
 
 
 class CountingKernel:
-    """Counts how often it is asked."""
+    """Fake kernel that counts its queries."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -171,39 +171,39 @@ class CountingKernel:
 
 
 @pytest.fixture
-def counting(monkeypatch: pytest.MonkeyPatch) -> CountingKernel:
-    made = CountingKernel()
-    monkeypatch.setattr(memory, "read_process_memory", made.read_process_memory)
-    return made
+def counting_kernel(monkeypatch: pytest.MonkeyPatch) -> CountingKernel:
+    created = CountingKernel()
+    monkeypatch.setattr(memory, "read_process_memory", created.read_process_memory)
+    return created
 
 
 def steps(one: MemoryScan) -> int:
-    """Run the survey to its end; return how many steps it took."""
+    """Run the scan to its end; return the number of steps."""
     count = 1
     while not one.step():
         count += 1
     return count
 
 
-def test_a_process_is_measured_once_a_second_however_often_is_asked(counting: CountingKernel) -> None:
-    measured = TtlCache(lambda: counting.now)
-    surveys = [MemoryScan("", [1, 2, 7], measured) for _ in range(16)]
-    # The first takes a step for each process: the loop does its other work between.
-    assert [steps(each) for each in surveys] == [3] + [1] * 15
-    assert counting.asked == [7, 2, 1]
-    assert [each.memory_by_pid for each in surveys] == [{7: None, 2: (2002, 2, 0), 1: (1003, 1, 0)}] * 16
-    # One that has come since is measured alone.
-    counting.now = MAX_AGE_S / 2
+def test_process_is_measured_once_within_cache_lifetime(counting_kernel: CountingKernel) -> None:
+    measured = TtlCache(lambda: counting_kernel.now)
+    scans = [MemoryScan("", [1, 2, 7], measured) for _ in range(16)]
+    # The first scan takes one step for each process, so that the event loop can do other work in between.
+    assert [steps(each) for each in scans] == [3] + [1] * 15
+    assert counting_kernel.asked == [7, 2, 1]
+    assert [each.memory_by_pid for each in scans] == [{7: None, 2: (2002, 2, 0), 1: (1003, 1, 0)}] * 16
+    # Only the process that is new is measured.
+    counting_kernel.now = MAX_AGE_S / 2
     late = MemoryScan("", [1, 3, 2], measured)
     assert (steps(late), late.memory_by_pid) == (2, {2: (2002, 2, 0), 3: (3004, 3, 0), 1: (1003, 1, 0)})
-    counting.now = MAX_AGE_S
+    counting_kernel.now = MAX_AGE_S
     assert steps(MemoryScan("", [1, 2], measured)) == 2
-    assert counting.asked == [7, 2, 1, 3, 2, 1]
+    assert counting_kernel.asked == [7, 2, 1, 3, 2, 1]
 
 
-def test_no_value_is_kept_that_is_of_no_use(counting: CountingKernel) -> None:
-    measured = TtlCache(lambda: counting.now)
+def test_expired_values_are_removed(counting_kernel: CountingKernel) -> None:
+    measured = TtlCache(lambda: counting_kernel.now)
     for pid in range(1000):
-        counting.now += MAX_AGE_S / 4
+        counting_kernel.now += MAX_AGE_S / 4
         steps(MemoryScan("", [pid], measured))
     assert len(vars(measured)["_values"]) <= 4

@@ -1,4 +1,4 @@
-"""A whole model in a world of cards, clients and processes that obey, fail, hang and die, in any order."""
+"""Stateful test of a complete model: devices, clients and processes that work, fail, hang and exit in any order."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ from weightd_protocol.version import VERSION
 
 FOREVER = float("inf")
 
-# The kernel tells of a death at once; a daemon that was stopped hears of it with all else that has happened.
-NEWS_S = 1.0
+# A running daemon learns of exits at once. A daemon that was stopped learns of them later, with all other events.
+EXIT_DELAY_S = 1.0
 WEIGHTS = 100 * MIB
-EACH = 10 * MIB
+PROCESS_BYTES = 10 * MIB
 CARD = 1_000_000 * MIB
 X = TensorSignature("x", "FP32", (4,))
 Z = TensorSignature("z", "FP32", (4,))
@@ -75,27 +75,27 @@ SPEC = TensorSpec("x", "FP32", (4,))
 
 ANN, BOB, BEN = ClientOrigin("ann 1", "ann"), ClientOrigin("bob 2", "bob"), ClientOrigin("bob 3", "bob")
 CLIENTS = [ANN, BOB, BEN]
-# They differ where the mark of a content does not look.
+# The contents differ only outside of the sampled bytes.
 LARGE = [bytes(10_000), bytes(300) + b"1" + bytes(9_699)]
 
-# What a file's name says becomes of it.
+# The name of the file decides what happens to it.
 GOOD, UNREADABLE, UNBUILDABLE, OTHER_INPUTS = "/good.onnx", "/unreadable.onnx", "/unbuildable.onnx", "/other.onnx"
 
 
 class Process:
-    """A child as the world knows it. What it has of its card is free again as soon as it is dead."""
+    """State of a child process in the simulation. Its device memory is free as soon as it has exited."""
 
     def __init__(self, name: str, role: Role, generation: GenerationBase) -> None:
         self.name = name
         self.role = role
         self.generation = generation
         self.orders: list[ChildOrder] = []
-        self.hello_taken = False
-        self.weights = False  # it has built or attached, or is about to
+        self.hello_accepted = False
+        self.weights = False  # it has built or attached, or is doing so
         self.killed = False
-        self.dead = False  # and its model may not know yet
-        self.crashes = False  # by itself, not by somebody's signal
-        self.returns = False  # it has not said yet that it is connected to the next daemon
+        self.dead = False  # its model may not have received the event
+        self.crashes = False  # by itself instead of by a signal
+        self.must_reconnect = False  # it must still reconnect to the next daemon
 
     @property
     def shares(self) -> bool:
@@ -106,32 +106,32 @@ class Process:
         return f"{self.generation.label}.holder"
 
 
-class ModelWorld(RuleBasedStateMachine):
-    """Does what the model wants, lets everybody else do anything, and knows what must never happen."""
+class ModelMachine(RuleBasedStateMachine):
+    """State machine that executes the actions of a model, injects faults, and checks the invariants."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 1000.0
         self.processes: dict[str, Process] = {}
         self.names: set[str] = set()
-        self.pinning: list[ModelSource] = []
+        self.pending_snapshots: list[ModelSource] = []
         self.existing_snapshots: set[ModelSource] = set()
-        # The parts of a ProcessManager.
+        # The object stands for all parts of a ProcessManager.
         self.snapshots = self.storage = self.messenger = self
-        self.unpinned: list[ModelSource] = []
+        self.cancelled_snapshots: list[ModelSource] = []
         self.requests: dict[int, Request] = {}
         self.ended: Counter[int] = Counter()
         self.blamed: Counter[int] = Counter()
         self.lost: Counter[int] = Counter()
         self.hung = False
-        # How often a worker has died of a content, and of what a client asked.
+        # Numbers of workers that crashed on a content or on requests of a client.
         self.killers: Counter[Any] = Counter()
-        self.questions: Counter[str] = Counter()
+        self.control_requests: Counter[str] = Counter()
         self.replies: Counter[str] = Counter()
         self.numbers = itertools.count(1)
-        self.talking: Process | None = None
+        self.current_sender: Process | None = None
         self.stopped = False
-        # Where there are or were two generations because of an update.
+        # Devices that have, or had, two generations because of an update.
         self.updated: set[str] = set()
 
     @initialize(data=st.data())
@@ -141,13 +141,13 @@ class ModelWorld(RuleBasedStateMachine):
         self.strict = draw(st.booleans())
         self.policy = draw(st.sampled_from(list(ReplacementPolicy)))
         self.can_share = draw(st.sampled_from([True, True, True, True, False]))
-        self.tells_memory = draw(st.booleans())
-        self.knows_each = draw(st.booleans())
+        self.reports_memory = draw(st.booleans())
+        self.knows_process_bytes = draw(st.booleans())
         names = draw(st.sampled_from([("ascend:0",), ("ascend:0", "ascend:1"), ("cpu:0", "cpu:1")]))
         workers, spares = draw(st.integers(1, 3)), draw(st.integers(0, 2))
-        # No budget is kept of sets of cores; here it is, and then it has to be right.
+        # The product keeps no budget for core sets. In this test they have one, and it must be correct.
         many = 1 + (workers + spares) * (2 if "cpu:0" in names else 1)
-        one = card_bytes(WEIGHTS) + many * EACH
+        one = card_bytes(WEIGHTS) + many * PROCESS_BYTES
         capacity = draw(st.sampled_from([None, None, 2 * one, one, 0]))
         processes = draw(st.sampled_from([63, 2 * many, many]))
         self.workers = workers
@@ -158,7 +158,7 @@ class ModelWorld(RuleBasedStateMachine):
             spares=spares,
             devices=names,
             sharing=draw(st.sampled_from(["on", "on", "auto", "off"])),
-            process_mib=EACH // MIB if self.knows_each else 0,
+            process_mib=PROCESS_BYTES // MIB if self.knows_process_bytes else 0,
             policy=self.policy.value,
             holder_loss="strict" if self.strict else "frozen",
             load_timeout=500.0,
@@ -167,28 +167,30 @@ class ModelWorld(RuleBasedStateMachine):
         self.devices = {name: DeviceBudget(name, capacity, processes) for name in self.config.devices_by_weight_copy}
         self.model = model_factory(self.devices, self, self).make("m", self.config, IdSequence())
         self.model.start(self.now)
-        # Most of what is worth seeing happens later.
+        # Most interesting events happen after the model serves.
         if draw(st.sampled_from([True, True, True, False])):
-            self.goes_well()
+            self.behave_all()
             self.now += 100.0
 
-    # --- what the model asks of its children ----------------------------------------------------------------------
+    # --- calls of the model to its processes ----------------------------------------------------------------------
 
     def take_snapshot(
         self, owner: SnapshotEventHandler, model: str, config: ModelConfig, source: ModelSource, expected: str = ""
     ) -> None:
-        assert source not in self.pinning
+        assert source not in self.pending_snapshots
         assert source not in self.existing_snapshots
-        self.pinning.append(source)
+        self.pending_snapshots.append(source)
 
     def remove_snapshot(self, model: str, source: ModelSource) -> None:
-        if source in self.pinning:
-            self.pinning.remove(source)
-            self.unpinned.append(source)
+        if source in self.pending_snapshots:
+            self.pending_snapshots.remove(source)
+            self.cancelled_snapshots.append(source)
         else:
             self.existing_snapshots.remove(source)
-            used = [each.name for each in self.living() if each.generation.source == source and not self.leaves(each)]
-            assert not used, "processes that stay have lost their snapshot"
+            used = [
+                each.name for each in self.running() if each.generation.source == source and not self.is_leaving(each)
+            ]
+            assert not used, "running processes have lost their snapshot"
 
     def spawn(
         self,
@@ -210,9 +212,9 @@ class ModelWorld(RuleBasedStateMachine):
         for name in generation.children:
             process = self.processes[name]
             process.generation = generation
-            # What it was told before is still to be done, but for what it would do twice.
+            # Pending orders stay, except those that the next daemon sends again.
             process.orders = [each for each in process.orders if not isinstance(each, AllowAttach)]
-            process.returns = process.role is Role.WORKER
+            process.must_reconnect = process.role is Role.WORKER
         return True
 
     def mark_changed(self) -> None:
@@ -236,14 +238,14 @@ class ModelWorld(RuleBasedStateMachine):
 
     def kill(self, name: str, *, abort: bool = False) -> None:
         assert not self.processes[name].killed
-        if not abort:  # which may be in vain
+        if not abort:  # an abort may fail
             self.processes[name].killed = True
 
     def send_order(
         self, name: str, order: ChildOrder, frames: Sequence[Any] = (), memories: Sequence[SharedRegion] = ()
     ) -> None:
         process = self.processes[name]
-        assert process.hello_taken
+        assert process.hello_accepted
         match order:
             case Build():
                 assert process.role is Role.HOLDER
@@ -254,7 +256,7 @@ class ModelWorld(RuleBasedStateMachine):
                 assert not any(isinstance(each, AllowAttach) for each in process.orders)
             case Predict():
                 serving = self.deployment(process).serving
-                assert serving is process.generation, "a request goes to a generation that does not serve"
+                assert serving is process.generation, "request sent to a generation that does not serve"
                 assert process.generation.children[name].state is ChildState.READY
             case _:
                 pass
@@ -263,30 +265,30 @@ class ModelWorld(RuleBasedStateMachine):
     def remove_files(self, generation: GenerationBase) -> None:
         assert not any(each.generation is generation for each in self.processes.values())
 
-    # --- what the model tells clients -----------------------------------------------------------------------------
+    # --- replies to clients ---------------------------------------------------------------------------------------
 
     def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
-        assert self.talking is not None
-        assert self.is_sound(self.talking), "an answer that may be anything is passed on"
+        assert self.current_sender is not None
+        assert self.is_sound(self.current_sender), "result computed on invalid weights was sent"
         self.ended[request.number] += 1
 
     def reply_request_error(self, request: Request, error: RequestError) -> None:
         self.ended[request.number] += 1
-        self.is_deserved(request, str(error))
+        self.check_error(request, str(error))
 
     def reserve_partial_result(self, request: Request, nbytes: int) -> None:
-        """There is room for anything."""
+        """Accept any partial result."""
 
     def notify_released(self, request: Request) -> None:
-        raise AssertionError("nobody has offered room")
+        raise AssertionError("no request has an output region")
 
-    def is_deserved(self, request: Request, error: str) -> None:
+    def check_error(self, request: Request, error: str) -> None:
         if "workers when they died" in error:
-            assert self.blamed[request.number] >= 2, "blamed for what it has not done"
+            assert self.blamed[request.number] >= 2, "request blamed for crashes of other requests"
         elif "workers when they exited" in error:
             assert self.lost[request.number] >= MAX_LOST_SLOTS
         elif self.hung:
-            pass  # what hangs is accused, too
+            pass  # requests that hang are blamed as well
         elif "this content crashed or hung workers" in error:
             assert self.killers[request.frames] >= 2
         elif "other requests of its client" in error:
@@ -308,15 +310,15 @@ class ModelWorld(RuleBasedStateMachine):
         self.reply_error(client, request_id, error)
 
     def reply_error(self, client: bytes, request_id: str, error: RequestError) -> None:
-        assert str(error).strip().rstrip(":") == str(error).strip(), "there is no cause in it"
+        assert str(error).strip().rstrip(":") == str(error).strip(), "the error has no cause"
         self.replies[request_id] += 1
 
-    # --- how the world is -----------------------------------------------------------------------------------------
+    # --- state ----------------------------------------------------------------------------------------------------
 
-    def living(self) -> list[Process]:
+    def running(self) -> list[Process]:
         return [each for each in self.processes.values() if not each.dead]
 
-    def leaves(self, process: Process) -> bool:
+    def is_leaving(self, process: Process) -> bool:
         child = process.generation.children.get(process.name)
         return process.generation.state not in ACTIVE or child is None or child.state not in USABLE
 
@@ -324,22 +326,22 @@ class ModelWorld(RuleBasedStateMachine):
         return next(each for each in self.model.deployments if each.placement.name == process.generation.device)
 
     def is_sound(self, process: Process) -> bool:
-        """Whether what the process computes on is what its holder has built."""
+        """Return whether the process computes on the weights that its holder built."""
         guarded = self.traits.holder_must_outlive and self.strict and process.shares
         return not guarded or self.is_alive(process.holder)
 
     def memory(self, name: str) -> DeviceMemory | None:
-        here = [each for each in self.living() if each.generation.device == name]
-        return DeviceMemory(CARD, CARD - self.allocated(here)) if self.tells_memory else None
+        here = [each for each in self.running() if each.generation.device == name]
+        return DeviceMemory(CARD, CARD - self.allocated(here)) if self.reports_memory else None
 
     def allocated(self, processes: Sequence[Process]) -> int:
-        return len(processes) * EACH + self.copies(processes) * card_bytes(WEIGHTS)
+        return len(processes) * PROCESS_BYTES + self.copies(processes) * card_bytes(WEIGHTS)
 
     def copies(self, processes: Sequence[Process]) -> int:
         shared = {each.generation.label for each in processes if each.weights and each.shares}
         return len(shared) + sum(each.weights and not each.shares for each in processes)
 
-    def exits(self, process: Process) -> None:
+    def exit_process(self, process: Process) -> None:
         process.dead = True
         had = [each.request for each in process.orders if isinstance(each, Predict)]
         if had and self.is_sound(process):
@@ -353,45 +355,45 @@ class ModelWorld(RuleBasedStateMachine):
             process.name, ExitCause(-(signal.SIGSEGV if process.crashes else signal.SIGKILL)), self.now
         )
 
-    def says(self, process: Process, message: ChildMessage) -> None:
-        self.talking = process
+    def deliver(self, process: Process, message: ChildMessage) -> None:
+        self.current_sender = process
         self.model.deployments.process_events.on_message(process.name, message, (), self.now)
-        self.talking = None
+        self.current_sender = None
 
-    def obeys(self, process: Process) -> None:
-        """Do the next thing that a good child does."""
+    def behave(self, process: Process) -> None:
+        """Do the next thing that a correct process does."""
         if process.dead or process.killed:
-            self.exits(process)
-        elif not process.hello_taken:
-            process.hello_taken = True
+            self.exit_process(process)
+        elif not process.hello_accepted:
+            process.hello_accepted = True
             generation = process.generation
-            self.says(process, Hello(process.name, generation.sha256, {"weightd": VERSION}, self.traits))
+            self.deliver(process, Hello(process.name, generation.sha256, {"weightd": VERSION}, self.traits))
         elif process.orders:
-            self.follows(process, process.orders[0])
-        elif process.returns:
-            process.returns = False
-            self.says(process, Reconnected())
+            self.execute_order(process, process.orders[0])
+        elif process.must_reconnect:
+            process.must_reconnect = False
+            self.deliver(process, Reconnected())
 
-    def follows(self, process: Process, order: ChildOrder) -> None:
+    def execute_order(self, process: Process, order: ChildOrder) -> None:
         loads = isinstance(order, Build | Attach) and not process.weights
         if loads:
-            process.weights = True  # and the next time it is done
+            process.weights = True  # the order completes at the next call
             return
         process.orders.pop(0)
         match order:
             case Build():
-                self.says(process, self.built(process))
+                self.deliver(process, self.built(process))
             case Attach():
                 device = process.generation.device
-                self.says(process, Attached("canary", 4000, "", self.memory(device)))
+                self.deliver(process, Attached("digest", 4000, "", self.memory(device)))
             case AllowAttach():
-                self.says(process, AttachAllowed())
+                self.deliver(process, AttachAllowed())
             case Predict(number, _):
-                self.says(process, PredictResult(number, ResponseDescription("m", (SPEC,))))
+                self.deliver(process, PredictResult(number, ResponseDescription("m", (SPEC,))))
             case Stop():
-                self.exits(process)
+                self.exit_process(process)
             case Ping(canary):
-                self.says(process, Pong("canary" if canary else ""))
+                self.deliver(process, Pong("digest" if canary else ""))
             case _:
                 pass
 
@@ -401,10 +403,10 @@ class ModelWorld(RuleBasedStateMachine):
             return ProcessFailed("cannot")
         inputs = (Z,) if path == OTHER_INPUTS else (X,)
         handle = "/store" if process.shares else ""
-        return Built(handle, inputs, (X,), (), "canary", 4096, "", self.memory(process.generation.device))
+        return Built(handle, inputs, (X,), (), "digest", 4096, "", self.memory(process.generation.device))
 
-    def ends_pinning(self, source: ModelSource) -> None:
-        self.pinning.remove(source)
+    def complete_snapshot(self, source: ModelSource) -> None:
+        self.pending_snapshots.remove(source)
         if source.path == UNREADABLE:
             self.model.on_snapshot_failed(source, "no such file", self.now)
         else:
@@ -412,7 +414,7 @@ class ModelWorld(RuleBasedStateMachine):
             self.model.on_snapshot_taken(source, Snapshot("/snapshot", "", f"{source.number:064d}", WEIGHTS), self.now)
 
     def next_event_at(self) -> float:
-        """When anything has to be done."""
+        """Return the next time at which the model must act."""
         retry_delay_s = self.model.retry_delay_s(self.now)
         return min(
             self.due(),
@@ -422,48 +424,48 @@ class ModelWorld(RuleBasedStateMachine):
         )
 
     def due(self) -> float:
-        """When something has to be done that is not the watchdog's: that never has nothing to do."""
+        """Return the next time at which a deployment must act. The watchdog is always due, so it does not count."""
         return min(each.next_tick_at for each in self.model.deployments)
 
-    def passes_time_to(self, then: float) -> None:
-        if then > self.now + NEWS_S:
+    def advance_to(self, then: float) -> None:
+        if then > self.now + EXIT_DELAY_S:
             for process in [each for each in self.processes.values() if each.dead]:
-                self.exits(process)
-        self.hung = self.hung or any(self.has_work(each) for each in self.living())
+                self.exit_process(process)
+        self.hung = self.hung or any(self.has_work(each) for each in self.running())
         self.now = then
         while then >= self.model.timer.due_at:
             self.model.tick(then)
             if not self.model.dispatcher._isolator.has_work:
                 break
-        assert self.model.timer.due_at > then, "it would wake up for nothing, again and again"
+        assert self.model.timer.due_at > then, "the next tick is not in the future"
 
-    def goes_well(self) -> None:
+    def behave_all(self) -> None:
         for _ in range(12):
-            for source in list(self.pinning):
-                self.ends_pinning(source)
+            for source in list(self.pending_snapshots):
+                self.complete_snapshot(source)
             for process in list(self.processes.values()):
                 if process.name in self.processes:
-                    self.obeys(process)
+                    self.behave(process)
 
     def pick(self, data: st.DataObject, processes: Sequence[Process]) -> Process:
         return data.draw(st.sampled_from(processes))
 
-    # --- what happens ---------------------------------------------------------------------------------------------
+    # --- events ---------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.pinning)
+    @precondition(lambda self: self.pending_snapshots)
     @rule()
-    def a_snapshot_ends(self) -> None:
-        self.ends_pinning(self.pinning[0])
+    def snapshot_completes(self) -> None:
+        self.complete_snapshot(self.pending_snapshots[0])
 
-    @precondition(lambda self: self.pinning)
+    @precondition(lambda self: self.pending_snapshots)
     @rule()
-    def a_snapshot_fails(self) -> None:
-        self.model.on_snapshot_failed(self.pinning.pop(0), "the disk is full", self.now)
+    def snapshot_fails(self) -> None:
+        self.model.on_snapshot_failed(self.pending_snapshots.pop(0), "the disk is full", self.now)
 
-    @precondition(lambda self: self.unpinned)
+    @precondition(lambda self: self.cancelled_snapshots)
     @rule(late=st.booleans())
-    def a_snapshot_that_nobody_wants_ends(self, late: bool) -> None:
-        source = self.unpinned.pop()
+    def cancelled_snapshot_ends(self, late: bool) -> None:
+        source = self.cancelled_snapshots.pop()
         if late:
             self.model.on_snapshot_taken(source, Snapshot("/removed", "", "6" * 64, WEIGHTS), self.now)
         else:
@@ -471,93 +473,93 @@ class ModelWorld(RuleBasedStateMachine):
 
     @precondition(lambda self: self.processes)
     @rule()
-    def all_obey_once(self) -> None:
+    def all_behave_once(self) -> None:
         for process in list(self.processes.values()):
             if process.name in self.processes:
-                self.obeys(process)
+                self.behave(process)
 
-    @precondition(lambda self: self.processes or self.pinning)
+    @precondition(lambda self: self.processes or self.pending_snapshots)
     @rule()
-    def all_goes_well(self) -> None:
-        self.goes_well()
+    def all_behave_several_times(self) -> None:
+        self.behave_all()
 
-    @precondition(lambda self: any(each.role is Role.WORKER for each in self.living()))
+    @precondition(lambda self: any(each.role is Role.WORKER for each in self.running()))
     @rule()
-    def workers_are_faster_than_the_news(self) -> None:
-        for process in self.living():
+    def workers_act_before_exit_event(self) -> None:
+        for process in self.running():
             if process.role is Role.WORKER and process.orders and not process.killed:
-                self.obeys(process)
+                self.behave(process)
 
     @precondition(lambda self: self.processes)
     @rule(data=st.data())
-    def one_obeys(self, data: st.DataObject) -> None:
-        self.obeys(self.pick(data, list(self.processes.values())))
+    def one_behaves(self, data: st.DataObject) -> None:
+        self.behave(self.pick(data, list(self.processes.values())))
 
-    @precondition(lambda self: self.living())
-    @rule(data=st.data(), told=st.booleans(), crashes=st.booleans())
-    def one_dies(self, data: st.DataObject, told: bool, crashes: bool) -> None:
-        process = self.pick(data, self.living())
+    @precondition(lambda self: self.running())
+    @rule(data=st.data(), is_reported=st.booleans(), crashes=st.booleans())
+    def one_exits(self, data: st.DataObject, is_reported: bool, crashes: bool) -> None:
+        process = self.pick(data, self.running())
         process.crashes = crashes
-        if told:
-            self.exits(process)
+        if is_reported:
+            self.exit_process(process)
         else:
             process.dead = True
 
-    @precondition(lambda self: any(self.has_work(each) for each in self.living()))
+    @precondition(lambda self: any(self.has_work(each) for each in self.running()))
     @rule(data=st.data(), count=st.integers(1, 6))
     def workers_crash_at_work(self, data: st.DataObject, count: int) -> None:
         for _ in range(count):
-            busy = [each for each in self.living() if self.has_work(each)]
+            busy = [each for each in self.running() if self.has_work(each)]
             if busy:
                 process = self.pick(data, busy)
                 process.crashes = True
-                self.exits(process)
+                self.exit_process(process)
 
     def has_work(self, process: Process) -> bool:
         return any(isinstance(each, Predict) for each in process.orders)
 
-    @precondition(lambda self: any(each.role is Role.HOLDER and each.weights for each in self.living()))
-    @rule(data=st.data(), told=st.booleans())
-    def a_holder_dies(self, data: st.DataObject, told: bool) -> None:
-        holder = self.pick(data, [each for each in self.living() if each.role is Role.HOLDER and each.weights])
-        self.a_client_asks(1e9, 2, ANN, b"small")
-        if told:
-            self.exits(holder)
+    @precondition(lambda self: any(each.role is Role.HOLDER and each.weights for each in self.running()))
+    @rule(data=st.data(), is_reported=st.booleans())
+    def holder_exits(self, data: st.DataObject, is_reported: bool) -> None:
+        holder = self.pick(data, [each for each in self.running() if each.role is Role.HOLDER and each.weights])
+        self.client_sends_requests(1e9, 2, ANN, b"small")
+        if is_reported:
+            self.exit_process(holder)
         else:
             holder.dead = True
-            self.workers_are_faster_than_the_news()
+            self.workers_act_before_exit_event()
 
-    @precondition(lambda self: any(each.orders for each in self.living()))
+    @precondition(lambda self: any(each.orders for each in self.running()))
     @rule(data=st.data())
-    def one_cannot(self, data: st.DataObject) -> None:
-        process = self.pick(data, [each for each in self.living() if each.orders])
+    def order_fails(self, data: st.DataObject) -> None:
+        process = self.pick(data, [each for each in self.running() if each.orders])
         order = process.orders.pop(0)
         match order:
             case Build():
-                self.says(process, ProcessFailed("no memory"))
+                self.deliver(process, ProcessFailed("no memory"))
             case Attach():
                 process.weights = True
                 answers: list[ChildMessage] = [ProcessFailed("no memory"), Attached("another", 1)]
-                self.says(process, data.draw(st.sampled_from(answers)))
+                self.deliver(process, data.draw(st.sampled_from(answers)))
             case AllowAttach():
                 if data.draw(st.booleans()):
-                    self.says(process, AttachAllowed("no pids after the build"))
+                    self.deliver(process, AttachAllowed("no pids after the build"))
             case Predict(number, _):
                 is_exiting = data.draw(st.booleans())
-                if is_exiting:  # a worker that leaves is as lost as one that died
+                if is_exiting:  # a worker that leaves counts like one that exited
                     self.killers.update(self.requests[number].origin)
-                self.says(process, PredictFailed(number, "INTERNAL", "spoilt", is_exiting=is_exiting))
+                self.deliver(process, PredictFailed(number, "INTERNAL", "spoilt", is_exiting=is_exiting))
             case _:
                 process.orders.insert(0, order)
 
     @rule(seconds=st.sampled_from([0.0, 0.05, 1.0, 11.0, 61.0, 600.0]))
     def time_passes(self, seconds: float) -> None:
-        self.passes_time_to(self.now + seconds)
+        self.advance_to(self.now + seconds)
 
     @precondition(lambda self: self.model.timer.due_at < FOREVER)
     @rule()
-    def time_comes(self) -> None:
-        self.passes_time_to(max(self.now, self.model.timer.due_at))
+    def next_tick_is_due(self) -> None:
+        self.advance_to(max(self.now, self.model.timer.due_at))
 
     @rule(
         seconds=st.sampled_from([0.5, 20.0, 1e9, 1e9]),
@@ -565,7 +567,7 @@ class ModelWorld(RuleBasedStateMachine):
         origin=st.sampled_from(CLIENTS),
         content=st.sampled_from([b"small", b"", *LARGE]),
     )
-    def a_client_asks(self, seconds: float, count: int, origin: ClientOrigin, content: bytes) -> None:
+    def client_sends_requests(self, seconds: float, count: int, origin: ClientOrigin, content: bytes) -> None:
         for _ in range(count):
             number = next(self.numbers)
             frame = content or str(number).encode()
@@ -585,46 +587,46 @@ class ModelWorld(RuleBasedStateMachine):
                 self.model.dispatcher.infer(request, self.now)
             except RequestError as error:
                 assert not self.ended[number]
-                self.is_deserved(request, str(error))
+                self.check_error(request, str(error))
             else:
                 self.requests[number] = request
 
     @rule()
-    def a_client_is_curious(self) -> None:
+    def client_requests_metadata(self) -> None:
         name = f"q{next(self.numbers)}"
-        self.questions[name] += 1
+        self.control_requests[name] += 1
         try:
             self.model.dispatcher.metadata.request(MetadataRequest(b"c", name))
         except RequestError:
             assert not self.replies[name]
-            del self.questions[name]
+            del self.control_requests[name]
 
     @rule(path=st.sampled_from([GOOD, GOOD, GOOD, UNREADABLE, UNBUILDABLE, OTHER_INPUTS, "back"]))
-    def an_operator_updates(self, path: str) -> None:
+    def operator_updates(self, path: str) -> None:
         name = f"q{next(self.numbers)}"
-        self.questions[name] += 1
-        back = path == "back"
+        self.control_requests[name] += 1
+        is_rollback = path == "back"
         try:
             self.model.update(
-                b"o", name, self.now, path="" if back else path, weights="", rollback=back, grant=OPERATOR
+                b"o", name, self.now, path="" if is_rollback else path, weights="", rollback=is_rollback, grant=OPERATOR
             )
         except RequestError:
             assert not self.replies[name]
-            del self.questions[name]
+            del self.control_requests[name]
         else:
             self.updated |= set(self.devices)
 
     @precondition(lambda self: not self.stopped and self.model.record() is not None)
     @rule()
-    def the_daemon_is_replaced(self) -> None:
+    def daemon_restarts(self) -> None:
         record = self.model.record()
         assert record is not None
         record = decode(ModelRecord, json.loads(json.dumps(plain(record))))
-        # Whoever waits is told by the end of the connection.
+        # Clients with pending requests see the end of the connection.
         self.ended.update(set(self.requests) - set(self.ended))
-        self.replies.update(set(self.questions) - set(self.replies))
-        # The processes that take snapshots die with it, and the others that nobody takes over are killed.
-        self.pinning, self.unpinned = [], []
+        self.replies.update(set(self.control_requests) - set(self.replies))
+        # Processes that take snapshots exit with the daemon; processes that the next daemon does not resume are killed.
+        self.pending_snapshots, self.cancelled_snapshots = [], []
         self.existing_snapshots = {ModelSource(each.path, each.weights, each.number) for each in record.sources}
         kept = {child.name for generation in record.generations for child in generation.children}
         self.processes = {name: process for name, process in self.processes.items() if name in kept}
@@ -636,42 +638,42 @@ class ModelWorld(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.names) > 12)
     @rule(really=st.sampled_from([True, *[False] * 7]))
-    def it_is_told_to_stop(self, really: bool) -> None:
+    def drain_is_requested(self, really: bool) -> None:
         if really:
             self.stopped = True
             self.model.drain(self.now)
 
-    # --- what always holds ----------------------------------------------------------------------------------------
+    # --- invariants -----------------------------------------------------------------------------------------------
 
     @invariant()
-    def there_are_never_too_many_copies(self) -> None:
+    def weight_copies_are_limited(self) -> None:
         for deployment in self.model.deployments:
             name = deployment.placement.name
             if len(deployment.generations) < 2:
                 self.updated.discard(name)
-            here = [each for each in self.living() if each.generation.device == name and each.weights]
+            here = [each for each in self.running() if each.generation.device == name and each.weights]
             generations = {each.generation.label for each in here}
             most = 1 if self.policy is ReplacementPolicy.REPLACE and name not in self.updated else 2
             assert len(generations) <= most, f"{generations} have weights"
 
     @invariant()
-    def what_there_is_was_promised(self) -> None:
+    def usage_is_within_reservations(self) -> None:
         for name, device in self.devices.items():
-            # One that has been told to go is still there for a moment when the one in its place starts.
-            here = [each for each in self.living() if each.generation.device == name and not self.leaves(each)]
+            # A stopped process may still exist when its replacement starts.
+            here = [each for each in self.running() if each.generation.device == name and not self.is_leaving(each)]
             assert len(here) <= device.process_count <= (device.max_processes or 0)
             assert self.copies(here) <= sum(need.copy_count for need in device.reserved.values())
-            if self.knows_each:
+            if self.knows_process_bytes:
                 assert self.allocated(here) <= device.reserved_bytes
-            if not self.tells_memory and device.capacity_bytes is not None:
+            if not self.reports_memory and device.capacity_bytes is not None:
                 assert device.reserved_bytes <= device.capacity_bytes
 
     @invariant()
-    def the_loop_will_look_when_something_is_due(self) -> None:
+    def timer_is_due_in_time(self) -> None:
         assert self.model.timer.due_at <= self.next_event_at()
 
     @invariant()
-    def nobody_waits_who_could_run(self) -> None:
+    def no_request_waits_for_free_worker(self) -> None:
         assert not list(self.model.dispatcher._scheduler.assign(self.now))
 
     @invariant()
@@ -680,96 +682,98 @@ class ModelWorld(RuleBasedStateMachine):
         assert sorted(known) == sorted(self.processes)
 
     @invariant()
-    def one_generation_of_a_device_takes_requests(self) -> None:
-        enlisted = set(self.model.dispatcher.results.latencies_by_process) & {
+    def only_serving_generation_accepts_requests(self) -> None:
+        expected = set(self.model.dispatcher.results.latencies_by_process) & {
             name
             for each in self.model.deployments
             if each.serving is not None
             for name, child in each.serving.children.items()
             if child.state is ChildState.READY and name in each.serving.processes.serving
         }
-        takes = set(self.model.dispatcher._scheduler.slots.accepting)
-        assert takes == enlisted, f"{takes} take requests, {enlisted} should"
+        accepting = set(self.model.dispatcher._scheduler.slots.accepting)
+        assert accepting == expected, f"{accepting} accept requests, expected {expected}"
 
     @invariant()
-    def a_request_ends_once(self) -> None:
+    def each_request_ends_once(self) -> None:
         assert all(count == 1 for count in self.ended.values())
         assert set(self.ended) <= set(self.requests)
         assert all(count == 1 for count in self.replies.values())
-        assert set(self.replies) <= set(self.questions)
+        assert set(self.replies) <= set(self.control_requests)
 
     @invariant()
-    def a_failure_has_a_cause(self) -> None:
+    def failure_has_cause(self) -> None:
         assert all(each.cause for each in self.model.deployments if each.has_failed)
 
-    # --- the end --------------------------------------------------------------------------------------------------
+    # --- end ------------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """Without further faults everybody who asked is told, and every device serves, or says why not."""
+        """Check that without further faults all requests end, and each device serves or has failed with a cause."""
         if not hasattr(self, "model"):
             return
         for _ in range(40):
-            self.lets_all_finish()
+            self.run_until_idle()
             if self.due() == FOREVER:
                 break
-            self.passes_time_to(max(self.now, self.due()))
-        self.lets_all_finish()
+            self.advance_to(max(self.now, self.due()))
+        self.run_until_idle()
         for deployment in self.model.deployments:
-            self.is_well(deployment)
-        self.passes_time_to(self.now + 2e9)
-        self.lets_all_finish()
+            self.check_deployment(deployment)
+        self.advance_to(self.now + 2e9)
+        self.run_until_idle()
         assert sorted(self.ended) == sorted(self.requests)
-        assert dict(self.replies) == dict(self.questions)
+        assert dict(self.replies) == dict(self.control_requests)
         self.model.drain(self.now)
         self.stopped = True
-        self.lets_all_finish()
+        self.run_until_idle()
         assert not self.processes
         assert not any(device.reserved for device in self.devices.values())
         assert self.model.timer.due_at == FOREVER
 
-    def lets_all_finish(self) -> None:
+    def run_until_idle(self) -> None:
         for _ in range(400):
-            for source in list(self.pinning):
-                self.ends_pinning(source)
-            for source in list(self.unpinned):
-                self.unpinned.remove(source)
+            for source in list(self.pending_snapshots):
+                self.complete_snapshot(source)
+            for source in list(self.cancelled_snapshots):
+                self.cancelled_snapshots.remove(source)
                 self.model.on_snapshot_failed(source, "killed by SIGKILL", self.now)
-            busy = [each for each in self.processes.values() if self.has_something_to_do(each)]
-            if not busy and not self.pinning:
+            busy = [each for each in self.processes.values() if self.has_pending_work(each)]
+            if not busy and not self.pending_snapshots:
                 return
             for process in busy:
                 if process.name in self.processes:
-                    self.obeys(process)
+                    self.behave(process)
                 self.check_invariants_now()
-        raise AssertionError("it never comes to rest")
+        raise AssertionError("the model does not become idle")
 
-    def has_something_to_do(self, process: Process) -> bool:
-        return bool(process.dead or process.killed or process.orders or process.returns or not process.hello_taken)
+    def has_pending_work(self, process: Process) -> bool:
+        return bool(
+            process.dead or process.killed or process.orders or process.must_reconnect or not process.hello_accepted
+        )
 
     def check_invariants_now(self) -> None:
-        self.there_are_never_too_many_copies()
-        self.what_there_is_was_promised()
-        self.one_generation_of_a_device_takes_requests()
+        self.weight_copies_are_limited()
+        self.usage_is_within_reservations()
+        self.only_serving_generation_accepts_requests()
 
-    def is_well(self, deployment: Deployment) -> None:
+    def check_deployment(self, deployment: Deployment) -> None:
         promised = {each.label for each in deployment.generations if each.children}
         assert isinstance(deployment.placement, DeviceBudget)
         assert set(deployment.placement.reserved) == promised
         if self.stopped:
             assert not deployment.generations
         elif deployment.serving is None:
-            assert deployment.has_failed or deployment.is_busy  # what has served is tried again and again
+            assert deployment.has_failed or deployment.is_busy  # an established deployment is retried without limit
             assert deployment.cause
         elif deployment.serving.should_be_replaced:
-            assert deployment.is_busy  # it is tried again and again
+            assert deployment.is_busy  # the renewal is retried without limit
             assert deployment.cause
         else:
             serving = deployment.serving
-            places = Counter(serving.children[name].device for name in serving.processes.serving)
+            workers_by_device = Counter(serving.children[name].device for name in serving.processes.serving)
             wanted = dict.fromkeys(self.config.devices_by_weight_copy[deployment.placement.name], self.workers)
-            assert places == wanted or serving.attach_control.is_attach_closed
+            assert workers_by_device == wanted or serving.attach_control.is_attach_closed
             assert not deployment.is_busy
 
 
-TestModelWorld = ModelWorld.TestCase
-TestModelWorld.settings = settings(max_examples=examples(250), stateful_step_count=60, deadline=None, print_blob=True)
+TestModel = ModelMachine.TestCase
+TestModel.settings = settings(max_examples=examples(250), stateful_step_count=60, deadline=None, print_blob=True)
