@@ -1,4 +1,4 @@
-"""Compares the state diagrams and the paths of docs/architecture.md with the code."""
+"""State diagrams and file paths of docs/architecture.md match the code."""
 
 import re
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _TABLES = {
 
 
 @pytest.mark.parametrize(("name", "table"), _TABLES.items())
-def test_the_diagram_is_the_table(name: str, table: Mapping[tuple[Any, Any], Any]) -> None:
+def test_diagram_matches_the_transitions(name: str, table: Mapping[tuple[Any, Any], Any]) -> None:
     lines = "\n".join(diagram(table))
     assert f"<!-- {name} -->\n```mermaid\n{lines}\n```\n" in _DOCUMENT.read_text("utf-8")
 

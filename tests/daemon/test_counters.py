@@ -16,38 +16,38 @@ from weightd_daemon.counters import (
 from weightd_protocol import limits
 
 
-def test_as_many_are_started_again_as_were_lost() -> None:
-    meter = ModelCounters()
-    mishaps = ProcessCounters(meter)
+def test_counts_restarts_up_to_the_number_lost() -> None:
+    counters = ModelCounters()
+    process_counters = ProcessCounters(counters)
     for _ in range(3):
-        mishaps.on_started()
-    assert meter.restarts == 0
-    mishaps.on_death()
-    mishaps.on_lost(2)
+        process_counters.on_started()
+    assert counters.restarts == 0
+    process_counters.on_death()
+    process_counters.on_lost(2)
     for _ in range(5):
-        mishaps.on_started()
-    assert (meter.unexpected_exits, meter.restarts) == (1, 2)
+        process_counters.on_started()
+    assert (counters.unexpected_exits, counters.restarts) == (1, 2)
 
 
-def test_what_befalls_a_process_of_several_models_befalls_each() -> None:
-    one, two = ModelCounters(), ModelCounters()
-    mishaps = ProcessCounters(one, two)
-    mishaps.on_death()
-    mishaps.on_selftest_failed()
-    mishaps.on_batch_mismatch()
-    for each in (one, two):
+def test_shared_process_counts_for_each_model() -> None:
+    first, second = ModelCounters(), ModelCounters()
+    process_counters = ProcessCounters(first, second)
+    process_counters.on_death()
+    process_counters.on_selftest_failed()
+    process_counters.on_batch_mismatch()
+    for each in (first, second):
         assert (each.unexpected_exits, each.selftest_failures, each.batch_mismatches) == (1, 1, 1)
     ProcessCounters().on_death()
 
 
-def test_a_model_that_is_gone_takes_its_own_with_it() -> None:
-    meters = CounterRegistry()
-    meters.counters_of("m").unexpected_exits = 1
-    meters.counters_of("n").unexpected_exits = 2
-    assert meters.counters_of("m") is meters.counters_of("m")
-    meters.keep_only(["m"])
-    assert [each.model for each in meters.records()] == ["m"]
-    assert (meters.counters_of("m").unexpected_exits, meters.counters_of("n").unexpected_exits) == (1, 0)
+def test_removed_model_loses_its_counters() -> None:
+    registry = CounterRegistry()
+    registry.counters_of("m").unexpected_exits = 1
+    registry.counters_of("n").unexpected_exits = 2
+    assert registry.counters_of("m") is registry.counters_of("m")
+    registry.keep_only(["m"])
+    assert [each.model for each in registry.records()] == ["m"]
+    assert (registry.counters_of("m").unexpected_exits, registry.counters_of("n").unexpected_exits) == (1, 0)
 
 
 BOUNDS = (1.0, 10.0)
@@ -56,7 +56,7 @@ BOUNDS = (1.0, 10.0)
 @pytest.mark.parametrize(
     ("value", "bucket"), [(0.0, 0), (0.5, 0), (1.0, 0), (1.0000001, 1), (10.0, 1), (10.5, 2), (1e300, 2)]
 )
-def test_a_value_that_is_a_bound_is_up_to_it(value: float, bucket: int) -> None:
+def test_value_equal_to_a_bound_is_in_its_bucket(value: float, bucket: int) -> None:
     buckets = HistogramCounter(BOUNDS)
     buckets.add(value)
     assert buckets.counts == [int(index == bucket) for index in range(3)]
@@ -64,18 +64,18 @@ def test_a_value_that_is_a_bound_is_up_to_it(value: float, bucket: int) -> None:
 
 
 @given(st.lists(st.floats(0, 100)))
-def test_what_is_told_is_what_was_added(values: list[float]) -> None:
+def test_histogram_matches_the_added_values(values: list[float]) -> None:
     buckets = HistogramCounter(BOUNDS)
     for value in values:
         buckets.add(value)
-    told = buckets.to_histogram()
-    assert told.counts == tuple(
+    histogram = buckets.to_histogram()
+    assert histogram.counts == tuple(
         sum(low < value <= high for value in values) for low, high in [(-1, 1.0), (1.0, 10.0), (10.0, 1e9)]
     )
-    assert told.sum == pytest.approx(sum(values))
+    assert histogram.sum == pytest.approx(sum(values))
 
 
-def test_what_was_written_down_of_other_bounds_is_of_no_use() -> None:
+def test_ignores_saved_buckets_of_other_bounds() -> None:
     buckets = HistogramCounter(BOUNDS)
     buckets.add(5.0)
     buckets.restore(HistogramRecord((1, 1), 3.0))
@@ -85,6 +85,6 @@ def test_what_was_written_down_of_other_bounds_is_of_no_use() -> None:
 
 
 @pytest.mark.parametrize("bounds", [SECONDS_BOUNDS, ROWS_BOUNDS])
-def test_the_bounds_ascend_and_an_answer_has_room_for_them(bounds: tuple[float, ...]) -> None:
+def test_bounds_ascend_and_fit_into_a_response(bounds: tuple[float, ...]) -> None:
     assert [*bounds] == sorted({*bounds})
     assert len(bounds) <= limits.MAX_BUCKETS

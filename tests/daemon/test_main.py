@@ -1,4 +1,4 @@
-"""The start of the program `weightd`, at a terminal where somebody types Ctrl-C."""
+"""Start of `weightd`: Python version, zygote, argument errors and Ctrl-C during the imports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightd_daemon import __main__, cli, exit_codes
 PROGRAM = interrupting.PROGRAM.format(module="weightd_daemon.__main__")
 
 
-def test_an_interpreter_that_is_too_old_is_told_what_is_needed() -> None:
+def test_rejects_python_older_than_3_10() -> None:
     python = mindir.interpreter()
     if python is None:
         pytest.skip(mindir.HOW_TO_GET_IT)
@@ -48,11 +48,9 @@ def test_an_interpreter_that_is_too_old_is_told_what_is_needed() -> None:
         ([], False),
     ],
 )
-def test_only_a_daemon_has_a_process_that_makes_gates(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], forks: bool
-) -> None:
+def test_only_a_daemon_forks_a_zygote(monkeypatch: pytest.MonkeyPatch, arguments: list[str], forks: bool) -> None:
     monkeypatch.setattr(sys, "argv", ["weightd", *arguments])
-    # Whoever runs the tests as PID 1 has them run on in this process.
+    # With the tests as PID 1, `serve_as_init` would fork.
     monkeypatch.setattr("weightd_common.process_start.serve_as_init", lambda: None)
     with mock.patch("weightd_daemon.zmq_proxy.zygote.fork") as fork, mock.patch("weightd_daemon.cli.main") as main:
         __main__.main()
@@ -74,21 +72,23 @@ NO_NAME = "expected a model name of 1 to 64 ASCII letters"
         (["m.txt"], "MODEL: expected a file that ends in .onnx or .mindir, got "),
     ],
 )
-def test_an_error_names_the_argument(arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_argument_error_names_the_argument(
+    arguments: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["run", *arguments]) == exit_codes.USAGE
-    [told] = capsys.readouterr().err.splitlines()
-    assert told.removeprefix("weightd: ").startswith(error)
-    assert told.endswith("GPUs are not supported") == ("cuda:0" in arguments)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.removeprefix("weightd: ").startswith(error)
+    assert line.endswith("GPUs are not supported") == ("cuda:0" in arguments)
 
 
 @pytest.mark.parametrize(
     ("module", "status"),
     [
-        ("zmq", -signal.SIGINT),  # the program is imported
-        ("waits", 130),  # it runs, and has its blocks to leave
+        ("zmq", -signal.SIGINT),  # while the program is imported
+        ("waits", 130),  # while it runs, inside its context managers
     ],
 )
-def test_ctrl_c_ends_it_without_a_word(module: str, status: int, tmp_path: Path) -> None:
+def test_ctrl_c_exits_silently(module: str, status: int, tmp_path: Path) -> None:
     program = PROGRAM
     if module == "waits":
         program = "from weightd_daemon import cli; cli.ConfigFile = lambda *_: __import__('waits')\n" + program

@@ -1,4 +1,4 @@
-"""The main loop: in which order things are done after a change, and how the daemon ends."""
+"""The main loop: order of actions after a change, signals and shutdown."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from weightd_daemon.platform.fd_closer import INTERRUPT
 from weightd_daemon.shutdown import Shutdown
 
 
-class Scene:
-    """A daemon whose parts write down what they are asked for."""
+class LoopHarness:
+    """A Daemon with mocks as its parts."""
 
     def __init__(self, service: Any = None) -> None:
         self.done = mock.Mock()
@@ -45,56 +45,58 @@ class Scene:
         return [call[0] for call in self.done.mock_calls if call[0] in names]
 
 
-def test_an_update_is_told_once_the_next_daemon_would_know_of_it() -> None:
-    scene = Scene()
-    scene = Scene(scene.done.service)
-    daemon: Any = scene.daemon
-    daemon._service = scene.done.service
+def test_replies_to_updates_after_saving_the_state() -> None:
+    harness = LoopHarness()
+    harness = LoopHarness(harness.done.service)
+    daemon: Any = harness.daemon
+    daemon._service = harness.done.service
     daemon._reconcile()
-    assert scene.calls("service.on_change", "router.admin.send_saved_responses") == [
+    assert harness.calls("service.on_change", "router.admin.send_saved_responses") == [
         "service.on_change",
         "router.admin.send_saved_responses",
     ]
 
 
 @pytest.mark.parametrize("is_managed", [False, True])
-def test_a_second_stop_signal_waits_for_no_request(is_managed: bool) -> None:
-    scene = Scene(mock.Mock() if is_managed else None)
-    scene.daemon.on_signals(bytes([INTERRUPT, signal.SIGTERM]))
-    assert (scene.shutdown.is_draining, scene.calls("registry.close", "supervisor.kill_all")) == (
+def test_second_stop_signal_ends_at_once(is_managed: bool) -> None:
+    harness = LoopHarness(mock.Mock() if is_managed else None)
+    harness.daemon.on_signals(bytes([INTERRUPT, signal.SIGTERM]))
+    assert (harness.shutdown.is_draining, harness.calls("registry.close", "supervisor.kill_all")) == (
         True,
         ["registry.close"],
     )
-    scene.daemon.on_signals(bytes([signal.SIGINT]))
-    assert scene.shutdown.is_stopping
-    # A shim ends processes, or the next daemon goes on with them.
-    assert scene.calls("registry.hand_over", "registry.drain", "supervisor.kill_all") == (
+    harness.daemon.on_signals(bytes([signal.SIGINT]))
+    assert harness.shutdown.is_stopping
+    # With a shim, the next daemon takes the processes over.
+    assert harness.calls("registry.hand_over", "registry.drain", "supervisor.kill_all") == (
         ["registry.hand_over"] if is_managed else ["registry.drain", "supervisor.kill_all"]
     )
 
 
-def test_a_hangup_is_a_reload_or_else_a_stop_that_does_not_hurry() -> None:
-    scene = Scene()
-    scene.daemon.on_signals(bytes([signal.SIGHUP]))
-    assert (scene.calls("reloader.on_hangup"), scene.shutdown.has_begun) == (["reloader.on_hangup"], False)
-    scene.done.reloader.is_possible_by_hangup = False
-    scene.daemon.on_signals(bytes([signal.SIGHUP, signal.SIGHUP]))
-    assert (scene.shutdown.is_draining, scene.shutdown.is_stopping) == (True, False)
+def test_sighup_reloads_or_drains() -> None:
+    harness = LoopHarness()
+    harness.daemon.on_signals(bytes([signal.SIGHUP]))
+    assert (harness.calls("reloader.on_hangup"), harness.shutdown.has_begun) == (["reloader.on_hangup"], False)
+    harness.done.reloader.is_possible_by_hangup = False
+    harness.daemon.on_signals(bytes([signal.SIGHUP, signal.SIGHUP]))
+    assert (harness.shutdown.is_draining, harness.shutdown.is_stopping) == (True, False)
 
 
-def test_it_ends_when_what_was_accepted_is_finished_and_says_how_that_went() -> None:
-    scene = Scene()
+def test_exits_after_draining_with_the_status_of_lost_processes() -> None:
+    harness = LoopHarness()
     loop = EventLoop()
-    daemon: Any = scene.daemon
+    daemon: Any = harness.daemon
     daemon._loop = loop
-    scene.shutdown.timer.set(0.0)
+    harness.shutdown.timer.set(0.0)
     busy = SimpleNamespace(dispatcher=SimpleNamespace(is_idle=False, has_pending_failures=False))
-    scene.done.registry.all_models.return_value = [busy]
+    harness.done.registry.all_models.return_value = [busy]
     loop.call_soon(lambda: daemon.stop(0.0))
     loop.call_soon(lambda: setattr(busy.dispatcher, "is_idle", True))
-    scene.done.registry.deaths = 2
+    harness.done.registry.deaths = 2
     assert daemon.serve() == exit_codes.PROCESS_DIED
-    assert scene.calls("supervisor.kill_all", "supervisor.messenger.close", "counter_store.close", "router.close") == [
+    assert harness.calls(
+        "supervisor.kill_all", "supervisor.messenger.close", "counter_store.close", "router.close"
+    ) == [
         "supervisor.kill_all",
         "supervisor.messenger.close",
         "counter_store.close",

@@ -1,4 +1,4 @@
-"""Compares docs/operations.md and docs/tenants.md with the code: exit statuses, configurations, log events, files."""
+"""docs/operations.md and docs/tenants.md match the code: exit statuses, configurations, log events, files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DOCS = REPOSITORY / "docs"
 TEXT = (DOCS / "operations.md").read_text("utf-8")
 PAGES = {"operations.md": TEXT, "tenants.md": (DOCS / "tenants.md").read_text("utf-8")}
 BLOCKS = [block for text in PAGES.values() for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)]
-LEVELS = {"err", "warning", "info"}  # as journalctl -p has them
+LEVELS = {"err", "warning", "info"}  # the names that journalctl -p accepts
 
 
 def anchors(text: str) -> set[str]:
@@ -41,29 +41,29 @@ def rows(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
-def test_each_exit_status_is_there() -> None:
+def test_exit_statuses_are_documented() -> None:
     assert [int(row[0]) for row in rows("Exit statuses")] == sorted(exit_codes.MEANINGS)
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_the_configurations_are_good(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A host on which a model has sets of cores has more of them than one that runs tests.
+def test_configurations_are_valid(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Examples use more cores than this host may have.
     monkeypatch.setattr(os, "sched_getaffinity", mock.Mock(return_value=set(range(16))))
-    # It also has other users, groups and keys.
+    # They also name users, groups and keys that do not exist here.
     for name in ("find_user_id", "find_group_id", "read_public_key"):
         monkeypatch.setattr(tenants, name, str)
     monkeypatch.setattr(listeners, "read_secret", str)
     content = tomllib.loads(block)
-    content.setdefault("models", {"mlp": {"path": "mlp.onnx"}})  # a block may show tables of another kind alone
+    content.setdefault("models", {"mlp": {"path": "mlp.onnx"}})  # a block may show tables of one kind only
     config.parse(content, Path("/etc/weightd"))
 
 
-def test_each_command_of_weightd_exists() -> None:
+def test_commands_exist() -> None:
     named = set(re.findall(r"(?:^|`|bin/)weightd (\w+)", TEXT, re.MULTILINE))
     assert {"check", "doctor"} <= named <= {command.name for command in read_parser(parser()).commands}
 
 
-def test_log_events_have_a_level_a_meaning_and_an_action() -> None:
+def test_log_events_have_level_meaning_and_action() -> None:
     events = rows("Log events")
     assert len(events) >= 25
     for _, levels, meaning, action in events:
@@ -94,7 +94,7 @@ def test_anchors_exist(text: str) -> None:
 
 
 @pytest.mark.parametrize("path", [*DOCS.glob("*.md"), REPOSITORY / "README.md"], ids=lambda path: path.name)
-def test_links_from_other_pages_lead_to_a_heading(path: Path) -> None:
+def test_links_from_other_pages_have_an_anchor(path: Path) -> None:
     for name, anchor in re.findall(r"\]\((?:docs/)?(operations\.md|tenants\.md)#([^)]+)\)", path.read_text("utf-8")):
         assert anchor in anchors(PAGES[name])
 

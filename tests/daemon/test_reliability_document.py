@@ -13,13 +13,13 @@ def _fault_sections() -> dict[str, str]:
     return {heading: text for heading, text in zip(parts[1::2], parts[2::2], strict=True) if heading[0] != "\0"}
 
 
-def test_the_tests_that_it_names_are_there() -> None:
+def test_named_test_files_exist() -> None:
     named = set(re.findall(r"`((?:\w+/)+test_\w+\.py)", _TEXT))
     assert len(named) > 30
     assert [each for each in named if not (_REPOSITORY / "tests" / each).is_file()] == []
 
 
-def test_each_fault_has_a_client_view_an_action_and_a_test() -> None:
+def test_each_fault_has_client_view_action_and_tests() -> None:
     sections = _fault_sections()
     assert len(sections) > 60
     for heading, text in sections.items():

@@ -1,4 +1,4 @@
-"""A reload: what it changes, what it does not, and whom it tells."""
+"""Reload of the configuration: what changes, what is rejected and who gets the result."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from weightd_protocol.errors import InvalidArgument, RequestError, ResourceExhau
 MODEL = '[models.m]\npath = "/models/m.onnx"\npython = "python3"\n'
 
 
-class Reloads:
-    """A configuration file, what is in force of it, and a reader that the test plays; `registry` may be faked."""
+class ReloadHarness:
+    """A configuration file, the configuration in force, and a reader played by the test; `registry` may be a mock."""
 
     def __init__(self, path: Path, registry: Any = None) -> None:
         self.path = path
@@ -59,7 +59,7 @@ class Reloads:
         )  # fmt: skip
 
     def reload(self) -> ConfigDiff:
-        """Put in force what the file says, without a process that reads it; return what has changed."""
+        """Reload the file in this process and return the difference."""
         outcomes: list[Any] = []
         self.reloader.request(outcomes.append)
         self.loop.run_once(0.0)
@@ -76,7 +76,7 @@ class Reloads:
         on_result(read_file(path, addresses))
 
 
-def test_a_reload_that_is_refused_changes_no_device(tmp_path: Path) -> None:
+def test_rejected_reload_changes_no_device(tmp_path: Path) -> None:
     path = tmp_path / "weightd.toml"
 
     def written(mib: int, workers: int) -> Path:
@@ -88,164 +88,164 @@ def test_a_reload_that_is_refused_changes_no_device(tmp_path: Path) -> None:
         return path
 
     written(1000, 1)
-    scene = Reloads(path)
-    device = scene.devices["ascend:0"]
-    scene.registry.models["m"] = SimpleNamespace(
-        is_updating=True, successor=None, config=scene.in_force.config.models["m"]
+    harness = ReloadHarness(path)
+    device = harness.devices["ascend:0"]
+    harness.registry.models["m"] = SimpleNamespace(
+        is_updating=True, successor=None, config=harness.in_force.config.models["m"]
     )
     written(2000, 2)
     with pytest.raises(Unavailable):
-        scene.reload()
+        harness.reload()
     assert device.capacity_bytes == 1000 * 2**20
 
 
-def test_where_clients_connect_is_changed_by_a_restart_alone(tmp_path: Path) -> None:
+def test_listener_addresses_change_only_at_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "weightd.toml"
     model = MODEL
     path.write_text('[listeners.one]\naddress = "ipc:///run/one"\n' + model)
-    scene = Reloads(path)
+    harness = ReloadHarness(path)
     path.write_text('[listeners.two]\naddress = "ipc:///run/one"\n' + model)
     with pytest.raises(RequestError) as caught:
-        scene.reload()
+        harness.reload()
     assert str(caught.value).splitlines() == [
         f"{path}: listeners.one.address: expected 'ipc:///run/one' as before, got None; restart weightd",
         f"{path}: listeners.two.address: expected None as before, got 'ipc:///run/one'; restart weightd",
     ]
 
 
-def test_a_card_has_what_it_has_said_where_the_configuration_says_no_more(tmp_path: Path) -> None:
+def test_card_without_configured_memory_uses_the_reported(tmp_path: Path) -> None:
     path = tmp_path / "weightd.toml"
     model = '[models.m]\npath = "/models/m.mindir"\npython = "python3"\ndevices = ["ascend:0"]\n'
     path.write_text(f'[devices."ascend:0"]\nmemory_mib = 1000\n{model}')
-    scene = Reloads(path)
-    config = scene.in_force.config.models["m"]
-    scene.registry.models["m"] = SimpleNamespace(is_updating=False, successor=None, config=config, may_retry=False)
-    scene.reload()
-    device = scene.devices["ascend:0"]
+    harness = ReloadHarness(path)
+    config = harness.in_force.config.models["m"]
+    harness.registry.models["m"] = SimpleNamespace(is_updating=False, successor=None, config=config, may_retry=False)
+    harness.reload()
+    device = harness.devices["ascend:0"]
     assert device.capacity_bytes == 1000 * 2**20
     device.reported_bytes = 7
-    scene.reload()
+    harness.reload()
     assert device.capacity_bytes == 1000 * 2**20
     path.write_text(model)
-    scene.reload()
+    harness.reload()
     assert device.capacity_bytes == 7
 
 
-def test_a_reload_puts_tenants_and_their_accounting_in_force(tmp_path: Path) -> None:
+def test_reload_applies_tenants_and_accounting(tmp_path: Path) -> None:
     path = tmp_path / "weightd.toml"
     path.write_text(MODEL)
-    scene = Reloads(path, mock.MagicMock(models=["m"]))
+    harness = ReloadHarness(path, mock.MagicMock(models=["m"]))
     path.write_text(
         f"[daemon]\naccounting_interval = 5\nmax_batch_seconds = 0.02\n[tenants.ann]\nuids = [1, 1001]\n{MODEL}"
     )
     now = event_loop.now()
-    scene.reload()
-    assert [tenant.name for tenant in scene.tenants] == ["ann"]
-    [(admitted,)] = [call.args for call in scene.on_tenants_changed.call_args_list]
+    harness.reload()
+    assert [tenant.name for tenant in harness.tenants] == ["ann"]
+    [(admitted,)] = [call.args for call in harness.on_tenants_changed.call_args_list]
     assert (admitted["default"].keys, [each.tenant for each in admitted["default"].tenants]) == ((), ["ann"])
-    due = sorted(timer.due_at - now for timer in scene.usage_reporter.timers)
+    due = sorted(timer.due_at - now for timer in harness.usage_reporter.timers)
     assert due == [pytest.approx(5.0, abs=1.0), pytest.approx(10.0, abs=1.0)]
-    assert scene.fair_clocks.max_batch_s == 0.02
-    ann = scene.tenants.get("ann")
+    assert harness.fair_clocks.max_batch_s == 0.02
+    ann = harness.tenants.get("ann")
     assert ann is not None
     for broken in ('uids = ["no such user"]', 'keys = ["none.pub"]', 'models = ["[a]"]'):
         path.write_text(f"[tenants.ann]\n{broken}\n{MODEL}")
         with pytest.raises(RequestError):
-            scene.reload()
-        assert scene.tenants.get("ann") is ann
+            harness.reload()
+        assert harness.tenants.get("ann") is ann
         assert ann.config.user_ids == (1, 1001)
 
 
-def test_reloads_are_counted_by_how_they_end_and_counters_go_with_their_models(tmp_path: Path) -> None:
+def test_counts_reloads_and_drops_counters_of_removed_models(tmp_path: Path) -> None:
     path = tmp_path / "weightd.toml"
     path.write_text(MODEL)
-    scene = Reloads(path, mock.MagicMock(models=["n"]))
-    kept = scene.counters.counters_of("n")
-    scene.counters.counters_of("m")
+    harness = ReloadHarness(path, mock.MagicMock(models=["n"]))
+    kept = harness.counters.counters_of("n")
+    harness.counters.counters_of("m")
     path.write_text(MODEL.replace("models.m", "models.n"))
-    scene.reload()
+    harness.reload()
     path.write_text("[models")
     with pytest.raises(InvalidArgument):
-        scene.reload()
-    assert (scene.daemon_counters.reloads, scene.daemon_counters.refused_reloads) == (1, 1)
-    assert [each.model for each in scene.counters.records()] == ["n"]
-    assert scene.counters.counters_of("n") is kept
+        harness.reload()
+    assert (harness.daemon_counters.reloads, harness.daemon_counters.refused_reloads) == (1, 1)
+    assert [each.model for each in harness.counters.records()] == ["n"]
+    assert harness.counters.counters_of("n") is kept
 
 
-def test_a_file_is_read_once_for_all_reloads_that_wait_and_again_for_those_that_come_meanwhile(tmp_path: Path) -> None:
+def test_waiting_reloads_share_one_read(tmp_path: Path) -> None:
     path = tmp_path / "weightd.toml"
     path.write_text(MODEL)
-    scene = Reloads(path, mock.MagicMock(models=["m"]))
-    scene.registry.compare.return_value = ConfigDiff((), (), ())
-    told: list[tuple[str, Any]] = []
+    harness = ReloadHarness(path, mock.MagicMock(models=["m"]))
+    harness.registry.compare.return_value = ConfigDiff((), (), ())
+    results: list[tuple[str, Any]] = []
 
     def request(name: str) -> None:
-        scene.reloader.request(lambda outcome: told.append((name, outcome)))
-        scene.loop.run_once(0.0)
+        harness.reloader.request(lambda outcome: results.append((name, outcome)))
+        harness.loop.run_once(0.0)
 
     for name in ("1", "2"):
-        scene.reloader.request(lambda outcome, name=name: told.append((name, outcome)))  # type: ignore[misc]
-    scene.loop.run_once(0.0)
+        harness.reloader.request(lambda outcome, name=name: results.append((name, outcome)))  # type: ignore[misc]
+    harness.loop.run_once(0.0)
     request("3")
-    assert (scene.reader.start.call_count, told) == (1, [])
-    scene.answer()
-    assert [name for name, _ in told] == ["1", "2"]
-    assert scene.reader.start.call_count == 2
+    assert (harness.reader.start.call_count, results) == (1, [])
+    harness.answer()
+    assert [name for name, _ in results] == ["1", "2"]
+    assert harness.reader.start.call_count == 2
     path.write_text("[models")
-    scene.answer()
-    assert (told[-1][0], type(told[-1][1])) == ("3", InvalidArgument)
-    assert scene.reader.start.call_count == 2
-    # A process that cannot be started is an answer, too.
-    scene.reader.start.side_effect = OSError(11, "Resource temporarily unavailable")
+    harness.answer()
+    assert (results[-1][0], type(results[-1][1])) == ("3", InvalidArgument)
+    assert harness.reader.start.call_count == 2
+    # A process that cannot start is reported as the result.
+    harness.reader.start.side_effect = OSError(11, "Resource temporarily unavailable")
     request("4")
-    assert "cannot start the process" in str(told[-1][1])
-    scene.reader.start.side_effect = None
+    assert "cannot start the process" in str(results[-1][1])
+    harness.reader.start.side_effect = None
     request("5")
     for _ in range(16):
-        scene.reloader.request(mock.Mock())
+        harness.reloader.request(mock.Mock())
     with pytest.raises(ResourceExhausted):
-        scene.reloader.request(mock.Mock())
-    scene.shutdown.handle(ShutdownEvent.STOP)
+        harness.reloader.request(mock.Mock())
+    harness.shutdown.handle(ShutdownEvent.STOP)
     with pytest.raises(Unavailable, match="is stopping"):
-        scene.reloader.request(mock.Mock())
-    scene.answer()
-    assert (told[-1][0], type(told[-1][1])) == ("5", Unavailable)
+        harness.reloader.request(mock.Mock())
+    harness.answer()
+    assert (results[-1][0], type(results[-1][1])) == ("5", Unavailable)
 
 
-def test_a_reload_by_hangup_tells_the_service_manager_when_it_has_ended(tmp_path: Path) -> None:
+def test_reload_by_sighup_notifies_the_service_manager(tmp_path: Path) -> None:
     path = tmp_path / "weightd.toml"
     path.write_text(MODEL)
-    scene = Reloads(path, mock.MagicMock(models=["m"]))
-    scene.service.begin_reload.return_value = False
-    scene.reloader.on_hangup()
-    scene.loop.run_once(0.0)
-    scene.answer()
-    scene.service.end_reload.assert_not_called()
-    scene.service.begin_reload.return_value = True
-    scene.reloader.on_hangup()
-    scene.service.end_reload.assert_not_called()
-    scene.loop.run_once(0.0)
-    scene.answer()
-    scene.service.end_reload.assert_called_once_with()
-    scene.shutdown.handle(ShutdownEvent.STOP)
-    scene.reloader.on_hangup()
-    assert scene.service.end_reload.call_count == 2
+    harness = ReloadHarness(path, mock.MagicMock(models=["m"]))
+    harness.service.begin_reload.return_value = False
+    harness.reloader.on_hangup()
+    harness.loop.run_once(0.0)
+    harness.answer()
+    harness.service.end_reload.assert_not_called()
+    harness.service.begin_reload.return_value = True
+    harness.reloader.on_hangup()
+    harness.service.end_reload.assert_not_called()
+    harness.loop.run_once(0.0)
+    harness.answer()
+    harness.service.end_reload.assert_called_once_with()
+    harness.shutdown.handle(ShutdownEvent.STOP)
+    harness.reloader.on_hangup()
+    assert harness.service.end_reload.call_count == 2
 
 
-def test_a_reload_looks_for_the_files_of_the_models_that_it_would_load(tmp_path: Path) -> None:
-    path, none, there = tmp_path / "weightd.toml", tmp_path / "none.onnx", tmp_path / "there.mindir"
-    there.write_bytes(b"a model")
-    old = f'[models.old]\npath = "{none}"\npython = "python3"\n'
+def test_checks_files_of_models_to_be_loaded(tmp_path: Path) -> None:
+    path, missing, existing = tmp_path / "weightd.toml", tmp_path / "none.onnx", tmp_path / "there.mindir"
+    existing.write_bytes(b"a model")
+    old = f'[models.old]\npath = "{missing}"\npython = "python3"\n'
     path.write_text(old)
-    scene = Reloads(path)
-    config = scene.in_force.config.models["old"]
-    scene.registry.models["old"] = SimpleNamespace(is_updating=False, successor=None, config=config, may_retry=False)
-    # What is loaded already is served from a copy.
-    assert not any(scene.reload())
+    harness = ReloadHarness(path)
+    config = harness.in_force.config.models["old"]
+    harness.registry.models["old"] = SimpleNamespace(is_updating=False, successor=None, config=config, may_retry=False)
+    # A loaded model is served from its snapshot, so its file is not needed.
+    assert not any(harness.reload())
     (tmp_path / "d.onnx").mkdir()
     os.mkfifo(tmp_path / "pipe.npz")
-    model = f'path = "{there}"\n'
-    wrong = {
+    model = f'path = "{existing}"\n'
+    invalid = {
         'path = "none.onnx"\n': "path: {0}/none.onnx: No such file or directory",
         'path = "d.onnx"\n': "path: {0}/d.onnx: expected a file, got a directory",
         model + 'python = "./python"\n': "python: {0}/python: cannot be run: expected an executable file",
@@ -253,13 +253,13 @@ def test_a_reload_looks_for_the_files_of_the_models_that_it_would_load(tmp_path:
         model + 'selftest = "pipe.npz"\n': "selftest: {0}/pipe.npz: expected a regular file",
         model + 'mindspore_lite.config_file = "none"\n': "mindspore_lite.config_file: {0}/none: No such file",
     }
-    for table, problem in wrong.items():
+    for table, problem in invalid.items():
         python = "" if "python" in table else 'python = "python3"\n'
         path.write_text(f"{old}[models.new]\n{python}{table}")
         with pytest.raises(InvalidArgument) as caught:
-            scene.reload()
+            harness.reload()
         assert str(caught.value).startswith(f"{path}: models.new.{problem.format(tmp_path)}")
-        assert (list(scene.registry.models), scene.file.note) == (["old"], f"not reloaded: {caught.value}")
-    path.write_text(f'[models.old]\npath = "{none}"\npython = "python3"\nworkers = 2\n')
+        assert (list(harness.registry.models), harness.file.note) == (["old"], f"not reloaded: {caught.value}")
+    path.write_text(f'[models.old]\npath = "{missing}"\npython = "python3"\nworkers = 2\n')
     with pytest.raises(InvalidArgument, match=r"models\.old\.path"):
-        scene.reload()
+        harness.reload()

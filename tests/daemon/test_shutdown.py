@@ -7,7 +7,7 @@ import pytest
 from weightd_daemon.generations.states import IllegalTransition
 from weightd_daemon.shutdown import Shutdown, ShutdownEvent, ShutdownState
 
-# Which events lead to a state, and what it then is: begun, finishing, ending.
+# The state after each legal sequence of events: has_begun, is_draining, is_stopping.
 LISTED: dict[tuple[ShutdownEvent, ...], tuple[bool, bool, bool]] = {
     (): (False, False, False),
     (ShutdownEvent.STOP,): (True, True, False),
@@ -19,7 +19,7 @@ LISTED: dict[tuple[ShutdownEvent, ...], tuple[bool, bool, bool]] = {
 
 
 @pytest.mark.parametrize("events", [*itertools.chain(*(itertools.product(ShutdownEvent, repeat=n) for n in range(4)))])
-def test_what_is_listed_is_legal_and_nothing_else(events: tuple[ShutdownEvent, ...]) -> None:
+def test_only_listed_events_are_legal(events: tuple[ShutdownEvent, ...]) -> None:
     shutdown = Shutdown()
     for index, event in enumerate(events, 1):
         if events[:index] not in LISTED:

@@ -8,8 +8,8 @@ from weightd_protocol.errors import Cancelled, NotFound, RequestError
 from weightd_protocol.schema import decode, plain
 
 
-def busy(accounts: UsageTable, tenant: str, model: str, seconds: float = 1.0) -> Usage:
-    """An account on which one request was answered."""
+def add_usage(accounts: UsageTable, tenant: str, model: str, seconds: float = 1.0) -> Usage:
+    """Account for one answered request."""
     account = accounts.usage_of(tenant, model)
     account.count_accepted(100)
     account.add_queue_time(0.5)
@@ -18,30 +18,36 @@ def busy(accounts: UsageTable, tenant: str, model: str, seconds: float = 1.0) ->
     return account
 
 
-def test_a_request_counts_where_it_comes_runs_and_ends() -> None:
+def test_counts_acceptance_run_and_end() -> None:
     accounts = UsageTable()
-    account = busy(accounts, "ann", "m")
+    account = add_usage(accounts, "ann", "m")
     account.count_accepted(7)
     assert account.in_flight == 1
     account.count_failed(Cancelled("taken back"))
     account.count_refused(QuotaExceeded("max_rate", "too many", retry_after=1.0), requests=1)
-    told = account.to_record("ann", "m")
-    assert (told.requests, told.served, told.rows, told.bytes_in, told.bytes_out) == (3, 1, 4, 107, 10)
-    assert (told.slot_seconds, told.queue_seconds, told.unexpected_exits) == (1.0, 0.5, 0)
-    assert (told.refused, account.refused_total, account.in_flight) == ({"CANCELLED": 1, "max_rate": 1}, 2, 0)
+    usage_record = account.to_record("ann", "m")
+    assert (
+        usage_record.requests,
+        usage_record.served,
+        usage_record.rows,
+        usage_record.bytes_in,
+        usage_record.bytes_out,
+    ) == (3, 1, 4, 107, 10)
+    assert (usage_record.slot_seconds, usage_record.queue_seconds, usage_record.unexpected_exits) == (1.0, 0.5, 0)
+    assert (usage_record.refused, account.refused_total, account.in_flight) == ({"CANCELLED": 1, "max_rate": 1}, 2, 0)
 
 
 @pytest.mark.parametrize("error", [NotFound("no"), QuotaExceeded("max_queue", "full")])
-def test_reasons_are_those_that_are_known(error: RequestError) -> None:
+def test_reasons_are_known_ones(error: RequestError) -> None:
     account = Usage()
     account.count_refused(error)
     assert {*account.refused} <= {*REASONS}
 
 
-def test_models_that_are_gone_are_put_together_and_no_sum_changes() -> None:
+def test_merges_usage_of_removed_models() -> None:
     accounts = UsageTable()
     for model in ("m", "old", "older"):
-        busy(accounts, "ann", model)
+        add_usage(accounts, "ann", model)
     running = accounts.usage_of("ann", "leaving")
     running.count_accepted(5)
     before = accounts.total("ann").to_record("ann", "")
@@ -55,10 +61,10 @@ def test_models_that_are_gone_are_put_together_and_no_sum_changes() -> None:
     assert (after.requests, after.served, after.bytes_in) == (before.requests, 4, before.bytes_in)
 
 
-def test_a_tenant_that_is_gone_is_forgotten_once_nothing_of_it_is_in_flight() -> None:
+def test_removed_tenant_is_forgotten_after_its_last_request() -> None:
     accounts = UsageTable()
-    busy(accounts, "ann", "m")
-    running = busy(accounts, "bob", "m")
+    add_usage(accounts, "ann", "m")
+    running = add_usage(accounts, "bob", "m")
     running.count_accepted(5)
     for named, left in ((True, ["ann", "bob"]), (False, ["ann"])):
         accounts.keep_only(["ann"], ["m"])
@@ -67,21 +73,21 @@ def test_a_tenant_that_is_gone_is_forgotten_once_nothing_of_it_is_in_flight() ->
             running.count_failed(Cancelled(""))
 
 
-def test_what_was_written_down_is_gone_on_with() -> None:
+def test_restores_saved_usage() -> None:
     before, after = UsageTable(), UsageTable()
-    busy(before, "ann", "m").count_refused(Cancelled(""))
-    busy(before, "bob", "n").count_accepted(1)
+    add_usage(before, "ann", "m").count_refused(Cancelled(""))
+    add_usage(before, "bob", "n").count_accepted(1)
     before.usage_of("eve", "m")
-    written = [*before.records()]
-    assert [(each.tenant, each.model) for each in written] == [("ann", "m"), ("bob", "n")]
-    busy(after, "ann", "m")
-    after.restore(written)
+    records = [*before.records()]
+    assert [(each.tenant, each.model) for each in records] == [("ann", "m"), ("bob", "n")]
+    add_usage(after, "ann", "m")
+    after.restore(records)
     assert after.usage_of("ann", "m").served == 2
     assert after.usage_of("ann", "m").refused == {"CANCELLED": 1}
     assert (after.usage_of("bob", "n").requests, after.usage_of("bob", "n").in_flight) == (2, 0)
 
 
-def test_whatever_was_written_down_can_be_told_and_written_again() -> None:
+def test_restored_usage_never_exceeds_the_limits() -> None:
     accounts = UsageTable()
     most = limits.MAX_COUNT
     for number in range(5):
@@ -92,21 +98,21 @@ def test_whatever_was_written_down_can_be_told_and_written_again() -> None:
     account.count_accepted(1)
     account.add_run(1.0, 1)
     account.count_served(1)
-    [figures] = accounts.records()
-    assert decode(UsageRecord, plain(figures)) == figures
-    assert [*figures.refused] == ["NOT_FOUND"]
+    [saved] = accounts.records()
+    assert decode(UsageRecord, plain(saved)) == saved
+    assert [*saved.refused] == ["NOT_FOUND"]
 
 
-def test_shares_are_those_of_late() -> None:
+def test_shares_cover_the_last_minute() -> None:
     accounts = UsageTable()
     assert accounts.shares() == {}
-    busy(accounts, "ann", "m", 9.0)
-    busy(accounts, "bob", "m", 1.0)
+    add_usage(accounts, "ann", "m", 9.0)
+    add_usage(accounts, "bob", "m", 1.0)
     assert accounts.shares() == {"ann": 0.9, "bob": 0.1}
     accounts.sample()
     assert accounts.shares() == {}
-    busy(accounts, "bob", "m", 3.0)
-    busy(accounts, "eve", "n", 1.0)
+    add_usage(accounts, "bob", "m", 3.0)
+    add_usage(accounts, "eve", "n", 1.0)
     for _ in range(5):
         accounts.sample()
         assert accounts.shares() == {"ann": 0.0, "bob": 0.75, "eve": 0.25}

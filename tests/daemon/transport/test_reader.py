@@ -29,106 +29,106 @@ def connection(stream: Stream, tenant: Tenant | None, user: str = "") -> ClientC
     return made
 
 
-def turns(lanes: TenantReadQueue, seconds: dict[ClientConnection, float], count: int) -> Counter[str]:
-    """Who has its turn, where all wait again; in seconds."""
-    had: Counter[str] = Counter()
+def seconds_by_tenant(queue: TenantReadQueue, seconds: dict[ClientConnection, float], count: int) -> Counter[str]:
+    """Serve `count` turns of connections that always have data; return the seconds of each tenant."""
+    used: Counter[str] = Counter()
     for _ in range(count):
-        tenant, each = lanes.take()
-        had[tenant.name] += seconds[each]  # type: ignore[assignment]
-        lanes.put(each)
-        lanes.on_served(tenant, seconds[each])
-    return had
+        tenant, each = queue.take()
+        used[tenant.name] += seconds[each]  # type: ignore[assignment]
+        queue.put(each)
+        queue.on_served(tenant, seconds[each])
+    return used
 
 
-def test_time_goes_by_tenants_and_their_weights_and_not_by_connections(stream: Stream) -> None:
+def test_time_is_shared_by_tenant_weight(stream: Stream) -> None:
     a, b = Tenant("a", TenantConfig()), Tenant("b", TenantConfig(weight=3.0))
     many, few = [connection(stream, a) for _ in range(30)], [connection(stream, b)]
-    lanes = TenantReadQueue()
+    queue = TenantReadQueue()
     for each in many + few:
-        lanes.put(each)
+        queue.put(each)
     seconds = {**dict.fromkeys(many, 1e-3), **dict.fromkeys(few, 1e-4)}
-    had = turns(lanes, seconds, 5000)
-    assert had["b"] == pytest.approx(3 * had["a"], rel=0.01)
+    used = seconds_by_tenant(queue, seconds, 5000)
+    assert used["b"] == pytest.approx(3 * used["a"], rel=0.01)
 
 
-def test_nobody_has_more_time_than_a_tenant(stream: Stream) -> None:
-    light, nobody = connection(stream, Tenant("light", TenantConfig(weight=0.001))), connection(stream, None)
-    lanes = TenantReadQueue()
-    for each in (light, nobody):
-        lanes.put(each)
-    had = turns(lanes, dict.fromkeys((light, nobody), 1e-4), 100)
-    assert had["light"] == pytest.approx(had["(no tenant)"])
+def test_connections_without_tenant_have_the_least_weight(stream: Stream) -> None:
+    light, anonymous = connection(stream, Tenant("light", TenantConfig(weight=0.001))), connection(stream, None)
+    queue = TenantReadQueue()
+    for each in (light, anonymous):
+        queue.put(each)
+    used = seconds_by_tenant(queue, dict.fromkeys((light, anonymous), 1e-4), 100)
+    assert used["light"] == pytest.approx(used["(no tenant)"])
 
 
-def test_who_comes_is_next_and_has_no_credit_for_its_silence(stream: Stream) -> None:
+def test_new_tenant_is_next_and_has_no_credit(stream: Stream) -> None:
     a, b = Tenant("a", TenantConfig()), Tenant("b", TenantConfig())
-    loud, modest = connection(stream, a), connection(stream, b)
-    lanes = TenantReadQueue()
-    lanes.put(loud)
-    seconds = dict.fromkeys((loud, modest), 1e-4)
-    turns(lanes, seconds, 1000)
-    lanes.put(modest)
-    assert lanes.take() == (b, modest)
-    lanes.put(modest)
-    lanes.on_served(b, 1e-4)
-    had = turns(lanes, seconds, 100)
-    assert abs(had["a"] - had["b"]) < 3e-4
+    busy, quiet = connection(stream, a), connection(stream, b)
+    queue = TenantReadQueue()
+    queue.put(busy)
+    seconds = dict.fromkeys((busy, quiet), 1e-4)
+    seconds_by_tenant(queue, seconds, 1000)
+    queue.put(quiet)
+    assert queue.take() == (b, quiet)
+    queue.put(quiet)
+    queue.on_served(b, 1e-4)
+    used = seconds_by_tenant(queue, seconds, 100)
+    assert abs(used["a"] - used["b"]) < 3e-4
 
 
-def test_there_are_lanes_only_while_several_speak(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_queue_is_used_only_while_several_tenants_send(stream: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("weightd_daemon.platform.event_loop.now", lambda: now)
-    lanes = TenantReadQueue()
-    a, nobody = connection(stream, Tenant("a", TenantConfig())), connection(stream, None)
-    assert [lanes.is_contended(each) for each in (a, a, nobody, a)] == [False, False, True, True]
+    queue = TenantReadQueue()
+    a, anonymous = connection(stream, Tenant("a", TenantConfig())), connection(stream, None)
+    assert [queue.is_contended(each) for each in (a, a, anonymous, a)] == [False, False, True, True]
     now = 60.0
-    assert not lanes.is_contended(a)
+    assert not queue.is_contended(a)
     now = 0.0
-    assert not lanes.is_contended(a)
+    assert not queue.is_contended(a)
 
 
-def test_users_of_one_tenant_take_turns_however_many_connections_they_have(stream: Stream) -> None:
-    tenant, lanes = Tenant("a", TenantConfig()), TenantReadQueue()
+def test_users_of_a_tenant_take_turns(stream: Stream) -> None:
+    tenant, queue = Tenant("a", TenantConfig()), TenantReadQueue()
     many = [connection(stream, tenant, "uid 1") for _ in range(30)]
     other = connection(stream, tenant, "uid 2")
     for each in [*many, other]:
-        lanes.put(each)
+        queue.put(each)
     taken: list[str] = []
     for _ in range(40):
-        who, each = lanes.take()
+        owner, each = queue.take()
         taken.append(each.origin.principal)
-        lanes.put(each)
-        lanes.on_served(who, 1e-4)
+        queue.put(each)
+        queue.on_served(owner, 1e-4)
     assert taken == ["uid 1", "uid 2"] * 20
     fresh = TenantReadQueue()
     assert [fresh.is_contended(each) for each in (*many[:2], other)] == [False, False, True]
 
 
-def test_who_has_gone_after_a_reload_changed_its_user_has_no_turn(stream: Stream) -> None:
-    lanes, each = TenantReadQueue(), connection(stream, None, "uid 1")
-    lanes.put(each)
+def test_removes_connection_whose_user_has_changed(stream: Stream) -> None:
+    queue, each = TenantReadQueue(), connection(stream, None, "uid 1")
+    queue.put(each)
     each.origin = ClientOrigin("", "users without a tenant")
-    lanes.remove(each)
-    assert not lanes
+    queue.remove(each)
+    assert not queue
 
 
-def test_who_has_gone_has_no_turn(stream: Stream) -> None:
-    lanes = TenantReadQueue()
-    nobody = connection(stream, None)
-    lanes.put(nobody)
-    lanes.remove(nobody)
-    assert not lanes
+def test_removed_connection_gets_no_turn(stream: Stream) -> None:
+    queue = TenantReadQueue()
+    anonymous = connection(stream, None)
+    queue.put(anonymous)
+    queue.remove(anonymous)
+    assert not queue
 
 
-def test_who_is_hung_up_while_another_one_of_its_tenant_has_its_turn_is_no_trouble(stream: Stream) -> None:
+def test_removal_during_a_turn_of_the_same_tenant(stream: Stream) -> None:
     a, b = Tenant("a", TenantConfig()), Tenant("b", TenantConfig())
     first, second, other = connection(stream, a), connection(stream, a), connection(stream, b)
-    lanes = TenantReadQueue()
+    queue = TenantReadQueue()
     for each in (first, second, other):
-        lanes.put(each)
-    assert lanes.take() == (a, first)
-    lanes.remove(second)
-    lanes.on_served(a, 1e-4)
-    assert lanes.take() == (b, other)
-    lanes.on_served(b, 1e-4)
-    assert not lanes
+        queue.put(each)
+    assert queue.take() == (a, first)
+    queue.remove(second)
+    queue.on_served(a, 1e-4)
+    assert queue.take() == (b, other)
+    queue.on_served(b, 1e-4)
+    assert not queue

@@ -1,4 +1,4 @@
-"""Client of a proxy, byte by byte: ZMTP 3 with the mechanisms NULL and CURVE, without the proxy's code."""
+"""Test client of the ZeroMQ proxy: ZMTP 3 with NULL and CURVE, independent of the proxy's code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from nacl import bindings
 
 MORE, LONG, COMMAND = 1, 2, 4
 
-# Of an encrypted frame, as libzmq has it.
+# The command flag inside an encrypted frame, as libzmq uses it.
 SEALED_COMMAND = 2
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -43,9 +43,9 @@ class CurveClient:
     """The client's side of CURVE.
 
     Args:
-        server: the public key that it takes for the server's.
-        secret: its own.
-        vouched: what its vouch is for, if that is not its own short-term key and `server`.
+        server: the public key that the client expects from the server.
+        secret: the client's secret key.
+        vouched: the content of the vouch, if not the short-term key and `server`.
     """
 
     def __init__(self, server: bytes, secret: bytes, vouched: bytes = b"") -> None:
@@ -76,12 +76,12 @@ class CurveClient:
         return b"\x08INITIATE" + cookie + nonce + self._box(plain, b"CurveZMQINITIATE" + nonce)
 
     def message(self, flags: int, content: bytes) -> bytes:
-        """Return the content of a frame that stands for this one."""
+        """Return the content of the frame that carries this one encrypted."""
         nonce = self._nonce()
         return b"\7MESSAGE" + nonce + self._box(bytes([flags]) + content, b"CurveZMQMESSAGEC" + nonce)
 
     def opened(self, content: bytes) -> tuple[int, bytes]:
-        """Return the flags and the content of a frame from the server."""
+        """Return the flags and content of an encrypted frame from the server."""
         nonce = content[8:16]
         plain = bindings.crypto_box_open_afternm(content[16:], b"CurveZMQMESSAGES" + nonce, self.shared)
         return plain[0], plain[1:]

@@ -1,4 +1,4 @@
-"""What the kernel knows of a client, and what it keeps for it."""
+"""ProxyClient: identity from the kernel, buffers, and descriptors sent by clients."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def accepted(host: str, family: int = socket.AF_INET) -> tuple[socket.socket, so
         return listener.accept()[0], other
 
 
-def test_over_a_unix_socket_the_kernel_knows_user_groups_and_process() -> None:
+def test_unix_client_is_identified_by_the_kernel() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         made = ProxyClient(ours, "uid 0", ZmtpConnection(NullMechanism(), ZmtpLimits(1, 1)), 0.0, lambda _: True)
@@ -46,20 +46,20 @@ def test_over_a_unix_socket_the_kernel_knows_user_groups_and_process() -> None:
 
 
 @pytest.mark.parametrize(("host", "family"), [("127.0.0.1", socket.AF_INET), ("::", socket.AF_INET6)])
-def test_over_tcp_the_kernel_knows_the_user_on_this_host(host: str, family: int) -> None:
+def test_local_tcp_client_is_identified_by_its_socket(host: str, family: int) -> None:
     ours, theirs = accepted(host, family)
     with ours, theirs, contextlib.closing(Peers()) as peers:
         assert identify_user(ours, peers) == (f"uid {os.getuid()}", True)
 
 
-def test_over_tcp_a_client_that_has_closed_its_socket_is_not_let_in() -> None:
+def test_closed_tcp_client_is_not_identified() -> None:
     ours, theirs = accepted("127.0.0.1")
     theirs.close()
     with ours, contextlib.closing(Peers()) as peers, pytest.raises(OSError, match="gone"):
         identify_user(ours, peers)
 
 
-def test_the_kernels_buffers_of_one_user_stay_within_a_bound() -> None:
+def test_kernel_buffers_of_one_user_are_limited() -> None:
     assert [kernel_buffer_bytes(count) for count in (1, 128, 256, 1024, 100_000)] == [
         256 * KIB,
         256 * KIB,
@@ -67,7 +67,8 @@ def test_the_kernels_buffers_of_one_user_stay_within_a_bound() -> None:
         32 * KIB,
         8 * KIB,
     ]
-    # Each has one to the client and two between proxy and daemon; 1,024 connections are the limit by default.
+    # Each connection has one buffer to the client and two to the daemon; 1,024 connections are the default
+    # limit.
     assert sum(map(kernel_buffer_bytes, range(1, 1025))) < 128 * 1024 * KIB
     ours, theirs = accepted("127.0.0.1")
     with ours, theirs:
@@ -79,8 +80,8 @@ def test_the_kernels_buffers_of_one_user_stay_within_a_bound() -> None:
 
 
 @pytest.mark.parametrize("what", ["a small message", "a large frame", "nothing"])
-def test_a_descriptor_whose_close_waits_holds_nobody_up(what: str) -> None:
-    """Whatever is read of it: before Linux 6.16 the kernel lets a client send descriptors."""
+def test_slow_close_of_a_received_descriptor_does_not_block(what: str) -> None:
+    """Before Linux 6.16 the kernel cannot forbid clients to send descriptors."""
     ours, theirs = socket.socketpair()
     made = ProxyClient(
         ours,
@@ -97,7 +98,7 @@ def test_a_descriptor_whose_close_waits_holds_nobody_up(what: str) -> None:
             made.receive()
         with sent:
             socket.send_fds(theirs, [bytes(100)], [sent.fileno()])
-            # What is in flight has it now: this close waits for nothing.
+            # The descriptor in flight keeps the file open, so this close does not wait.
         begin = time.monotonic()
         if what != "nothing":
             with pytest.raises(DescriptorsSent):
@@ -106,7 +107,7 @@ def test_a_descriptor_whose_close_waits_holds_nobody_up(what: str) -> None:
         assert time.monotonic() - begin < LINGER_S / 10
 
 
-def test_what_cannot_be_sent_waits_and_counts() -> None:
+def test_unsent_data_is_buffered_and_counted() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         ours.setblocking(False)
@@ -125,7 +126,7 @@ def test_what_cannot_be_sent_waits_and_counts() -> None:
     assert received == 10 * (b"head" + piece) + b"tail"
 
 
-def test_a_client_that_has_a_stream_counts_what_the_daemon_has_not_read() -> None:
+def test_counts_bytes_that_the_daemon_has_not_read() -> None:
     ours, theirs = socket.socketpair()
     near, peer = socket.socketpair()
     with theirs, peer:

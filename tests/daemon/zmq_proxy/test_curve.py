@@ -1,4 +1,4 @@
-"""CURVE without I/O: with a client that follows it, and with those that lie. For libzmq's see test_gates.py."""
+"""CURVE without I/O, with correct and hostile clients; transport/test_zmq_proxies.py has tests with libzmq."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ BOUNDS = ZmtpLimits(max_frame_bytes=2 * CRYPTO_THREAD_BYTES, max_message_bytes=3
 Change = Callable[[bytes], bytes]
 
 
-class Scene:
-    """A server's side of a connection, and its client."""
+class CurveHarness:
+    """The server's side of a connection and its client."""
 
     def __init__(self, client: CurveClient | None = None, *, is_known: bool = True) -> None:
         self.client = client or CurveClient(SERVER, bindings.crypto_box_keypair()[1])
-        self.shown: list[str] = []
+        self.keys: list[str] = []
         self.is_known = is_known
-        self.connection = ZmtpConnection(CurveMechanism(SECRET, self.admits), BOUNDS)
+        self.connection = ZmtpConnection(CurveMechanism(SECRET, self.is_allowed), BOUNDS)
         assert self.connection.receive(CURVE_GREETING) == []
         self.connection.replies.clear()
 
-    def admits(self, key: str) -> bool:
-        self.shown.append(key)
+    def is_allowed(self, key: str) -> bool:
+        self.keys.append(key)
         return self.is_known
 
     def command(self, content: bytes) -> bytes:
-        """Send a command; return the one that answers it, b"" for none."""
+        """Send a command and return the reply, or b"" without one."""
         assert self.connection.receive(frame(COMMAND, content)) == []
         if not self.connection.replies:
             return b""
@@ -49,7 +49,7 @@ class Scene:
         self.connection.replies.clear()
         return reply[2:]
 
-    def shake_hands(self, data: bytes = DEALER) -> bytes:
+    def handshake(self, data: bytes = DEALER) -> bytes:
         return self.command(self.client.initiate(self.command(self.client.hello()), data))
 
     def send(self, flags: int, content: bytes) -> list[list[bytes]]:
@@ -62,21 +62,21 @@ class Scene:
 
 
 @pytest.fixture
-def scene() -> Scene:
-    made = Scene()
-    assert made.shake_hands().startswith(b"\5READY")
+def harness() -> CurveHarness:
+    made = CurveHarness()
+    assert made.handshake().startswith(b"\5READY")
     return made
 
 
-def test_a_client_proves_which_key_it_has(scene: Scene) -> None:
-    mechanism = scene.connection.mechanism
-    public = bindings.crypto_scalarmult_base(scene.client.secret)
-    assert scene.shown == [mechanism.peer_key]
+def test_client_proves_its_key(harness: CurveHarness) -> None:
+    mechanism = harness.connection.mechanism
+    public = bindings.crypto_scalarmult_base(harness.client.secret)
+    assert harness.keys == [mechanism.peer_key]
     assert z85.decode(mechanism.peer_key) == public
-    assert (mechanism.is_complete, scene.connection.error) == (True, "")
+    assert (mechanism.is_complete, harness.connection.error) == (True, "")
 
 
-def test_a_key_is_read_as_libzmq_writes_it() -> None:
+def test_decodes_secret_keys_of_libzmq() -> None:
     public, secret = zmq.curve_keypair()
     assert bindings.crypto_scalarmult_base(decode_secret_key(secret.decode())) == z85.decode(public)
 
@@ -84,27 +84,27 @@ def test_a_key_is_read_as_libzmq_writes_it() -> None:
 @pytest.mark.parametrize(
     "size", [0, 1, 255, 5000, CRYPTO_THREAD_BYTES - 1, CRYPTO_THREAD_BYTES, 2 * CRYPTO_THREAD_BYTES]
 )
-def test_frames_arrive_and_large_ones_are_decrypted_elsewhere(scene: Scene, size: int) -> None:
+def test_decrypts_large_frames_on_a_thread(harness: CurveHarness, size: int) -> None:
     content = bytes(size)
-    assert scene.send(MORE, b"head") == []
-    assert scene.send(0, content) == [[b"head", content]]
-    head, body, *rest = zmtp.encode_message(scene.connection.mechanism, [b"answer", content])[1::2]
-    assert [scene.client.opened(bytes(each)) for each in (head, body)] == [(MORE, b"answer"), (0, content)]
+    assert harness.send(MORE, b"head") == []
+    assert harness.send(0, content) == [[b"head", content]]
+    head, body, *rest = zmtp.encode_message(harness.connection.mechanism, [b"answer", content])[1::2]
+    assert [harness.client.opened(bytes(each)) for each in (head, body)] == [(MORE, b"answer"), (0, content)]
     assert rest == []
 
 
-def test_a_ping_is_answered_encrypted(scene: Scene) -> None:
-    assert scene.send(SEALED_COMMAND, b"\4PING\0\0context") == []
-    assert scene.connection.pending_pong == b"\4PONGcontext"
-    sent = zmtp.encode_pong(scene.connection.mechanism, b"\4PONGcontext")
-    assert scene.client.opened(sent[2:]) == (SEALED_COMMAND, b"\4PONGcontext")
+def test_pong_is_encrypted(harness: CurveHarness) -> None:
+    assert harness.send(SEALED_COMMAND, b"\4PING\0\0context") == []
+    assert harness.connection.pending_pong == b"\4PONGcontext"
+    sent = zmtp.encode_pong(harness.connection.mechanism, b"\4PONGcontext")
+    assert harness.client.opened(sent[2:]) == (SEALED_COMMAND, b"\4PONGcontext")
 
 
-def test_a_client_with_an_unknown_key_is_told_so_as_libzmq_tells_it() -> None:
-    scene = Scene(is_known=False)
-    assert scene.shake_hands() == b"\5ERROR\x03400"
-    assert "no tenant has the key " in scene.connection.error
-    assert not scene.connection.is_ready
+def test_unknown_key_gets_the_error_of_libzmq() -> None:
+    harness = CurveHarness(is_known=False)
+    assert harness.handshake() == b"\5ERROR\x03400"
+    assert "no tenant has the key " in harness.connection.error
+    assert not harness.connection.is_ready
 
 
 def flipped(at: int) -> Change:
@@ -112,105 +112,105 @@ def flipped(at: int) -> Change:
 
 
 @pytest.mark.parametrize("change", [flipped(6), flipped(80), flipped(112), flipped(199), lambda data: data[:-1]])
-def test_a_hello_that_was_not_made_for_this_server_is_refused(change: Change) -> None:
-    scene = Scene()
-    assert scene.command(change(scene.client.hello())) == b""
-    assert scene.connection.error
+def test_rejects_hello_for_another_server(change: Change) -> None:
+    harness = CurveHarness()
+    assert harness.command(change(harness.client.hello())) == b""
+    assert harness.connection.error
 
 
 @pytest.mark.parametrize(
     "change", [flipped(9), flipped(104), flipped(113), lambda data: data[:-1], lambda data: data[:120]]
 )
-def test_an_initiate_that_was_changed_is_refused(change: Change) -> None:
-    scene = Scene()
-    initiate = scene.client.initiate(scene.command(scene.client.hello()))
-    assert scene.command(change(initiate)) == b""
-    assert scene.connection.error
-    assert scene.shown == []
+def test_rejects_modified_initiate(change: Change) -> None:
+    harness = CurveHarness()
+    initiate = harness.client.initiate(harness.command(harness.client.hello()))
+    assert harness.command(change(initiate)) == b""
+    assert harness.connection.error
+    assert harness.keys == []
 
 
-def test_a_client_that_takes_another_key_for_the_servers_is_refused() -> None:
-    scene = Scene(CurveClient(OTHER, SECRET))
-    assert scene.command(scene.client.hello()) == b""
-    assert scene.connection.error == "a command was not made with the keys of client and server"
+def test_rejects_client_of_another_server_key() -> None:
+    harness = CurveHarness(CurveClient(OTHER, SECRET))
+    assert harness.command(harness.client.hello()) == b""
+    assert harness.connection.error == "a command was not made with the keys of client and server"
 
 
 @pytest.mark.parametrize("is_this_server", [False, True])
-def test_a_vouch_for_another_server_or_another_connection_is_no_proof(is_this_server: bool) -> None:
-    """A server that is hostile could show what a client has sent to it, if that did not name both."""
+def test_rejects_vouch_for_another_server_or_connection(is_this_server: bool) -> None:
+    """Otherwise a hostile server could replay what a client has sent to it."""
     client = CurveClient(SERVER, bindings.crypto_box_keypair()[1])
     client.vouched = OTHER + SERVER if is_this_server else client.public + OTHER
-    scene = Scene(client)
-    assert scene.shake_hands() == b""
-    assert scene.connection.error == "the vouch is for another connection or another server"
-    assert scene.shown == []
+    harness = CurveHarness(client)
+    assert harness.handshake() == b""
+    assert harness.connection.error == "the vouch is for another connection or another server"
+    assert harness.keys == []
 
 
-def test_a_vouch_that_another_key_has_made_is_no_proof() -> None:
+def test_rejects_vouch_of_another_key() -> None:
     client = CurveClient(SERVER, bindings.crypto_box_keypair()[1])
-    scene = Scene(client)
-    welcome = scene.command(client.hello())
+    harness = CurveHarness(client)
+    welcome = harness.command(client.hello())
     box = client._box
 
     def lying(plain: bytes, nonce: bytes) -> bytes:
         return box(OTHER + plain[32:], nonce)
 
     client._box = lying  # type: ignore[method-assign]
-    assert scene.command(client.initiate(welcome)) == b""
-    assert (scene.shown, scene.connection.is_ready) == ([], False)
+    assert harness.command(client.initiate(welcome)) == b""
+    assert (harness.keys, harness.connection.is_ready) == ([], False)
 
 
-def test_the_cookie_of_another_connection_is_refused() -> None:
-    first, second = Scene(), Scene()
+def test_rejects_cookie_of_another_connection() -> None:
+    first, second = CurveHarness(), CurveHarness()
     second.command(second.client.hello())
     assert second.command(first.client.initiate(first.command(first.client.hello()))) == b""
     assert "with the cookie of this connection" in second.connection.error
 
 
-def test_a_socket_of_another_type_is_refused() -> None:
-    scene = Scene()
-    assert scene.shake_hands(metadata(Socket_Type=b"PULL")).startswith(b"\5ERROR")
-    assert not scene.connection.is_ready
+def test_rejects_other_socket_types() -> None:
+    harness = CurveHarness()
+    assert harness.handshake(metadata(Socket_Type=b"PULL")).startswith(b"\5ERROR")
+    assert not harness.connection.is_ready
 
 
 @pytest.mark.parametrize("change", [flipped(0), flipped(15), flipped(16), flipped(40), lambda data: data[:32]])
-def test_a_message_that_was_changed_ends_the_connection(scene: Scene, change: Change) -> None:
-    assert scene.connection.receive(frame(0, change(scene.client.message(0, bytes(20))))) == []
-    assert scene.connection.error
+def test_modified_message_ends_the_connection(harness: CurveHarness, change: Change) -> None:
+    assert harness.connection.receive(frame(0, change(harness.client.message(0, bytes(20))))) == []
+    assert harness.connection.error
 
 
-def test_a_message_that_is_sent_twice_ends_the_connection(scene: Scene) -> None:
-    sent = frame(0, scene.client.message(0, b"pay"))
-    assert [*map(scene.connection.receive, (sent, sent))] == [[[b"pay"]], []]
-    assert scene.connection.error == "a command was sent twice"
+def test_replayed_message_ends_the_connection(harness: CurveHarness) -> None:
+    sent = frame(0, harness.client.message(0, b"pay"))
+    assert [*map(harness.connection.receive, (sent, sent))] == [[[b"pay"]], []]
+    assert harness.connection.error == "a command was sent twice"
 
 
-def test_a_message_without_encryption_ends_the_connection(scene: Scene) -> None:
-    assert scene.connection.receive(frame(0, b"plain")) == []
-    assert scene.connection.error == "expected a MESSAGE command"
+def test_unencrypted_message_ends_the_connection(harness: CurveHarness) -> None:
+    assert harness.connection.receive(frame(0, b"plain")) == []
+    assert harness.connection.error == "expected a MESSAGE command"
 
 
-def test_a_large_frame_that_was_changed_ends_the_connection(scene: Scene) -> None:
-    sealed = scene.client.message(0, bytes(CRYPTO_THREAD_BYTES))
-    assert scene.connection.receive(frame(0, sealed[:-1] + b"x")) == []
-    work = scene.connection.pending_work
+def test_modified_large_frame_ends_the_connection(harness: CurveHarness) -> None:
+    sealed = harness.client.message(0, bytes(CRYPTO_THREAD_BYTES))
+    assert harness.connection.receive(frame(0, sealed[:-1] + b"x")) == []
+    work = harness.connection.pending_work
     assert work is not None
-    assert scene.connection.on_work_done(work()) == []
-    assert "was not made with the keys of this connection" in scene.connection.error
+    assert harness.connection.on_work_done(work()) == []
+    assert "was not made with the keys of this connection" in harness.connection.error
 
 
-def test_the_bounds_hold_for_what_is_encrypted(scene: Scene) -> None:
+def test_limits_apply_to_encrypted_frames(harness: CurveHarness) -> None:
     for _ in range(MAX_FRAMES):
-        assert scene.send(MORE, b"") == []
-    assert scene.send(0, b"") == []
-    assert "a message of at most 66 frames" in scene.connection.error
+        assert harness.send(MORE, b"") == []
+    assert harness.send(0, b"") == []
+    assert "a message of at most 66 frames" in harness.connection.error
 
 
 @given(some.binary(max_size=300), some.booleans(), some.sampled_from([b"", b"\5HELLO\1\0", b"\x08INITIATE"]))
-def test_any_command_is_an_error_of_the_handshake(data: bytes, is_second: bool, begin: bytes) -> None:
-    scene = Scene()
+def test_random_commands_fail_the_handshake(data: bytes, is_second: bool, begin: bytes) -> None:
+    harness = CurveHarness()
     if is_second:
-        scene.command(scene.client.hello())
-    scene.command(begin + data)
-    assert scene.connection.error
-    assert not scene.connection.is_ready
+        harness.command(harness.client.hello())
+    harness.command(begin + data)
+    assert harness.connection.error
+    assert not harness.connection.is_ready

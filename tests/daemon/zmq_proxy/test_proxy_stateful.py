@@ -1,4 +1,4 @@
-"""A proxy in this thread: clients and the daemon act in any order between the turns of its loop."""
+"""A proxy in this thread: clients and the daemon act in any order between turns of its loop."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _PARTS = {
     "zeros": bytes(100_000),
 }
 
-# Bytes of the handshake that a client sends.
+# The number of bytes of the handshake that a client sends.
 _BEGINS = st.sampled_from([len(_HELLO), len(_HELLO), len(_HELLO), len(GREETING), 20, 0])
 
 _SIZES = st.sampled_from([None, None, 1, 70_000, 900_000])
@@ -60,7 +60,7 @@ _FEW = st.integers(0, 3)
 
 
 class _Refusing:
-    """The proxy's end of the link; the kernel passes no descriptor while `refuses`."""
+    """The proxy's end of the link; while `refuses`, the kernel passes no descriptors."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -75,35 +75,45 @@ class _Refusing:
         return self._connection.sendmsg(pieces, ancillary)
 
 
-class World(RuleBasedStateMachine):
-    """The proxy, its clients and its daemon."""
+class ProxyMachine(RuleBasedStateMachine):
+    """A proxy with its clients and its daemon."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stack = contextlib.ExitStack()
         self.user = _USERS[0]
         self.clients: list[socket.socket] = []
-        self.lanes: list[Stream] = []
+        self.streams: list[Stream] = []
 
-    @initialize(memory=st.sampled_from([600 * _KIB, 4096 * _KIB]), most=st.sampled_from([0, 3]))
-    def begin(self, memory: int, most: int) -> None:
+    @initialize(memory=st.sampled_from([600 * _KIB, 4096 * _KIB]), max_connections=st.sampled_from([0, 3]))
+    def begin(self, memory: int, max_connections: int) -> None:
         directory = self.stack.enter_context(tempfile.TemporaryDirectory())
         self.path = str(Path(directory) / "s")
         patch = mock.patch.object(clients, "identify_user", self._user_of)
         self.stack.enter_context(patch)
         listener = self.stack.enter_context(listen_on(f"ipc://{self.path}"))
-        ours, its = socket.socketpair()
-        terms = ProxyConfig(
-            "default", "", memory, memory, most, 0, 0.0, "", None, None, control.error_prefix(bytes(_NO_TEXT))
+        ours, proxy_end = socket.socketpair()
+        config = ProxyConfig(
+            "default",
+            "",
+            memory,
+            memory,
+            max_connections,
+            0,
+            0.0,
+            "",
+            None,
+            None,
+            control.error_prefix(bytes(_NO_TEXT)),
         )
         self.link: Stream = Stream(ours, accepts_descriptors=True)
-        stream = Stream(its)
-        self.refusing = _Refusing(its)
+        stream = Stream(proxy_end)
+        self.refusing = _Refusing(proxy_end)
         stream.connection = self.refusing  # type: ignore[assignment]
-        its.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-        self.gate = ZmqProxy(listener, stream, terms)
-        self.stack.callback(its.close)
-        self.stack.callback(self.gate.close)
+        proxy_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        self.proxy = ZmqProxy(listener, stream, config)
+        self.stack.callback(proxy_end.close)
+        self.stack.callback(self.proxy.close)
 
     def _user_of(self, *_: object) -> tuple[str, bool]:
         return self.user, False
@@ -145,40 +155,40 @@ class World(RuleBasedStateMachine):
     # --- the daemon -------------------------------------------------------------------------------------------------
 
     @rule()
-    def hear(self) -> None:
+    def receive_link(self) -> None:
         while select.select([self.link], [], [], 0)[0]:
             for each in self.link.receive():
                 if isinstance(control.parse_proxy_message(each.frames[0]), PeerConnected):
-                    self.lanes.append(Stream(socket.socket(fileno=self.link.descriptors.popleft())))
+                    self.streams.append(Stream(socket.socket(fileno=self.link.descriptors.popleft())))
 
-    @precondition(lambda self: self.lanes)
+    @precondition(lambda self: self.streams)
     @rule(which=st.integers(0, 99), nbytes=_SIZES, reads=st.booleans(), turns=_FEW)
     def serve(self, which: int, nbytes: int | None, reads: bool, turns: int) -> None:
-        lane = self.lanes[which % len(self.lanes)]
+        stream = self.streams[which % len(self.streams)]
         try:
             if reads:
-                lane.receive()
+                stream.receive()
             if nbytes is None:
-                lane.flush()
+                stream.flush()
             else:
-                lane.send([bytes(nbytes)])
+                stream.send([bytes(nbytes)])
         except (ConnectionError, RemoteProtocolError):
-            self._end(lane)
+            self._end(stream)
         self.turn(turns)
 
-    @precondition(lambda self: self.lanes)
+    @precondition(lambda self: self.streams)
     @rule(which=st.integers(0, 99), how=st.sampled_from([None, socket.SHUT_RD, socket.SHUT_WR]))
-    def end(self, which: int, how: int | None) -> None:
-        lane = self.lanes[which % len(self.lanes)]
+    def end_stream(self, which: int, how: int | None) -> None:
+        stream = self.streams[which % len(self.streams)]
         if how is None:
-            self._end(lane)
+            self._end(stream)
         else:
             with contextlib.suppress(OSError):
-                lane.connection.shutdown(how)
+                stream.connection.shutdown(how)
 
-    def _end(self, lane: Stream) -> None:
-        lane.close()
-        self.lanes.remove(lane)
+    def _end(self, stream: Stream) -> None:
+        stream.close()
+        self.streams.remove(stream)
 
     @rule(tenant=st.sampled_from(["a", NO_TENANT]))
     def reload(self, tenant: str) -> None:
@@ -193,57 +203,57 @@ class World(RuleBasedStateMachine):
     @rule(count=st.integers(1, 5))
     def turn(self, count: int) -> None:
         for _ in range(count):
-            self.gate._loop.run_once(0.0)
+            self.proxy._loop.run_once(0.0)
 
     @invariant()
-    def counts_are_right(self) -> None:
-        if not hasattr(self, "gate"):
+    def counters_are_right(self) -> None:
+        if not hasattr(self, "proxy"):
             return
-        gate = self.gate
-        everyone = [client for user in gate._clients.users.values() for client in user.clients]
-        assert gate._clients.buffered_bytes == sum(client.buffered_bytes for client in everyone)
-        assert {name: user.buffered_bytes for name, user in gate._clients.users.items()} == {
-            name: sum(client.buffered_bytes for client in user.clients) for name, user in gate._clients.users.items()
+        proxy = self.proxy
+        all_clients = [client for user in proxy._clients.users.values() for client in user.clients]
+        assert proxy._clients.buffered_bytes == sum(client.buffered_bytes for client in all_clients)
+        assert {name: user.buffered_bytes for name, user in proxy._clients.users.items()} == {
+            name: sum(client.buffered_bytes for client in user.clients) for name, user in proxy._clients.users.items()
         }
-        assert len(gate._clients._limiter) == len(everyone)
-        assert gate._relay._peer_count == sum(client.daemon_stream is not None for client in everyone)
-        assert gate._relay._close_deadlines.keys() <= {*everyone}
+        assert len(proxy._clients._limiter) == len(all_clients)
+        assert proxy._relay._peer_count == sum(client.daemon_stream is not None for client in all_clients)
+        assert proxy._relay._close_deadlines.keys() <= {*all_clients}
         for side in [
-            side for client in everyone for side in (client.client_socket, client.daemon_socket) if side is not None
+            side for client in all_clients for side in (client.client_socket, client.daemon_socket) if side is not None
         ]:
             assert side.is_open
-            assert bool(gate._loop._event_masks[side.fd] & select.EPOLLIN) == (not side.pause_reasons)
+            assert bool(proxy._loop._event_masks[side.fd] & select.EPOLLIN) == (not side.pause_reasons)
 
     def teardown(self) -> None:
-        if not hasattr(self, "gate"):
+        if not hasattr(self, "proxy"):
             return
         self.refusing.refuses = False
-        gate = self.gate
+        proxy = self.proxy
         with self.stack:
             for each in self.clients:
                 each.close()
             for _ in range(_TURNS):
-                self.hear()
-                for lane in self.lanes:
-                    lane.close()
-                self.lanes.clear()
-                gate._loop.run_once(0.01)
-                if not gate._clients.users and not gate._relay._close_deadlines:
+                self.receive_link()
+                for stream in self.streams:
+                    stream.close()
+                self.streams.clear()
+                proxy._loop.run_once(0.01)
+                if not proxy._clients.users and not proxy._relay._close_deadlines:
                     break
             self.link.close()
             assert (
-                gate._clients.users,
-                gate._relay._close_deadlines,
-                gate._clients.buffered_bytes,
-                gate._relay._peer_count,
+                proxy._clients.users,
+                proxy._relay._close_deadlines,
+                proxy._clients.buffered_bytes,
+                proxy._relay._peer_count,
             ) == ({}, {}, 0, 0)
-            assert (gate._clients.handshakes, len(gate._clients._limiter), bool(gate._relay._turns._queue)) == (
+            assert (proxy._clients.handshakes, len(proxy._clients._limiter), bool(proxy._relay._turns._queue)) == (
                 {},
                 0,
                 False,
             )
-            assert not gate._clients._admission._open_connections
+            assert not proxy._clients._admission._open_connections
 
 
-TestWorld = World.TestCase
-TestWorld.settings = settings(max_examples=25, stateful_step_count=60, deadline=None)
+TestProxyMachine = ProxyMachine.TestCase
+TestProxyMachine.settings = settings(max_examples=25, stateful_step_count=60, deadline=None)

@@ -1,4 +1,4 @@
-"""What is left to a process that has given everything up."""
+"""Privileges left to a sandboxed process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ os._exit(0)
 _NO, _NOT_ALLOWED = "0000000000000000", "PermissionError"
 
 
-def test_no_capability_no_file_no_port_and_only_so_much_memory_is_left(tmp_path: Path) -> None:
+def test_sandbox_allows_no_files_ports_or_processes(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(tmp_path / "file")],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},

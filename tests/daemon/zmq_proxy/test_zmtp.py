@@ -1,4 +1,4 @@
-"""ZMTP without I/O: whatever comes, and in whichever pieces."""
+"""ZMTP without I/O, with input split at any position."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ready() -> ZmtpConnection:
 
 
 def fed(to: ZmtpConnection, data: bytes) -> Messages:
-    """What these bytes complete, as a proxy takes them in."""
+    """Return the messages completed by these bytes, received as the proxy receives."""
     messages: Messages = []
     while data or to.is_backlogged:
         if to.is_backlogged:
@@ -74,9 +74,7 @@ def parts(data: bytes, cuts: Sequence[float]) -> list[bytes]:
 
 
 @given(lists, some.lists(some.floats(0, 1), max_size=8), some.booleans())
-def test_the_messages_are_those_that_were_sent_in_whichever_pieces_they_come(
-    lengths: list[list[int]], cuts: list[float], pings: bool
-) -> None:
+def test_messages_do_not_depend_on_splits(lengths: list[list[int]], cuts: list[float], pings: bool) -> None:
     sent = [[bytes([index]) * length for index, length in enumerate(each)] for each in lengths]
     data = GREETING + READY + (PING if pings else b"").join(map(message, sent))
     peer = connection()
@@ -90,9 +88,7 @@ def test_the_messages_are_those_that_were_sent_in_whichever_pieces_they_come(
 
 
 @given(some.binary(max_size=300), some.lists(some.floats(0, 1), max_size=4), some.sampled_from([0, 64, 1000]))
-def test_any_bytes_are_messages_or_one_error_in_whichever_pieces_they_come(
-    data: bytes, cuts: list[float], begin: int
-) -> None:
+def test_random_bytes_give_messages_or_one_error(data: bytes, cuts: list[float], begin: int) -> None:
     data = (GREETING + READY)[:begin] + data
     whole, cut = connection(), connection()
     expected = fed(whole, data)
@@ -130,36 +126,36 @@ def test_any_bytes_are_messages_or_one_error_in_whichever_pieces_they_come(
         (GREETING + READY + frame(COMMAND, bytes(MAX_COMMAND_BYTES + 1))[:9], "of at most 4096 bytes, got 4097"),
     ],
 )
-def test_an_error_says_what_was_expected_and_nothing_is_read_after_it(data: bytes, text: str) -> None:
+def test_error_names_the_expectation_and_ends_reading(data: bytes, text: str) -> None:
     peer = connection()
     assert fed(peer, data) == []
     assert text in peer.error
     assert (peer.receive(GREETING), peer.held_bytes, peer.missing_bytes) == ([], 0, 0)
 
 
-def test_a_peer_that_is_refused_in_the_handshake_is_told_why() -> None:
+def test_rejected_peer_gets_the_reason() -> None:
     peer = connection()
     fed(peer, GREETING + frame(COMMAND, b"\5READY" + metadata(Socket_Type=b"REQ")))
     text = b"expected a socket of type DEALER, got 'REQ'"
     assert peer.replies[1:] == [frame(COMMAND, b"\5ERROR" + bytes([len(text)]) + text)]
 
 
-def test_as_many_frames_as_there_may_be_are_a_message() -> None:
+def test_accepts_the_maximum_number_of_frames() -> None:
     assert fed(ready(), b"\1\0" * (MAX_FRAMES - 1) + b"\0\0") == [[b""] * MAX_FRAMES]
 
 
-def test_a_routing_id_and_other_properties_are_ignored() -> None:
+def test_ignores_routing_id_and_other_properties() -> None:
     peer = connection()
     fed(peer, GREETING + frame(COMMAND, b"\5READY" + metadata(X=b"", socket_type=b"DEALER", Identity=b"me")))
     assert (peer.error, peer.is_ready) == ("", True)
 
 
-def test_a_peer_of_zmtp_3_0_is_served() -> None:
+def test_accepts_zmtp_3_0() -> None:
     peer = connection()
     assert fed(peer, GREETING.replace(b"\3\1", b"\3\0") + READY + frame(0, b"x")) == [[b"x"]]
 
 
-def test_many_messages_and_commands_are_taken_in_turns() -> None:
+def test_parses_a_limited_number_per_turn() -> None:
     peer = ready()
     found = peer.receive(frame(0, b"x") * 100)
     assert (len(found), peer.is_backlogged) == (MAX_MESSAGES_PER_PARSE, True)
@@ -170,20 +166,20 @@ def test_many_messages_and_commands_are_taken_in_turns() -> None:
     assert not peer.is_backlogged
 
 
-def test_other_commands_are_ignored() -> None:
+def test_ignores_unknown_commands() -> None:
     peer = ready()
     assert fed(peer, frame(COMMAND, b"\x09SUBSCRIBEx") + frame(COMMAND, b"") + frame(0, b"x")) == [[b"x"]]
     assert (peer.pending_pong, peer.error) == (None, "")
 
 
-def test_what_is_announced_counts_before_it_comes() -> None:
+def test_announced_bytes_count_before_they_arrive() -> None:
     peer = ready()
     peer.receive(frame(MORE, bytes(100)) + b"\2" + struct.pack(">Q", 3 * LARGE_BYTES))
     assert (peer.held_bytes, peer.missing_bytes) == (100 + 3 * LARGE_BYTES, 3 * LARGE_BYTES)
 
 
 @given(lists)
-def test_what_is_sent_can_be_received(lengths: list[list[int]]) -> None:
+def test_encoded_messages_match_the_test_client(lengths: list[list[int]]) -> None:
     mechanism = ready().mechanism
     sent = [[bytes(length) for length in each] for each in lengths]
     data = b"".join(piece for frames in sent for piece in zmtp.encode_message(mechanism, frames))
