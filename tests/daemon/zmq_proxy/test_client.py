@@ -55,7 +55,7 @@ def test_local_tcp_client_is_identified_by_its_socket(host: str, family: int) ->
 def test_closed_tcp_client_is_not_identified() -> None:
     ours, theirs = accepted("127.0.0.1")
     theirs.close()
-    with ours, contextlib.closing(Peers()) as peers, pytest.raises(OSError, match="gone"):
+    with ours, contextlib.closing(Peers()) as peers, pytest.raises(OSError, match="it has disconnected"):
         identify_user(ours, peers)
 
 
