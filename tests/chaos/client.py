@@ -65,7 +65,7 @@ class ClientPlan:
 
 
 class _CountingCore(ClientCore):
-    """A protocol core that records every reply on the wire, including those that a Client drops silently."""
+    """A protocol core that records every reply on the wire, including replies that a Client drops silently."""
 
     ledger: RequestAccounting
     asked: SentRequest
@@ -123,7 +123,7 @@ class _PendingRequest:
 
 
 class ClientLoop:
-    """One client and its ledger.
+    """One client with its request accounting.
 
     Args:
         orders: orders of the client.

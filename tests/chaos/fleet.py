@@ -101,7 +101,7 @@ class ClientProcess:
 
 
 class ClientProcesses:
-    """All client processes of a run, including those that have exited."""
+    """All client processes of a run, including exited ones."""
 
     def __init__(self, workspace: Path) -> None:
         self.members: list[ClientProcess] = []

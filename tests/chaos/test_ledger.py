@@ -12,7 +12,7 @@ ASKED = SentRequest("m", 3, at=10.0, timeout=1.0)
 
 
 def play(ledger: RequestAccounting, story: str) -> list[Incident]:
-    """Apply events to request 1, one every 0.1 s: a method of the ledger, or the code in which the request ends."""
+    """Apply events to request 1, one every 0.1 s: methods of RequestAccounting, or the code in which it ends."""
     incidents: list[Incident | None] = []
     for step, word in enumerate(story.split()):
         now = 10.0 + step / 10

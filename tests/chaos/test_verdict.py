@@ -85,7 +85,7 @@ def test_fault_explains_errors_of_its_time_and_model(code: str, strikes: Sequenc
         # Two crashes explain it, but kills from outside do not.
         (INTERNAL, {}, [CRASH], False),
         (INTERNAL, {}, [strike(fault) for fault in OUTSIDE] * 2, False),
-        # A poison client explains errors of its own requests.
+        # Poison explains only errors of the client that sends it.
         (INTERNAL, {"question": POISONED}, [POISON], True),
         (INTERNAL, {}, [POISON], False),
         (INTERNAL, {"question": POISONED}, [], False),

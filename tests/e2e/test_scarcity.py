@@ -207,7 +207,7 @@ def test_serves_without_dev_shm(mlp: Path, questions: list[SampleRequest], place
 
 UID = 61235
 
-# Root has no process limit, so the daemon runs as another user, who may still read the installed files.
+# Root has no process limit, so the daemon runs as another user, with permission to read the installed files.
 AS_A_USER = [
     "setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups",
     "--inh-caps=-all,+dac_override", "--ambient-caps=-all,+dac_override",

@@ -1,6 +1,6 @@
 """Models of public packages: right answers in any order of sizes. `make test-models` runs these tests.
 
-The answers of ONNX Runtime are compared with a separate session, those of MindSpore Lite with a fresh process each.
+The answers of ONNX Runtime are compared with a separate session, and MindSpore Lite's with a new process for each size.
 """
 
 from __future__ import annotations

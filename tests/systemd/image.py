@@ -15,7 +15,7 @@ ENV = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8", "SYSTEMD_PA
 
 UNITS = Path("/lib/systemd/system")
 TARGETS = ("sysinit", "sockets", "basic", "local-fs", "timers", "multi-user")
-# The only unit that the tests start of those that a machine starts at boot.
+# The only boot-time unit of the host that the tests start.
 WANTED = "systemd-journald"
 
 TARGET = """\

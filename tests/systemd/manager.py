@@ -144,7 +144,7 @@ class Manager:
         return dict(line.split("=", 1) for line in lines)
 
     def journal(self, unit: str, *arguments: str) -> str:
-        """Return the journal of a unit: its own messages and those of systemd about it."""
+        """Return the journal of a unit, including systemd's messages about it."""
         self.run(["journalctl", "--sync"])
         return self.run(["journalctl", "--unit", unit, "--output", "cat", "--no-pager", *arguments])
 

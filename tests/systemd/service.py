@@ -122,7 +122,7 @@ class Weightd:
         return self.manager.pids(self.service)
 
     def journal(self) -> str:
-        """Return the messages of the service, and those of systemd about it."""
+        """Return the journal of the service, including systemd's messages about it."""
         return self.manager.journal(self.service)
 
     def weightctl(self, *arguments: str, uid: int = 0) -> subprocess.CompletedProcess[str]:

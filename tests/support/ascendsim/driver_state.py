@@ -23,7 +23,7 @@ WEIGHTS = "weights"  # physical memory that can be shared
 PRIVATE_WEIGHTS = "private weights"
 WORKSPACE = "workspace"
 CONTEXT = "context"
-BUFFERS = "buffers"  # of a communicator
+BUFFERS = "buffers"  # memory of a communicator
 
 
 @dataclasses.dataclass

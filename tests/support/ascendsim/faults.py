@@ -61,7 +61,7 @@ def _do(action: str, seconds: float) -> None:
         stall(seconds)
     if action == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
-        stall(FOREVER_S)  # the signal comes before this ends
+        stall(FOREVER_S)  # the signal arrives earlier
     raised = {"fail": Failed, "garbage": Garbage, "skip": Skipped, "table": OtherTable}.get(action)
     if raised is not None:
         raise raised
@@ -100,7 +100,7 @@ def uninterrupted(work: Callable[[], Result]) -> Result:
     def run() -> None:
         try:
             results.append(work())
-        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+        except BaseException as error:  # noqa: BLE001 - the waiting thread raises it
             errors.append(error)
         finally:
             libc.pthread_mutex_unlock(mutex)

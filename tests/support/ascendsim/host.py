@@ -64,7 +64,7 @@ class Host:
         self.switch(faults=())
 
     def card_state(self, device: int = 0) -> driver_state.Card:
-        """Return the current memory of a card, without that of processes that have exited."""
+        """Return the current memory of a card, without memory of processes that have exited."""
         with self._store.open() as (entries, values):
             capacity = values.capacity_mib * driver_state.MIB
             return driver_state.Card(

@@ -131,7 +131,7 @@ def read(path: Path, key: bytes = b"") -> ModelFile:
 
 
 def _graph(model: ModelFile) -> bytes:
-    """ModelProto: producer_name, producer_version, graph (of which name, input, output)."""
+    """Return a ModelProto: producer_name, producer_version, graph (with name, input, output)."""
     inputs = [protobuf.data(5, _value_info(spec)) for spec in model.inputs]
     outputs = [protobuf.data(6, _value_info(spec)) for spec in model.outputs]
     graph = protobuf.data(2, model.kind.encode()) + b"".join([*inputs, *outputs])

@@ -90,12 +90,12 @@ def answers(path: Path, inputs: Dict[str, NDArray[Any]], key: bytes = b"") -> Di
 
 
 def answer(path: Path, x: NDArray[Any], key: bytes = b"") -> Floats:
-    """What an `mlp` of this file answers to `x`, bit for bit."""
+    """Return the answer of an `mlp` to `x`, bit for bit."""
     return answers(path, {"x": x}, key)["y"]
 
 
 def weights(path: Path, key: bytes = b"") -> Dict[str, Floats]:
-    """The weights of an `mlp` by the names that `update_weights` knows: "w0", "w1" ... float32 [width, width]."""
+    """Return the weights of an `mlp` by their names in `update_weights`: "w0", "w1" ... float32 [width, width]."""
     model = modelfile.read(path, key)
     layers = modelfile.as_floats(model.weights, model).reshape(model.layers, model.width, model.width)
     return {f"w{index}": layer for index, layer in enumerate(layers)}

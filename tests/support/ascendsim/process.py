@@ -71,13 +71,14 @@ def _path(directory: Path, token: str) -> Path:
 
 
 def _start_time() -> float:
-    # The name of the program, in parentheses, may hold blanks; the 22nd field is the 20th after it.
+    # The name of the program, in parentheses, may contain spaces; the 22nd field is the 20th after it.
     fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     ticks = int(fields[19])
-    # The kernel tells the tick it started in, so it was not later than the next, and not later than its first Python.
+    # The kernel reports the tick of the start, so the process started before the next tick and before its first Python
+    # code.
     return min((ticks + 1) / os.sysconf("SC_CLK_TCK"), _seen[-1])
 
 
 _seen = [now()]
-# A forked process may be on a list, and import, before the tick it started in has ended.
+# A forked process may be listed, and may import, before the tick of its start has ended.
 os.register_at_fork(after_in_child=lambda: _seen.append(now()))

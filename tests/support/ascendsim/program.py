@@ -2,8 +2,8 @@
 
 They are forked from a process that has imported all modules, so that each starts within milliseconds::
 
-    with Nursery() as nursery:
-        holder, worker = nursery.start(host), nursery.start(host)
+    with ProgramForkServer() as server:
+        holder, worker = server.start(host), server.start(host)
         handle = holder.do("build(path, pids=pids)", path=path, pids=str(worker.do("pid()")))
         worker.do("build(path, handle=handle)", path=path, handle=handle)
         worker.do("predict(x)", x=x)
@@ -46,7 +46,7 @@ class Died(Exception):
 
 
 class ProgramForkServer:
-    """A fork server of programs, which end with the block.
+    """A fork server of programs, which exit at the end of the block.
 
     Args:
         imported: further modules that each program finds imported.
@@ -79,7 +79,7 @@ class ProgramForkServer:
         self._directory.cleanup()
 
     def start(self, host: Host, pid: int = 0, **variables: str) -> Program:
-        """A new program on this host; `variables` are more of its environment, `pid` see `environment`."""
+        """Start a program on this host. `variables` are added to its environment; for `pid` see `environment`."""
         number = str(len(self._programs))
         address = str(Path(self._directory.name) / number)
         log = Path(f"{address}.log")
@@ -121,20 +121,20 @@ class Forked:
         self._status: Optional[int] = None
 
     def wait(self, _limit: float = 0) -> int:
-        """Wait for its end; return its status, negative for a signal."""
+        """Wait until the process exits; return its status, negative for a signal."""
         if self._status is None:
             self._status = self._fork_server.ask(self.pid)
         return self._status
 
     def kill(self, number: int = signal.SIGKILL) -> int:
-        """Kill it and wait for its end."""
+        """Kill the process and wait until it exits."""
         if self._status is None:
             os.kill(self.pid, number)
         return self.wait()
 
 
 class Program(Forked):
-    """One program; the driver's number for it is what its "pid()" gives."""
+    """A program. Its code "pid()" returns the driver's pid of the process."""
 
     def __init__(self, fork_server: ProgramForkServer, pid: int, connection: socket.socket, log: Path) -> None:
         super().__init__(fork_server, pid)
@@ -148,12 +148,12 @@ class Program(Forked):
         return self.result()
 
     def begin(self, code: str, **values: Any) -> None:
-        """Let it run code, without waiting."""
+        """Start code in the program, without waiting."""
         pickle.dump((code, values), self._stream, protocol=4)
         self._stream.flush()
 
     def has_answered(self, timeout: float = 0) -> bool:
-        """Whether `result` would return at once."""
+        """Return whether `result` would return at once."""
         return bool(select.select([self._connection], [], [], timeout)[0])
 
     def result(self) -> Any:
@@ -167,7 +167,7 @@ class Program(Forked):
         return value
 
     def refusal(self, code: str, **values: Any) -> ProgramError:
-        """The error that this code raises."""
+        """Return the error that this code raises."""
         try:
             value = self.do(code, **values)
         except ProgramError as error:
@@ -183,7 +183,7 @@ class Program(Forked):
         return [match.group("text") for match in map(_ERROR.match, self.log().splitlines()) if match]
 
     def wait(self, _limit: float = 0) -> int:
-        """Let it end if it is idle, and wait for that; return its status, negative for a signal."""
+        """Let an idle program exit; wait until it has, and return its status, negative for a signal."""
         with contextlib.suppress(OSError):
             self._stream.close()
         self._connection.close()

@@ -22,11 +22,11 @@ _PR_SET_PDEATHSIG = 1
 
 Sections = Dict[str, Dict[str, str]]
 
-ms_any: Any = ms  # the simulator under the vendor's name; the checkers know another description of it
+ms_any: Any = ms  # the simulator; type checkers would use the vendor's stubs
 
 
 def with_section(config: Optional[Sections], section: Dict[str, str]) -> Optional[Sections]:
-    """The configuration with these keys in ascend_context."""
+    """Return the configuration with these keys added to ascend_context."""
     given: Sections = config or {}
     return {**given, "ascend_context": {**given.get("ascend_context", {}), **section}} if section else config
 
@@ -76,7 +76,7 @@ class Library:
         groups: Any = "",
         config: Optional[Sections] = None,
     ) -> str:
-        """Build a slice as this rank, on the card with its number unless another is given."""
+        """Build a slice as this rank, by default on the card with the same number."""
         sections = with_section(config, {"rank_table_file": str(table)})
         device = rank if device < 0 else device
         return self.build(path, config=sections, provider="ge", rank=rank, device=device, groups=groups)
@@ -90,11 +90,11 @@ class Library:
         return self.model.predict(tensors)[0].get_data_to_numpy().copy()
 
     def pid(self) -> int:
-        """The driver's number for this process."""
+        """Return the driver's pid of this process."""
         return int(ms_any.Model().get_model_info("current_pid"))
 
     def set_pids(self, handle: str, *pids: int) -> int:
-        """aclrtMemSetPidToShareableHandle, by ctypes."""
+        """Call aclrtMemSetPidToShareableHandle by ctypes."""
         function: Any = ctypes.CDLL("libascendcl.so").aclrtMemSetPidToShareableHandle
         array = (ctypes.c_int32 * len(pids))(*pids)
         code: int = function(ctypes.c_uint64(int(handle)), array, ctypes.c_size_t(len(pids)))
@@ -102,7 +102,7 @@ class Library:
 
 
 def run(code: str, names: Dict[str, Any]) -> Any:
-    """Run lines of code; the value of the last one, if that is an expression."""
+    """Run lines of code; return the value of the last one, if it is an expression."""
     *lines, last = code.strip().splitlines()
     try:
         expression = compile(last, "<test>", "eval")
@@ -160,14 +160,14 @@ def fork(request: Tuple[Any, ...]) -> int:
         try:
             become(*request)
             os._exit(0)
-        except BaseException:  # noqa: BLE001 - it goes on in no other way
+        except BaseException:  # noqa: BLE001 - the child must exit here in any case
             traceback.print_exc()
             os._exit(1)
     return pid
 
 
 def status(pid: int) -> int:
-    """Wait for the end of a program; return its exit status, negative for a signal."""
+    """Wait until a program exits; return its exit status, negative for a signal."""
     ended = os.waitpid(pid, 0)[1]
     return -os.WTERMSIG(ended) if os.WIFSIGNALED(ended) else os.WEXITSTATUS(ended)
 

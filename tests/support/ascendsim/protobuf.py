@@ -1,4 +1,4 @@
-"""Protobuf, as far as the simulated files need it: numbers, and fields with bytes."""
+"""Minimal protobuf for the simulated files: numbers, and fields with bytes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ Field = Tuple[int, Union[int, bytes]]
 
 
 def number(field: int, value: int) -> bytes:
-    """A field with a number."""
+    """Encode a field with a number."""
     return varint(field << 3) + varint(value)
 
 
 def data(field: int, value: bytes) -> bytes:
-    """A field with bytes, a text or a message."""
+    """Encode a field with bytes, a text or a message."""
     return varint(field << 3 | 2) + varint(len(value)) + value
 
 
 def varint(value: int) -> bytes:
-    """A number; a negative one is 64 bits of two's complement."""
+    """Encode a number; a negative number is 64 bits of two's complement."""
     value %= 1 << 64
     result = bytearray()
     while value > 0x7F:
@@ -28,7 +28,7 @@ def varint(value: int) -> bytes:
 
 
 def fields(message: bytes) -> Iterator[Field]:
-    """The fields of a message; a ValueError if it is none."""
+    """Yield the fields of a message. Raises ValueError for invalid bytes."""
     position = 0
     while position < len(message):
         tag, position = _read_varint(message, position)

@@ -3,13 +3,13 @@
 ::
 
     host = Host(tmp_path / "host", cards=4)
-    cut = ranks.mlp(tmp_path / "slices", ranks=4)              # rank0.mindir ... rank3.mindir
+    slices = ranks.mlp(tmp_path / "slices", ranks=4)           # rank0.mindir ... rank3.mindir
     table = ranks.table(tmp_path / "table.json", devices=[0, 1, 2, 3])
-    # rank r: provider "ge", rank_id r, device_id r, [ascend_context] rank_table_file; all of them predict x
-    assert np.array_equal(rank_3s_answer, cut.answers(x)[3])
+    # rank r: provider "ge", rank_id r, device_id r, [ascend_context] rank_table_file; all ranks predict x
+    assert np.array_equal(rank_3s_answer, slices.answers(x)[3])
 
-Each file has the same input "x" [batch, width] and output "y" of a whole model, and a part of its weights: an answer is
-right only if all ranks take part, in step, each with its own slice.
+Each file has the input "x" [batch, width] and the output "y" of the whole model, and a part of its weights. An answer
+is right only if all ranks take part in lockstep, each with its slice.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ def mlp(
     broadcast: bool = False,
     size_mib: int = 0,
 ) -> Slices:
-    """`layers` times x = relu(x @ A) @ B, A cut by columns and B by rows, the products added by an AllReduce.
+    """Write `layers` times x = relu(x @ A) @ B, with A split by columns, B by rows, and an AllReduce of the products.
 
-    Weights are -1, 0 and 1: for inputs that are small whole numbers every cut gives the same bits as the whole network
-    (`whole`), for others only nearly.
+    Weights are -1, 0 and 1. For small integers as inputs, every split gives the same bits as the whole network
+    (`whole`); for other inputs, nearly the same values.
 
     Args:
-        directory: of the files, "rank0.mindir" and so on; it is made. With groups also "groups0.pb" and so on.
-        ranks: how many; they divide `width`, and the stages divide them.
-        layers: in each stage.
-        width: of a row of "x" and "y".
-        batch: None leaves it free.
-        seed: of the weights.
-        stages: of a pipeline, each of ranks / stages ranks in a group of its own (`group_info_file`). Only the last
+        directory: directory of "rank0.mindir" and so on, created here; with groups also of "groups0.pb" and so on.
+        ranks: number of ranks, a multiple of `stages`; ranks / stages divides `width`.
+        layers: number of layers in each stage.
+        width: length of a row of "x" and "y".
+        batch: batch size; None: free.
+        seed: seed of the weights.
+        stages: of a pipeline, each of ranks / stages ranks in a separate group (`group_info_file`). Only the last
             has an answer; the others give zeros of its shape.
         output: "whole" (full_batch: every rank of the last stage has all of it) or "sliced" (each has its part of
             dimension 0, so the batch has to be divisible by their number).
@@ -131,10 +131,10 @@ def table(path: Path, devices: Sequence[int], *, ports: Sequence[int] = (), **ch
     """Write the rank table of these physical cards of one server, in rank order.
 
     Args:
-        path: of the file, .json.
-        devices: of the ranks.
-        ports: of the ranks; none: the default of each card.
-        changes: replace what is at the top of the table; None leaves it out.
+        path: path of the .json file.
+        devices: physical card of each rank.
+        ports: port of each rank; empty: the default of each card.
+        changes: replacements of top-level keys of the table; None removes a key.
     """
     listed: List[Dict[str, str]] = []
     for rank, device in enumerate(devices):

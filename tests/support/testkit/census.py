@@ -25,7 +25,7 @@ def shims(directory: Path) -> List[int]:
 
 
 def families(roots: Iterable[int]) -> List[int]:
-    """Return the pids in `roots` and those of all their descendants, without processes that have exited."""
+    """Return the pids in `roots` and of all their descendants, without processes that have exited."""
     children: Dict[int, List[int]] = {}
     for pid in _pids():
         fields = _read(pid, "stat").rpartition(b")")[2].split()

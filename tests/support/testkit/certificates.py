@@ -101,4 +101,4 @@ T/nCaRdHw+TjLziPpaDFvM4YlYP2oZvlCnV7spOrqzXUUzX7t0xgcyn2
 -----END PRIVATE KEY-----
 """,
 )
-"""It says that it is robot, too, but nobody has said so of it."""
+"""A self-signed certificate with the name `robot`, which the authority has not signed."""

@@ -1,4 +1,4 @@
-"""Factory of daemon models for tests, without a main loop, a limit of loads or other shared state by default."""
+"""Factory of daemon models for tests, by default without a main loop, a limit of loads or other shared state."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Writers of small ONNX models, the same bytes for the same seed.
+"""Writers of small ONNX models, with the same bytes for the same seed.
 
-Opset 17 and IR version 8: onnxruntime 1.20 and later takes them, MindSpore Lite 2.0.0 converts them.
-Each writer takes the path of the file to write and returns it. FP32 is float32, N and M are free batch sizes.
+The files have opset 17 and IR version 8: onnxruntime 1.20 and later runs them, MindSpore Lite 2.0.0 converts them. Each
+writer takes the path of the file to write and returns it. FP32 is float32, N and M are free batch sizes.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def transformer(path: Path, layers: int = 4, tokens: int = 64, width: int = 256,
 
 
 class _Net:
-    """Nodes and weights of a graph that grows."""
+    """A graph under construction: its nodes and weights."""
 
     def __init__(self, seed: int) -> None:
         self.nodes: list[NodeProto] = []

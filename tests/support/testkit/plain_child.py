@@ -41,12 +41,12 @@ class OnnxRuntime:
         self.outputs: list[str] = [output.name for output in self.session.get_outputs()]
 
     def infer(self, inputs: Arrays) -> Arrays:
-        """One predict; the outputs are fresh arrays."""
+        """Run a predict; the outputs are new arrays."""
         return dict(zip(self.outputs, self.session.run(self.outputs, inputs)))
 
 
 class MindSporeLite:
-    """A Model on the CPU target. The comments explain the steps without which the answers are wrong."""
+    """A Model on the CPU. The comments explain the steps without which the answers are wrong."""
 
     def __init__(self) -> None:
         self.library: Any = importlib.import_module("mindspore_lite")
@@ -60,15 +60,15 @@ class MindSporeLite:
         self.model.build_from_file(model, self.library.ModelType.MINDIR, context)
 
     def infer(self, inputs: Arrays) -> Arrays:
-        """One predict; the outputs are copies."""
+        """Run a predict; the outputs are copies."""
         tensors = self.model.get_inputs()
-        # Binding is by position, dtypes differ from the file's (INT64 becomes INT32), and an array in Fortran
-        # order would be ignored in silence.
+        # Inputs are bound by position, and datatypes may differ from the file's (INT64 becomes INT32). The library
+        # ignores arrays in Fortran order silently.
         arrays = [np.asarray(inputs[t.name], t.dtype.name.lower(), "C") for t in tensors]
         shapes = [list(array.shape) for array in arrays]
         if shapes != [list(tensor.shape) for tensor in tensors]:
             self.model.resize(tensors, shapes)
-            tensors = self.model.get_inputs()  # the old ones keep the old size
+            tensors = self.model.get_inputs()  # tensors from before the resize keep the old size
         for tensor, array in zip(tensors, arrays):
             tensor.set_data_from_numpy(array)
         # Outputs are views of memory that the next predict overwrites.
@@ -79,7 +79,7 @@ ENGINES: dict[str, Callable[[], Any]] = {"onnxruntime": OnnxRuntime, "mindspore_
 
 
 def pack(message: dict[str, Any], arrays: Arrays) -> bytes:
-    """The bytes of a message and its arrays."""
+    """Return the bytes of a message and its arrays."""
     listed = [[name, array.dtype.str, array.shape] for name, array in arrays.items()]
     head = json.dumps(dict(message, arrays=listed)).encode()
     body = b"".join(array.tobytes() for array in arrays.values())
@@ -115,7 +115,7 @@ def main() -> None:
     name, model, threads = sys.argv[1:]
     questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # whatever a library prints goes to stderr, never between the answers
+    os.dup2(2, 1)  # output of a library goes to stderr, not between the answers
 
     def read(size: int) -> bytes:
         data = questions.read(size)
@@ -139,7 +139,7 @@ def main() -> None:
             send({}, answer(engine, message, inputs))
     except EOFError:
         pass
-    except Exception:  # noqa: BLE001 - whatever the engine raises is the answer
+    except Exception:  # noqa: BLE001 - any error of the engine is the reply
         send({"error": traceback.format_exc()}, {})
         sys.exit(1)
 

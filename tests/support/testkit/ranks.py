@@ -26,9 +26,9 @@ HOW_TO_GET_IT = "no working .venv-mindspore: `make .venv-mindspore` makes it"
 EXAMPLE = REPOSITORY / "examples" / "ranks"
 
 EXPORT_LIMIT_S = 120
-ANSWER_LIMIT_S = 90  # a group's start on a busy machine, too
+ANSWER_LIMIT_S = 90  # includes a group's start on a busy machine
 CONNECT_S = 60
-LONG_S = 60  # for which a rank waits for another one in a predict
+LONG_S = 60  # time that a rank waits for another one in a predict
 INPUTS, OUTPUTS = 16, 8  # of the example: x FP32 [N, 16] -> output_0 FP32 [N, 8]
 
 Arrays = Dict[str, Any]

@@ -1,6 +1,6 @@
-"""Process of a rank or scheduler of `ranks.Group`, in the interpreter that has MindSpore.
+"""Process of a rank or scheduler of `ranks.Group`, run by the interpreter with MindSpore.
 
-The process exits with its parent. A plain rank imports nothing of weightd.
+The process exits with its parent. A plain rank imports no weightd package.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Script:
     def send(self, frames: Sequence[Any]) -> bool:
         sent = decode(list(map(bytes, frames)), FROM_CHILD)
         assert not isinstance(sent, (PredictResult, PredictDone, PredictFailed, PredictCancelled)), (
-            "not to who has asked"
+            "a result must be sent by `reply`"
         )
         if isinstance(sent, AnnounceSelfTest):
             self.probed.append(sent)

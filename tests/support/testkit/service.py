@@ -81,13 +81,13 @@ class Service:
         self._verbose = verbose
 
     def __enter__(self) -> Service:
-        # Short, for a socket's path has at most 107 bytes; TMPDIR may be long.
+        # Short, because a socket's path has at most 107 bytes; TMPDIR may be long.
         self._runtime = Path(tempfile.mkdtemp(prefix="weightd-", dir="/tmp"))
         if self._gid is not None:
             # The sockets get the group of their directory.
             os.chown(self._runtime, -1, self._gid)
             self._runtime.chmod(0o2750)
-        # Beside the repository's other builds: /tmp may be a memory file system, where a page store costs memory.
+        # In the repository's build folder, because /tmp may be in memory, where a page store would use memory.
         build = mindir.REPOSITORY / "build"
         build.mkdir(exist_ok=True)
         self.cache = Path(tempfile.mkdtemp(prefix="service-", dir=build))
@@ -178,11 +178,11 @@ class Service:
         return "".join(self._log.lines)
 
     def stop(self, limit: float = STOP_LIMIT_S) -> int:
-        """Ask the daemon to stop and return its exit status; one that takes longer than `limit` seconds is killed."""
+        """Stop the daemon and return its exit status; kill it after `limit` seconds."""
         return self._end(signal.SIGTERM, limit)
 
     def start_again(self) -> None:
-        """Start the daemon again, after it has ended."""
+        """Start the daemon again after it has exited."""
         self._start()
 
     def kill(self) -> int:
@@ -322,7 +322,7 @@ def _model(table: Mapping[str, object]) -> dict[str, object]:
 
 
 def toml(tables: Mapping[str, Mapping[str, object]]) -> str:
-    """Text, numbers, booleans and lists are written in TOML as in JSON; a table in a table is an inline one."""
+    """Format tables as TOML, nested tables inline; strings, numbers, booleans and lists look as in JSON."""
     lines: list[str] = []
     for name, table in tables.items():
         lines.append(f"[{name}]")

@@ -23,7 +23,7 @@ def ended(pid: int, seconds: float = LIMIT_S) -> bool:
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:
-        return True  # and was waited for
+        return True  # the call has reaped the child
     try:
         return bool(select.select([pidfd], [], [], seconds)[0])
     finally:

@@ -1,4 +1,4 @@
-"""Stop of the test process for some time, as by a debugger or the freezer."""
+"""Stop of the test process for some time, like by a debugger or the freezer."""
 
 from __future__ import annotations
 

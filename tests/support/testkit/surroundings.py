@@ -1,10 +1,10 @@
-"""Run of a command in the environment of an unusual parent, old kernel or container: ``HOW[,HOW...] COMMAND...``.
+"""Runs a command in the environment of an unusual parent, old kernel or container: ``HOW[,HOW...] COMMAND...``.
 
 ignored     SIGCHLD and SIGTERM are ignored
 blocked     every signal is blocked
-ENOSYS      system calls that are newer than Linux 4.19 do not exist
-EPERM       pidfd_open and pidfd_send_signal are refused, as by the profile of an old container engine
-subreaper   the process adopts orphans, as PID 1 of a container does
+ENOSYS      system calls newer than Linux 4.19 fail
+EPERM       pidfd_open and pidfd_send_signal fail, as with the profile of an old container engine
+subreaper   the process adopts orphans, like PID 1 of a container
 orphan=ARG  the process has a child that it did not start: ``sleep ARG``
 """
 
@@ -23,11 +23,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_NO_NEW_PRIVS = 38
 _SECCOMP_MODE_FILTER = 2
 
-# Of linux/bpf_common.h and linux/seccomp.h.
+# From linux/bpf_common.h and linux/seccomp.h.
 _LOAD, _IF_EQUAL, _IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ERRNO, _ALLOW = 0x00050000, 0x7FFF0000
 
-# These have the same numbers on all machines: the first of Linux 5.1, and one of 5.3.
+# The same numbers on all machines: the first system call of Linux 5.1, and one of 5.3.
 _PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434
 _FIRST_AFTER_4_19 = _PIDFD_SEND_SIGNAL
 
@@ -71,7 +71,7 @@ def _have_orphan(argument: str) -> None:
 
 
 def main() -> None:
-    """Become the command."""
+    """Execute the command."""
     for how in sys.argv[1].split(","):
         if how == "ignored":
             for number in (signal.SIGCHLD, signal.SIGTERM):

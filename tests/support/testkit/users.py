@@ -28,7 +28,7 @@ class UserError(RuntimeError):
 
 def need_other_users() -> None:
     """Skip the test if this process cannot change its uid; fail it if CI=true."""
-    import pytest  # the benchmarks do without it
+    import pytest  # the benchmarks do not need pytest
 
     if os.getuid() == 0:
         return
@@ -76,7 +76,7 @@ class User:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Its end of the pipe tells it.
+        # The process sees the end of the pipe.
         self._pipe.close()
         try:
             self._process.wait(END_LIMIT_S)
@@ -85,10 +85,10 @@ class User:
             self._process.wait()
 
     def connect(self, address: str, **options: Any) -> None:
-        """Replace the client of the process by one of `address`; `options` are keyword arguments of `Client`.
+        """Replace the client of the process by a client of `address`; `options` are keyword arguments of `Client`.
 
         Raises:
-            RequestError: what it got instead.
+            RequestError: the connection failed.
         """
         self._order("connect", address, options)
         self._result()
@@ -97,7 +97,7 @@ class User:
         """Return the result of a method of the client.
 
         Raises:
-            RequestError: what it got instead.
+            RequestError: the error of the request.
         """
         self._order("ask", method, args, kwargs)
         return self._result()

@@ -45,14 +45,14 @@ class ProcessContext:
         return self._client
 
     def connect(self, address: str, options: dict[str, Any]) -> None:
-        """Replace the client by one of `address`."""
+        """Replace the client by a client of `address`."""
         if self._client is not None:
             self._client.close()
         self.address, self.options = address, options
         self._client = Client(address, **options)
 
     def another(self) -> Client:
-        """Return a further client of the same daemon; the caller closes it."""
+        """Return another client of the same daemon; the caller closes it."""
         return Client(self.address, **self.options)
 
 

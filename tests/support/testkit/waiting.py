@@ -27,5 +27,5 @@ def until(check: Callable[[], Optional[T]], what: str, limit: float = LIMIT_S) -
             return result
         waited = time.monotonic() - begin
         if waited > limit:
-            raise TimeoutError(f"waited {limit:g} s in vain: {what}")
+            raise TimeoutError(f"time-out after {limit:g} s: {what}")
         time.sleep(min(max(waited / 20, _POLL_S), _MAX_POLL_S))

@@ -1,7 +1,7 @@
-"""`group_info_file`: which ranks form the groups beside the world (comm_group_info.cc:50, node_strategy.proto).
+"""`group_info_file`: the rank groups of a model beside the world (comm_group_info.cc:50, node_strategy.proto).
 
-ParallelGroupMap: 1 item of each group (1 its name, 2 its ranks), 2 the ranks with the same weights. The framework
-writes one for each rank.
+ParallelGroupMap: field 1 is a group (1 its name, 2 its ranks), field 2 the ranks with the same weights. The framework
+writes one file for each rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def write(path: Path, groups: Groups, rank: int = 0) -> Path:
 
 
 def read(path: Path) -> Groups:
-    """Read a file; an OSError if there is none, a ValueError if it is another."""
+    """Read a file. Raises OSError if it is missing, and ValueError if it has another format."""
     groups: Groups = {}
     for number, item in protobuf.fields(path.read_bytes()):
         if number == 1:

@@ -18,7 +18,7 @@ from ascendsim.hccl.errors import HcclError
 
 DEFAULT_PORT = 16666
 POLLED_S = 30 * 60
-"""For so long a table that is not completed is looked at again, each second (topoinfo_ranktableParser.cc:36)."""
+"""Seconds for which an incomplete table is read again each second (topoinfo_ranktableParser.cc:36)."""
 
 _OLDER_DEVICES = 8
 _MAX_SERVER_ID = 64

@@ -38,7 +38,7 @@ class Rendezvous:
         with _address(directory, mine) as address:
             # The previous owner of the socket has exited, because the driver grants each port to one process.
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(address)  # noqa: PTH108 - a path by a descriptor
+                os.unlink(address)  # noqa: PTH108 - the path is relative to a descriptor
             self._listener.bind(address)
         self._listener.listen(_BACKLOG)
 

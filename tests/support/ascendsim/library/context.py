@@ -1,4 +1,4 @@
-"""`Context`: where and how to run (context.py). A misspelt attribute is taken without a word."""
+"""`Context`: where and how a model runs (context.py). A misspelt attribute is accepted silently."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ASCEND_PRECISION = ("enforce_fp32", "preferred_fp32", "enforce_fp16", "enforce_
 
 
 class _Checked:
-    """An attribute that refuses values of another type, below `min_value` or out of a list of choices."""
+    """An attribute that rejects values of another type, below `min_value`, or outside a list of choices."""
 
     def __init__(self, name: str, default: Any, choices: Sequence[str] = (), *, min_value: float = 0) -> None:
         self._name = name
@@ -80,13 +80,13 @@ class _Parallel:
     @config_path.setter
     def config_path(self, path: str) -> None:
         check.instance("config_path", path, str)
-        if not os.path.exists(path):  # noqa: PTH110 - a str, as there
+        if not os.path.exists(path):  # noqa: PTH110 - a str, as in the vendor's code
             raise ValueError("config_path does not exist.")
         self._config_path = path
 
 
 class _Gpu:
-    """A machine without the plugin for TensorRT: one rank, and a line in the log for each look (context.cc:381)."""
+    """GPU settings without the plugin for TensorRT: one rank, and a log line for each access (context.cc:381)."""
 
     device_id = _Checked("gpu_device_id", 0)
 
@@ -105,7 +105,7 @@ def _without_plugin(function: str, value: int) -> int:
 
 
 class Context:
-    """The default target is the CPU, also for an empty list. Only the first target decides (infer_session.cc:125)."""
+    """The targets of a model. An empty list means the CPU; only the first target counts (infer_session.cc:125)."""
 
     group_info_file = _Checked("group_info_file", "")
 
@@ -132,10 +132,10 @@ class Context:
         self._first = target[0].lower()  # changing the list later changes nothing
 
     def use_once(self) -> bool:
-        """Use it for a model of a group; False if it was used for one before. Not part of the vendor's API."""
+        """Use the context for a model of a group; return False if it was used before. Not part of the vendor's API."""
         self._uses += 1
         return self._uses == 1
 
     def get_first_target(self) -> str:
-        """The target that counts, as it was when it was set. Not part of the vendor's API."""
+        """Return the first target at the time of the assignment. Not part of the vendor's API."""
         return self._first

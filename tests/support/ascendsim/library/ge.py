@@ -1,8 +1,8 @@
-"""The graph engine: the provider "ge" (ge_graph_executor.cc, ge_device_context.cc).
+"""Graph engine: the provider "ge" (ge_graph_executor.cc, ge_device_context.cc).
 
-It is one for a process: the options of the first model count for as long as any lives. A build talks to no other rank,
-and takes no memory for the model: the first predict compiles, loads and, where the graph has operators for it, meets
-the other ranks.
+A process has one graph engine, with the options of the first model until the last one is released. A build neither
+communicates with other ranks nor allocates memory for the model. The first predict compiles and loads it, and connects
+to the other ranks if the graph has collective operators.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _ASCEND = "ascend_context"
 _GE_SECTIONS = ("ge_global_options", "ge_session_options", "ge_graph_options")
 _EXECUTOR = "extendrt/delegate/graph_executor/ge/ge_graph_executor.cc"
 _CONTEXT = "extendrt/delegate/graph_executor/ge/ge_device_context.cc"
-_MAX_PROCESSES = 8  # of one card, each with a port of its own (hccl constraints.md)
+_MAX_PROCESSES = 8  # per card, each with a separate port (hccl constraints.md)
 
 
 class Options(NamedTuple):
-    """Options of a build. For the second model of a process only the file matters."""
+    """Options of a build. For further models of a process, only the file counts."""
 
     device: int
     rank: int
@@ -40,16 +40,16 @@ class Options(NamedTuple):
 
     @property
     def table(self) -> str:
-        """The key missing, misspelt or empty is a model of one card (ge_device_context.cc:246)."""
+        """Path of the rank table; if missing or empty, the model runs on one card (ge_device_context.cc:246)."""
         return self.sections.get(_ASCEND, {}).get("rank_table_file", "")
 
     def ge_option(self, name: str) -> str:
-        """An option that is passed on as it is."""
+        """Return an option that is passed on unchanged."""
         return next((self.sections[each][name] for each in _GE_SECTIONS if name in self.sections.get(each, {})), "")
 
 
 class _Context:
-    """GE and HCCL in this process; `graphs` counts who uses it."""
+    """GE and HCCL in this process; `graphs` counts its models."""
 
     def __init__(self, driver: Driver, options: Options, *, other_table: bool) -> None:
         self._driver = driver
@@ -74,13 +74,13 @@ class _Context:
             raise
 
     def take_buffers(self, groups: Sequence[str]) -> None:
-        """Take the memory of the communicators of these groups, once."""
+        """Allocate the memory of these groups' communicators, once."""
         for group in groups:
             if group not in self._buffers:
                 self._buffers[group] = self._driver.allocate(self.device, self._buffer_bytes, driver_state.BUFFERS)
 
     def close(self) -> None:
-        """GEFinalize."""
+        """Simulate GEFinalize."""
         for number in self._buffers.values():
             self._driver.free(number)
         if self.world is not None:
@@ -129,7 +129,7 @@ class _Context:
 class Session:
     """ge::Session: weights that the models of a ModelGroup share by the name of a parameter.
 
-    A parameter of the same name has the values of the model that was loaded first, whatever the other file says.
+    A parameter that several models have gets the values of the model that was loaded first.
     """
 
     def __init__(self) -> None:
@@ -139,14 +139,14 @@ class Session:
         self._graphs = 0
 
     def enter(self, options: Mapping[str, str]) -> bool:
-        """One more model; False if its options are others (:2001)."""
+        """Add a model; return False if it has other options (:2001)."""
         if self._options is None:
             self._options = dict(options)
         self._graphs += self._options == options
         return self._options == options
 
     def leave(self, driver: Driver) -> None:
-        """One model less."""
+        """Remove a model; the last one releases the memory."""
         self._graphs -= 1
         if self._graphs == 0:
             for number in self._memory:
@@ -156,7 +156,7 @@ class Session:
             self._options = None
 
     def take(self, driver: Driver, device: int, model: ModelFile) -> Floats:
-        """The weights of a model; constants are common with ge.externalWeight=1, and all of a simulated one's are."""
+        """Return a model's weights, all of which are constants; models share them with ge.externalWeight=1."""
         own = modelfile.as_floats(model.weights, model)
         if (self._options or {}).get("ge.externalWeight") != "1":
             self._allocate(driver, device, model.weight_bytes)
@@ -180,12 +180,12 @@ class Session:
         self._memory.append(driver.allocate(device, size, driver_state.PRIVATE_WEIGHTS))
 
 
-_contexts: List[_Context] = []  # that of this process, if it has one
-_initialised: List[bool] = []  # HCCL was, once
+_contexts: List[_Context] = []  # the context of this process, if it has one
+_initialised: List[bool] = []  # not empty once HCCL was initialised
 
 
 def build(driver: Driver, model: ModelFile, options: Options, session: Optional[Session]) -> Optional[Graph]:
-    """Build; None, with its cause in the log, if that fails."""
+    """Build a model. If the build fails, log the reason and return None."""
     session = session or Session()
     who = "rank" if options.table else "private"
     try:
@@ -206,7 +206,9 @@ def build(driver: Driver, model: ModelFile, options: Options, session: Optional[
         _release(context)
         return None
     if options.sections.get(_ASCEND, {}).get("model_cache_mode"):
-        Path(f"model_build_cache_{context.rank}").mkdir(exist_ok=True)  # in the current directory, as there (:553)
+        Path(f"model_build_cache_{context.rank}").mkdir(
+            exist_ok=True
+        )  # in the current directory, like the vendor's (:553)
     if not session.enter(options.sections.get("ge_session_options", {})):
         glog.error(f"{_EXECUTOR}:2001", "InitSession", "The session options of the models of a group are not equal")
         _release(context)
@@ -238,7 +240,7 @@ def _release(context: _Context) -> None:
 
 
 class Graph:
-    """One model in the graph engine. `handle` is 0: it shares nothing with other processes, whatever it was told."""
+    """A model in the graph engine. `handle` is 0, because it never shares memory with other processes."""
 
     handle = 0
 
@@ -253,20 +255,20 @@ class Graph:
         self._groups = network.groups(model)
         self._memory: List[int] = []
         self._loaded = False
-        self._runs = True  # the model's run loop
+        self._runs = True  # whether the model's run loop is alive
         self._outputs: List[Floats] = []
         milliseconds = int(stream_sync_ms or -1)
         self._sync_s = milliseconds / 1000 if milliseconds > 0 else float("inf")
 
     def unload(self) -> None:
-        """Give everything back."""
+        """Release all memory."""
         for number in reversed(self._memory):
             self._driver.free(number)
         self._session.leave(self._driver)
         _release(self._context)
 
     def run(self, inputs: List[Floats]) -> Optional[List[Floats]]:
-        """The outputs, or None. Waits on a future without a limit, and without the GIL (ge_graph_executor.cc:1514)."""
+        """Return the outputs, or None. Waits without a limit and without the GIL (ge_graph_executor.cc:1514)."""
         if not self._runs:
             faults.stall(faults.FOREVER_S)
         return faults.uninterrupted(lambda: self._run(inputs)) if self._groups else self._run(inputs)

@@ -74,7 +74,7 @@ def _measure(driver: Driver, path: str, device: int) -> bool:
         _refuse_bundle()
         return False
     if device in _built:
-        # This check fails for ever, even after the memory was released.
+        # This check fails for the rest of the process, even after the memory was released.
         glog.error(f"{_MANAGER}:62", "UpdateWorkspace", f"Device {device} has alloc memory!")
         return False
     _sizes[device] = max(_sizes.get(device, 0), work_size(driver, model))

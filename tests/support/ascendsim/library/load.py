@@ -27,7 +27,7 @@ _PIDS = re.compile(r"(?!,\Z)(\d+(,\s*\d+)*,?)?", re.ASCII)
 
 
 class Options(NamedTuple):
-    """How to load: `pids` and `handle` as they were given; `path` as it was, which is what groups know."""
+    """Options of a load: `pids` and `handle` as given, and `path` as the key of its group."""
 
     device: int
     pids: str = ""
@@ -36,7 +36,7 @@ class Options(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """A model that the driver has loaded for this process; `memory` is the number of shared weights, else 0."""
+    """A model that the driver has loaded for this process; `memory` is the number of the shared weights, or 0."""
 
     model: ModelFile
     weights: Floats
@@ -63,17 +63,17 @@ class ModelProcess:
 
     @property
     def model(self) -> ModelFile:
-        """The model that runs here."""
+        """The loaded model."""
         return _loaded[self._infer_id].model
 
     def load(self, model: ModelFile) -> bool:
-        """Take memory and put the model there."""
+        """Allocate memory and load the model."""
         try:
             self._driver.set_device(self._options.device)
         except AclError as error:
             _error(118, "Init", f"Acl open device {self._options.device} failed. ret = {error.code}")
             return False
-        # Groups are looked at first, then bundles: in both the keys are ignored without a word (:828).
+        # Groups have priority, then bundles; for both, the sharing keys are ignored silently (:828).
         is_grouped = bool(groups.flags(self._options.path))
         self.who = "private" if is_grouped or model.bundle else self.who
         load = {"holder": self._main, "importer": self._sub, "private": self._plain}[self.who]
@@ -88,7 +88,7 @@ class ModelProcess:
         return True
 
     def run(self, inputs: List[Floats]) -> Optional[List[Floats]]:
-        """The outputs, or None."""
+        """Return the outputs, or None."""
         current = _loaded.get(self._infer_id)
         lost = current is None or not (current.memory == 0 or self._driver.is_valid(current.memory))
         if current is None or (lost and self._driver.switches.after_death == "error"):
@@ -109,7 +109,7 @@ class ModelProcess:
         return True
 
     def unload(self) -> None:
-        """Give everything back (UnLoad). Where aclmdlUnload fails, nothing is given back."""
+        """Release all memory (UnLoad), or none if aclmdlUnload fails."""
         if _loaded.pop(self._id, None) is None:
             glog.error(f"{_SOURCE_FILE}:892", "UnLoad", "Unload model failed, ret = 100000")
             return
@@ -213,7 +213,7 @@ class ModelProcess:
 
 
 def open_driver() -> Optional[Driver]:
-    """The driver, or None on a machine without Ascend."""
+    """Return the driver, or None on a machine without Ascend."""
     driver = drivers.driver()
     return driver if driver.switches.ascend else None
 
@@ -240,7 +240,7 @@ def _pids(text: str) -> Optional[List[int]]:
 
 
 def _shared_size(model: ModelFile) -> int:
-    """One granule more than needed, where the size is a multiple of it already."""
+    """Return the size of shared weights; one granule too many if the size is a multiple of a granule."""
     return (model.weight_bytes // GRANULE + 1) * GRANULE
 
 

@@ -27,7 +27,7 @@ class Model:
     def __init__(self) -> None:
         self._model = NativeModel()
 
-    def build_from_file(  # noqa: PLR0917 - the vendor's
+    def build_from_file(  # noqa: PLR0917 - the vendor's signature
         self,
         model_path: str,
         model_type: ModelType,
@@ -38,14 +38,14 @@ class Model:
         dec_mode: str = "AES-GCM",
     ) -> None:
         if not os.getenv("ASCEND_CUSTOM_OPP_PATH"):
-            # The root logger, as there: that gives it a handler on stderr, if the program has set none.
+            # The vendor uses the root logger too, which adds a handler on stderr if the program has none.
             logging.warning("Ascend custom operator path not found")  # noqa: LOG015
         check.instance("model_path", model_path, str)
         check.instance("model_type", model_type, ModelType)
         context = Context() if context is None else context
         check.instance("context", context, Context)
         check.instance("config_path", config_path, str)
-        if not os.path.exists(model_path):  # noqa: PTH110 - a str, as there
+        if not os.path.exists(model_path):  # noqa: PTH110 - a str, as in the vendor's code
             raise RuntimeError("build_from_file failed, model_path does not exist!")
         self._configure(config_path, config_dict or {})
         if dec_key:
@@ -54,7 +54,7 @@ class Model:
             if dec_mode == "":
                 raise ValueError("dec_mode must not be empty string!")
         ascend = context.ascend
-        # One for each model of a group, and one for the calculation (docs runtime_cpp.md).
+        # A context is valid for one model of a group, and for one calculation (docs runtime_cpp.md).
         is_own = not groups.flags(model_path) or context.use_once()
         placement = Placement(context.get_first_target(), ascend.device_id, ascend.provider, ascend.rank_id)
         placement = placement._replace(group_info=context.group_info_file, is_own=is_own)
@@ -67,11 +67,11 @@ class Model:
         return self._model.join(session)
 
     def get_inputs(self) -> List[Tensor]:
-        """New tensors each time; before the build, none."""
+        """Return new tensors; before the build, an empty list."""
         return self._model.inputs()
 
     def get_outputs(self) -> List[TensorMeta]:
-        """Descriptions, without data."""
+        """Return descriptions without data."""
         return [TensorMeta(each.name, each.dtype, each.shape) for each in self._model.outputs()]
 
     def predict(self, inputs: Any) -> List[Tensor]:
@@ -112,7 +112,7 @@ class Model:
 
     def _configure(self, path: str, sections: Dict[str, Dict[str, str]]) -> None:
         if path:
-            if not os.path.exists(path):  # noqa: PTH110 - a str, as there
+            if not os.path.exists(path):  # noqa: PTH110 - a str, as in the vendor's code
                 raise RuntimeError("build_from_file failed, config_path does not exist!")
             self._model.load_config(path)
         check.instance("config_dict", sections, dict)

@@ -1,4 +1,4 @@
-"""`ModelGroup` (model.py): models that share memory in one process, which switches off sharing between processes."""
+"""`ModelGroup` (model.py): models of one process that share memory. It disables sharing between processes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ModelGroupFlag(enum.Enum):
 
 
 class ModelGroup:
-    """A group of files, or with SHARE_WEIGHT of `Model` objects, which only "ge" looks at."""
+    """A group of files, or with SHARE_WEIGHT of `Model` objects, which only "ge" uses."""
 
-    # The docstring there says SHARE_WEIGHT.
+    # The vendor's docstring says SHARE_WEIGHT.
     def __init__(self, flags: ModelGroupFlag = ModelGroupFlag.SHARE_WORKSPACE) -> None:
         if flags not in list(ModelGroupFlag):
             text = "ModelGroupFlag.SHARE_WORKSPACE or ModelGroupFlag.SHARE_WEIGHT"
@@ -32,7 +32,7 @@ class ModelGroup:
         self._session = Session()
 
     def add_model(self, models: Any) -> None:
-        """Paths: nothing comes of it before the calculation. Models: before they are built."""
+        """Add paths, which has no effect before the calculation; or models, before they are built."""
         if not check.is_sequence(models):
             raise TypeError(f"models must be list/tuple, but got {type(models)}")
         members: List[Any] = list(models)

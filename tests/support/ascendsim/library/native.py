@@ -103,7 +103,7 @@ class NativeModel:
         self._poisoned = False
         self._mutex = threading.Lock()
         self.turn = threading.Lock()
-        """For who sets shapes and predicts with them, from several threads."""
+        """Held by a thread that sets shapes and then predicts with them."""
         self._session: Optional[ge.Session] = None
 
     def __del__(self) -> None:
@@ -192,7 +192,7 @@ class NativeModel:
         return True
 
     def inputs(self) -> List[Tensor]:
-        """New tensors without data, in the shapes of the last resize."""
+        """Return new tensors without data, in the shapes of the last resize."""
         runner = self._runner
         if runner is None:
             return []
@@ -227,7 +227,7 @@ class NativeModel:
             glog.error(f"{_IMPL}:700", "UpdateWeights", "update weight only support ascend.")
             return False
         if not weights:
-            # weights[0] without a look at the size.
+            # The vendor's code reads weights[0] without a check of the size.
             os.kill(os.getpid(), signal.SIGSEGV)
         if len(weights) != 1 or not runner.model.bundle:
             glog.error("extendrt/kernel/ascend/src/custom_ascend_kernel.cc:390", "UpdateWeight", "update weight failed")

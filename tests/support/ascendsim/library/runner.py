@@ -28,10 +28,10 @@ class ModelParallelRunner:
         return f"model_path: {self.model_path_}."
 
     def build_from_file(self, model_path: str, context: Optional[Context] = None) -> None:
-        """A second one succeeds and does nothing, but that `str` names the other file (:28)."""
+        """Build the models. A second call has no effect except on `str`, which names the new file (:28)."""
         check.instance("model_path", model_path, str)
         failed = "ModelParallelRunner's build from file failed"
-        if not os.path.exists(model_path):  # noqa: PTH110 - a str, as there
+        if not os.path.exists(model_path):  # noqa: PTH110 - a str, as in the vendor's code
             raise RuntimeError(f"{failed}, model_path does not exist!")
         self.model_path_ = model_path
         context = Context() if context is None else context
@@ -40,11 +40,11 @@ class ModelParallelRunner:
             raise RuntimeError(f"{failed}! Error is Common error code.")
 
     def get_inputs(self) -> List[Tensor]:
-        """New tensors each time; before the build, none."""
+        """Return new tensors; before the build, an empty list."""
         return self._pool.inputs()
 
     def predict(self, inputs: Any, outputs: Optional[List[Tensor]] = None) -> List[Tensor]:
-        """With `outputs` a failure in the queue is lost: they come back as they were (model_worker.cc:94)."""
+        """Run a predict. With `outputs`, a failure in the queue is lost: they return unchanged (model_worker.cc:94)."""
         if not check.is_sequence(inputs):
             raise TypeError(f"inputs must be list or tuple, but got {type(inputs)}.")
         check.elements("inputs", list(inputs), Tensor)
@@ -57,7 +57,7 @@ class ModelParallelRunner:
 
 
 class _Pool:
-    """The workers. `places` is the number of predicts that run at once without being queued."""
+    """The pool of models. The first predicts run at once; further ones are queued until a model is idle."""
 
     def __init__(self) -> None:
         self._workers: List[NativeModel] = []
@@ -90,7 +90,7 @@ class _Pool:
             return []
         with self._lock:
             if not self._has_predicted:
-                # The first one runs on all workers, one after another (:1080).
+                # The first predict runs on all models, one after another (:1080).
                 self._has_predicted = True
                 return [_run(each, inputs, given) for each in self._workers][-1]
             worker = self._idle.pop() if self._idle else None
@@ -100,7 +100,7 @@ class _Pool:
         if results:
             with self._lock:
                 self._idle.append(worker)
-        # The place of a failed predict is never released (:1125).
+        # After a failed predict, the model never becomes idle again (:1125).
         return results
 
     def _queue(self, inputs: List[Tensor], given: List[Tensor]) -> List[Tensor]:
@@ -120,7 +120,7 @@ class _Pool:
 
 
 def _worker(path: str, context: Context, index: int) -> Optional[NativeModel]:
-    """One model. Of the context only the device and the provider arrive (CopyContext, :442)."""
+    """Build one model of the pool. Only device and provider of the context are used (CopyContext, :442)."""
     parallel, target = context.parallel, context.get_first_target()
     device = context.ascend.device_id
     if parallel.device_ids:

@@ -12,10 +12,10 @@ Shapes = Sequence[Sequence[int]]
 
 
 def refusal(model: ModelFile, shapes: Shapes) -> str:
-    """The first line of the log where a resize is refused, "" where it is not. A refused one changes nothing.
+    """Return the first log line of a rejected resize, or "" if the card accepts it. A rejected resize changes nothing.
 
-    Of a model with gears for the batch only the first free input is looked at (input_data_idx_); one that takes any
-    size takes wrong ones too, and fails in the next predict.
+    For gears of the batch size, only the first free input is checked (input_data_idx_). A model that accepts any size
+    also accepts invalid shapes, and fails in the next predict.
     """
     if not model.gears:
         return "" if any(-1 in spec.shape for spec in model.inputs) else "Not support dynamic input"

@@ -41,12 +41,12 @@ def data_type(name: str) -> Optional[DataType]:
 
 
 def numpy_type(dtype: Optional[DataType]) -> Any:
-    """What numpy is told that the data is: of BF16, that it is float16 (tensor_pybind.cc:232)."""
+    """Return numpy's type for a datatype: float16 for BF16 (tensor_pybind.cc:232)."""
     return np.dtype("float16" if dtype is None else dtype.name.lower())
 
 
 class TensorMeta(NamedTuple):
-    """What `Model.get_outputs` gives: a description, without data."""
+    """The description of an output, without data: a result of `Model.get_outputs`."""
 
     name: str
     dtype: Optional[DataType]
@@ -54,7 +54,7 @@ class TensorMeta(NamedTuple):
 
 
 class Tensor:
-    """A tensor of the model, or one around an array, which is not copied."""
+    """A tensor of the model, or a tensor around an array, which is not copied."""
 
     def __init__(self, tensor: Array = None) -> None:
         self._name = ""
@@ -72,7 +72,7 @@ class Tensor:
 
     @classmethod
     def of(cls, name: str, dtype: Optional[DataType], shape: List[int], array: Array = None) -> Tensor:
-        """A tensor of the model. Not part of the vendor's API."""
+        """Create a tensor of the model. Not part of the vendor's API."""
         tensor: Tensor = cls.__new__(cls)
         tensor._name, tensor._dtype, tensor._shape, tensor._array = name, dtype, list(shape), array
         return tensor
@@ -116,13 +116,13 @@ class Tensor:
         return self.element_num * int(numpy_type(self._dtype).itemsize)
 
     def get_data_to_numpy(self) -> Array:
-        """The data in the tensor's shape, a view and never a copy; zeros if nothing was set."""
+        """Return the data as a view in the tensor's shape, never as a copy; zeros if no data was set."""
         if self._array is None:
             self._array = np.zeros([max(0, dim) for dim in self._shape], numpy_type(self._dtype))
         return self._array.reshape(self._shape) if self._array.size == self.element_num else self._array
 
     def set_data_from_numpy(self, numpy_obj: Array) -> None:
-        """Keep the array itself; or, if it is not C order and native, nothing at all."""
+        """Keep the array itself; ignore it if it is not in C order and native byte order."""
         check.instance("numpy_obj", numpy_obj, np.ndarray)
         if not numpy_obj.flags["FORC"]:
             numpy_obj = np.ascontiguousarray(numpy_obj)

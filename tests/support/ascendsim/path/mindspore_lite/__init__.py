@@ -1,4 +1,4 @@
-"""The simulator under the vendor's name: what `import mindspore_lite` gets, with this file's folder on the path."""
+"""The simulator under the vendor's name, for `import mindspore_lite` with this file's folder on the path."""
 
 from ascendsim import acl
 from ascendsim.library.context import Context
