@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME`: one measurement, as a table or as JSON."""
+"""The command `python -m benchmarks NAME`, which runs a measurement and prints a table or JSON."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ RIVAL = "rival"
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """One measurement, the workers that it has unless told otherwise, and a line about it."""
+    """A measurement, its default number of workers, and a description in one line."""
 
     run: Callable[[Setup], Result]
     workers: int
@@ -56,60 +56,65 @@ class Benchmark:
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
-    MEMORY: Benchmark(memory.run, memory.WORKERS, "PSS of the whole service against as many plain processes †"),
-    "latency": Benchmark(latency.run, latency.WORKERS, "a small request against a bare two-hop ZeroMQ echo *"),
-    "tensors": Benchmark(tensors.run, tensors.WORKERS, "600 KB and 8 MB against an echo that copies nothing *"),
+    MEMORY: Benchmark(memory.run, memory.WORKERS, "PSS of the service against the same number of plain processes †"),
+    "latency": Benchmark(latency.run, latency.WORKERS, "small requests against a two-hop ZeroMQ echo *"),
+    "tensors": Benchmark(tensors.run, tensors.WORKERS, "tensors of 600 KB and 8 MB against an echo without copies *"),
     "throughput": Benchmark(
-        throughput.run, throughput.WORKERS, "requests/s against bare processes of the engine; tiny ones/s *"
+        throughput.run, throughput.WORKERS, "requests/s against bare processes of the engine, and with a tiny model *"
     ),
     "engine": Benchmark(
         engine.run, engine.WORKERS, "one worker against the bare engine: MLP, convolutions, transformer *"
     ),
-    "startup": Benchmark(startup.run, startup.WORKERS, "first answer and all workers READY against one bare build"),
-    "recovery": Benchmark(recovery.run, recovery.WORKERS, "from a fault until every worker is READY again, under load"),
+    "startup": Benchmark(
+        startup.run, startup.WORKERS, "time to the first answer and to all workers READY against one bare build"
+    ),
+    "recovery": Benchmark(
+        recovery.run, recovery.WORKERS, "time from a fault under load until all workers are READY again"
+    ),
     "overload": Benchmark(
-        overload.run, overload.WORKERS, "the daemon's memory while ten times too much is sent, for a minute"
+        overload.run, overload.WORKERS, "the daemon's memory during a minute of ten times its capacity"
     ),
     "batching": Benchmark(
-        batching.run, batching.WORKERS, "requests that run together: on against off, mosec, and the engine's own gain"
+        batching.run, batching.WORKERS, "batching on against batching off, mosec, and the gain of the engine alone"
     ),
-    "split": Benchmark(
-        split.run, split.WORKERS, "a request in parts on two cores against one, and against a bare script"
-    ),
-    FAIRNESS: Benchmark(fairness.run, fairness.WORKERS, "what one tenant can do to another; as root ‡"),
+    "split": Benchmark(split.run, split.WORKERS, "a request split over two cores against one core and a bare script"),
+    FAIRNESS: Benchmark(fairness.run, fairness.WORKERS, "effect of one tenant's load on another tenant; needs root ‡"),
     CLUSTER: Benchmark(
         cluster.run,
         cluster.WORKERS,
-        "on Ray Serve beside an empty deployment and plain replicas; `make bench-cluster`",
+        "Ray Serve against an empty deployment and plain replicas; see `make bench-cluster`",
     ),
     GATEWAY: Benchmark(
-        gateway.run, gateway.WORKERS, "HTTP and gRPC beside MLServer, PyTriton and mosec; see `make bench-gateway`"
+        gateway.run, gateway.WORKERS, "HTTP and gRPC against MLServer, PyTriton and mosec; see `make bench-gateway`"
     ),
     RANKS: Benchmark(
-        ranks.run, ranks.WORKERS, "two ranks of MindSpore against the same without weightd; `make .venv-mindspore` *"
+        ranks.run, ranks.WORKERS, "two ranks of MindSpore with and without weightd; see `make .venv-mindspore` *"
     ),
-    RIVAL: Benchmark(rival.run, rival.WORKERS, "weightd and mosec side by side; see `make bench-rival` *"),
+    RIVAL: Benchmark(rival.run, rival.WORKERS, "weightd against mosec; see `make bench-rival` *"),
 }
 
-# They need more than the others.
+# Not part of `all`, because they need root or further environments.
 _ALONE = (CLUSTER, FAIRNESS, GATEWAY, RANKS, RIVAL)
 
 _EPILOG = """\
-benchmarks, with the workers that each has unless --workers is given:
+benchmarks, with their default numbers of workers:
 {benchmarks}
-  all         each of them but cluster, fairness, gateway, ranks and rival
+  all         all except cluster, fairness, gateway, ranks and rival
 
-* over --transport unix, the unix socket, or zmq, ZeroMQ and the daemon's proxy. latency shows the proxy beside it.
-‡ --part chooses some of it, --no-tenants tells nobody apart. --quick, with cluster and gateway too: less is said.
-† of --model mlp (192 MiB, the default), conv (10 MB, 3 workers) or tiny (16 KB, 1 worker), --models times.
+* --transport unix uses the Unix socket, --transport zmq uses ZeroMQ and the daemon's proxy. latency always measures
+  the proxy as well.
+‡ --part selects parts, --no-tenants measures without tenants. --quick shortens fairness, cluster and gateway, with
+  less precise results.
+† --model mlp (192 MiB, default), conv (10 MB, 3 workers) or tiny (16 KB, 1 worker); --models sets how many of it.
 
-Each compares within one run, checks every answer bit by bit against the engine called directly, and prints its n.
-Figures of a busy machine are those of a busy machine: missing a target is reported, and is no error.
-Exit status: 0 measured, 1 an answer differs from the bare engine's, 2 it cannot run here."""
+Each benchmark compares both sides within one run, checks every answer bit by bit against the engine called directly,
+and prints the number of measurements, n. Other load on the machine affects the results, so a missed target is reported
+but is not an error.
+Exit status: 0 measured, 1 an answer differs from the bare engine's, 2 the benchmark cannot run on this machine."""
 
 
 def main() -> int:
-    """Run what the command line asks for; return the exit status."""
+    """Run the selected benchmarks; return the exit status."""
     options = _parser().parse_args()
     names = [each for each in BENCHMARKS if each not in _ALONE] if options.name == "all" else [options.name]
     results: dict[str, Any] = {}
@@ -151,23 +156,36 @@ def _parser() -> argparse.ArgumentParser:
     lines = [f"  {name:<10}  {each.help} ({each.workers})" for name, each in BENCHMARKS.items()]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Measures weightd against the bare engine, a bare transport and a rival.",
+        description="Measures weightd against the bare engine, a bare transport and other servers.",
         epilog=_EPILOG.format(benchmarks="\n".join(lines)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", choices=[*BENCHMARKS, "all"], help="which one, see below")
-    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="the library (default: %(default)s)")
+    parser.add_argument("name", metavar="NAME", choices=[*BENCHMARKS, "all"], help="benchmark, see below")
+    parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0], help="engine (default: %(default)s)")
     parser.add_argument("--workers", type=_positive, metavar="N", help="worker processes")
     parser.add_argument(
-        "--transport", choices=list(TRANSPORTS), default=DEFAULT_TRANSPORT, help="of requests (default: %(default)s)"
+        "--transport",
+        choices=list(TRANSPORTS),
+        default=DEFAULT_TRANSPORT,
+        help="transport of requests (default: %(default)s)",
     )
-    parser.add_argument("--model", choices=[*memory.MODELS], default=MLP, help="of memory (default: %(default)s)")
-    parser.add_argument("--models", type=_positive, default=1, metavar="N", help="how many of it (default: 1)")
     parser.add_argument(
-        "--part", action="append", default=[], choices=[*fairness.PARTS], help="of fairness; several times for several"
+        "--model", choices=[*memory.MODELS], default=MLP, help="model of the benchmark memory (default: %(default)s)"
     )
-    parser.add_argument("--quick", action="store_true", help="cluster, fairness and gateway in fewer or shorter rounds")
-    parser.add_argument("--no-tenants", action="store_true", help="fairness without [tenants], where all are one")
+    parser.add_argument(
+        "--models", type=_positive, default=1, metavar="N", help="number of models of the benchmark memory (default: 1)"
+    )
+    parser.add_argument(
+        "--part",
+        action="append",
+        default=[],
+        choices=[*fairness.PARTS],
+        help="part of the benchmark fairness; repeatable",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="run cluster, fairness and gateway with fewer or shorter rounds"
+    )
+    parser.add_argument("--no-tenants", action="store_true", help="run fairness without tenants")
     parser.add_argument("--json", action="store_true", help="print one JSON object, and progress on stderr only")
     return parser
 

@@ -1,4 +1,4 @@
-"""Throughput of batched requests, against mosec, which batches too, and against the engine."""
+"""Throughput of batched requests, against mosec with batching and against the engine."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from testkit.service import Service
 WORKERS = 2
 MAX_ROWS = 32
 IN_FLIGHT = 32  # requests of one row
-RIVAL_WAIT_MS = 1  # of mosec, until as many requests are there as it may run together: what it is quickest with
+RIVAL_WAIT_MS = 1  # time for which mosec waits for a full batch; mosec is fastest with this value
 WARM_UP_S = 3.0
-ROUNDS = 9  # of each side, in turn
-SECONDS = 1.0  # of a round
-LONE_REQUESTS = 20  # in a round
+ROUNDS = 9  # of each side, alternating
+SECONDS = 1.0  # per round
+LONE_REQUESTS = 20  # per round
 LONE_ROUNDS = 20
-# What the engine gains is held against one worker that always finds as many requests as it may run together.
+# The gain of the engine is compared with the gain of one worker whose queue always holds a full batch.
 TABLE_WARM_UP_S = 2.0
 TABLE_ROUNDS = 7
 TABLE_IN_FLIGHT = 2 * MAX_ROWS
@@ -42,19 +42,21 @@ class Batching(Result):
     """Medians of the rounds; ratios are compared round by round.
 
     Attributes:
-        gain: requests/s of the MLP with `in_flight` under way, each of one row: batching on by batching off.
-        rival_ratio: the former by those of mosec with the same max_batch_size and as many workers; None without mosec.
-        lone_ratio: p50 of a client that has one request under way: batching on by batching off, of the same processes,
-            which are told by a reload: those of two models differ by more.
-        rps: the requests/s of each side.
-        rows_per_batch: how many requests ran together, in the mean.
-        lone_p50_ms: p50 of the lone client.
-        engine_gain: rows/s of one bare process of the engine that is given `max_rows` rows at once, by those of one
-            that is given single rows, for each model.
-        service_gain: requests/s of one worker that always finds `max_rows` requests, by those of one with batching off.
-        shares: the latter gain by the former.
-        share: the least of these.
-        spreads: quartiles of what is compared.
+        gain: requests/s of the MLP with `in_flight` requests of one row: batching on divided by batching off.
+        rival_ratio: requests/s with batching on divided by requests/s of mosec with the same max_batch_size and
+            number of workers; None without mosec.
+        lone_ratio: p50 of a client with one request at a time: batching on divided by batching off. Both are measured
+            with the same processes, which a reload switches, because two sets of processes differ by more.
+        rps: requests/s of each side.
+        rows_per_batch: mean number of requests in a batch.
+        lone_p50_ms: p50 of the client with one request at a time.
+        engine_gain: for each model, rows/s of a bare engine process with `max_rows` rows per predict, divided by
+            rows/s with single rows.
+        service_gain: requests/s of one worker whose queue always holds `max_rows` requests, divided by requests/s with
+            batching off.
+        shares: `service_gain` divided by `engine_gain`.
+        share: the smallest of the shares.
+        spreads: quartiles of the ratios.
     """
 
     benchmark = "batching"
@@ -88,7 +90,7 @@ class Batching(Result):
         ]
         rows.append((f"{MLP}, rows of a batch", f"{self.rows_per_batch:8.1f}"))
         if self.rival_ratio is None:
-            rows.append((_MOSEC, f"not in {PYTHON.parent.parent}: `make bench-rival` installs it there"))
+            rows.append((_MOSEC, f"not installed in {PYTHON.parent.parent}; run `make bench-rival`"))
         rows += [(f"{MLP}, a lone client, {who}", f"p50 {each:6.2f} ms") for who, each in self.lone_p50_ms.items()]
         rows += [
             (f"{name}, one worker", f"gain {self.service_gain[name]:.2f}, the engine's {self.engine_gain[name]:.2f}")
@@ -98,9 +100,9 @@ class Batching(Result):
 
 
 def run(setup: Setup) -> Batching:
-    """Measure everything, always one side and then the other."""
+    """Measure everything, with alternating sides."""
     if setup.engine != "onnxruntime":
-        raise UnavailableError("batching is measured on ONNX Runtime, which mosec has too")
+        raise UnavailableError("batching: expected --engine onnxruntime, because mosec runs it too")
     load = _measure_load(setup)
     lone = _lone(setup)
     table = {name: _table(name, shape) for name, shape in TABLE.items()}
@@ -133,7 +135,7 @@ def run(setup: Setup) -> Batching:
 
 @dataclasses.dataclass(frozen=True)
 class _LoadResult:
-    """Requests per second, by side and round; and rows of a batch."""
+    """Requests per second by side and round, and the rows of a batch."""
 
     rps: Mapping[str, list[float]]
     rows_per_batch: float
@@ -176,19 +178,19 @@ def _lone(setup: Setup) -> Mapping[str, list[float]]:
                 service.reload({MLP: tables[who]})
                 lone[who].append(percentile(seconds_of(ask, inputs, LONE_REQUESTS, reference.check), 50))
         if service.pids() != pids:
-            raise UnavailableError("a reload has started other processes, which are not to be compared")
+            raise UnavailableError("batching: a reload has replaced processes, so the measurements cannot be compared")
     return lone
 
 
 def _served(service: Service) -> tuple[int, int]:
-    """Return how many requests of the model with batching on were answered, and how many batches that took."""
+    """Return the numbers of answered requests and of their batches, for the model with batching on."""
     status = next(each for each in service.status().models if each.name == _ON)
     return status.served, status.executions.count if status.executions else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class _Gains:
-    """What a model gains: the medians."""
+    """Median gains of a model by batching."""
 
     engine: float
     service: float
@@ -213,7 +215,7 @@ def _table(name: str, shape: tuple[int, ...]) -> _Gains:
 
 
 def _row_seconds(bare: PlainProcess, inputs: Arrays) -> float:
-    """Return the seconds that the engine takes for a row."""
+    """Return the engine's seconds per row."""
     rows = len(inputs["x"])
     return float(percentile(list(bare.times(inputs, 3 + 2 * MAX_ROWS // (rows + 1))[1:]), 50)) / rows
 

@@ -38,28 +38,28 @@ from testkit.plain import PlainProcess
 if TYPE_CHECKING:
     from testkit.raynodes import Nodes
 
-WORKERS = 4  # of a replica, where memory is measured
+WORKERS = 4  # per replica, in the measurement of memory
 NODES = 3
 CLIENTS = 8
 ROUNDS, ROUND_S = 11, 3.0
 QUICK_ROUNDS, QUICK_S = 3, 1.0
-REQUESTS_PER_WORKER = 5  # times of each worker, before its memory is read
+REQUESTS_PER_WORKER = 5  # before memory is read
 
-# A replica gives back within a second or two what it does not need for the next request.
+# Within two seconds, a replica releases the memory that it does not need for the next request.
 _REST_S = 3.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ClusterResult(Result):
-    """Of requests, medians over the rounds; of memory, MB of 1,000,000 bytes.
+    """Requests/s as medians over the rounds, and memory in MB of 1,000,000 bytes.
 
     Attributes:
-        throughput_ratio: requests/s of the tiny model, by those of a deployment that takes its request and answers.
-        throughput_to_silent: by those of one that does not even take it.
-        spreads: quartiles of both.
-        requests_s: of all three.
-        memory_ratio: what all replicas take, by what as many plain ones take as there are workers.
-        pss_mb: of both.
+        throughput_ratio: requests/s of the tiny model divided by requests/s of the deployment `empty`.
+        throughput_to_silent: requests/s of the tiny model divided by requests/s of the deployment `silent`.
+        spreads: quartiles of both ratios.
+        requests_s: requests/s of the three deployments.
+        memory_ratio: memory of all replicas divided by the memory of one plain replica for each worker.
+        pss_mb: memory of both.
     """
 
     benchmark = "cluster"
@@ -80,21 +80,21 @@ class ClusterResult(Result):
     def rows(self) -> Sequence[tuple[str, str]]:
         """Return the table."""
         return [
-            *((f"{name}, {CLIENTS} at once", f"{each:8,.0f} requests/s") for name, each in self.requests_s.items()),
+            *((f"{name}, {CLIENTS} clients", f"{each:8,.0f} requests/s") for name, each in self.requests_s.items()),
             *((f"to {name}", spread(each)) for name, each in self.spreads.items()),
             *((name, f"{each:8,.0f} MB") for name, each in self.pss_mb.items()),
         ]
 
 
 def run(setup: Setup) -> ClusterResult:
-    """Measure one, then the other."""
+    """Measure throughput, then memory."""
     try:
         from testkit.raynodes import nodes
     except ImportError as error:
-        raise UnavailableError(f"{error}: run it by `make bench-cluster`") from None
+        raise UnavailableError(f"cluster: {error}; run `make bench-cluster`") from None
     if setup.engine != material.ENGINES[0]:
-        raise UnavailableError("cluster: expected --engine onnxruntime: the plain replicas have no other")
-    # Ray prints what it has to say of its processes where the figures are to be.
+        raise UnavailableError("cluster: expected --engine onnxruntime, the only engine of the plain replicas")
+    # Ray prints messages of its processes to stdout, which is reserved for the results.
     with contextlib.redirect_stdout(sys.stderr):
         with nodes(1) as one:
             rates = _throughput(one, setup)
@@ -157,7 +157,7 @@ def _throughput(one: Nodes, setup: Setup) -> dict[str, list[float]]:
 
 
 class _EchoDeployment:
-    """Answers, and does nothing else."""
+    """A deployment that replies without reading the request body."""
 
     async def __call__(self, request: Any) -> Any:
         from starlette.responses import Response
@@ -166,7 +166,7 @@ class _EchoDeployment:
 
 
 class _Empty(_EchoDeployment):
-    """Takes what it is sent, and answers."""
+    """A deployment that reads the request body and replies."""
 
     async def __call__(self, request: Any) -> Any:
         await request.body()
@@ -177,7 +177,7 @@ class _Empty(_EchoDeployment):
 
 
 class _Plain:
-    """A replica with the engine inside, as Serve's own pages show it."""
+    """A replica that runs the engine itself, as in the documentation of Serve."""
 
     def __init__(self, path: str) -> None:
         import onnxruntime
@@ -217,7 +217,7 @@ def _memory(several: Nodes, workers: int) -> dict[str, float]:
 
 
 def _deployment(cls: type) -> Any:
-    """Return a deployment of a class of this file, which a replica could not import."""
+    """Return a deployment of a class of this file, pickled by value because a replica cannot import this file."""
     from ray import cloudpickle, serve
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])

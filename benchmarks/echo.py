@@ -26,8 +26,8 @@ _COPY, _NO_COPY = "copy", "no-copy"
 class Echo:
     """Client of an echo whose worker answers each message with frames of `answer_sizes`.
 
-    Small frames are copied, which is quicker; with `copy=False` libzmq takes and gives the memory itself, as is
-    quicker for large ones.
+    By default libzmq copies frames, which is faster for small ones. With `copy=False` it passes the memory itself,
+    which is faster for large ones.
     """
 
     def __init__(self, answer_sizes: Sequence[int], *, copy: bool = True) -> None:
@@ -59,7 +59,7 @@ class Echo:
         self._directory.cleanup()
 
     def ask(self, frames: Sequence[Any]) -> Sequence[Any]:
-        """Send `frames`, which are bytes or arrays, and return the answer's."""
+        """Send `frames`, which are bytes or arrays; return the frames of the answer."""
         self._socket.send_multipart(frames, copy=self._copy)
         if not self._poller.poll(_LIMIT_MS):
             raise TimeoutError(f"the echo gave no answer within {_LIMIT_MS} ms")
@@ -67,12 +67,12 @@ class Echo:
 
 
 def broker(mode: str, frontend_address: str, backend_address: str) -> None:
-    """Pass on what clients send to the worker, and its answers to them."""
+    """Forward the messages of clients to the worker, and its answers to the clients."""
     copy = mode == _COPY
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     frontend, backend = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
     backend.bind(backend_address)
-    backend.recv_multipart()  # the worker is there: from now on it can be addressed
+    backend.recv_multipart()  # the worker has connected, so the socket can route messages to it
     frontend.bind(frontend_address)
     poller = zmq.Poller()
     poller.register(frontend, zmq.POLLIN)
@@ -107,7 +107,7 @@ def _start(*arguments: str) -> subprocess.Popen[bytes]:
 
 
 def main() -> None:
-    """Run one of the two processes until it is killed."""
+    """Run the broker or the worker until it is killed."""
     role, mode, *arguments = sys.argv[1:]
     if role == "broker":
         broker(mode, *arguments)

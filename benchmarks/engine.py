@@ -27,10 +27,10 @@ from testkit.service import Service
 from weightd import Client
 
 WORKERS = 1
-IN_FLIGHT = 4  # requests for each worker: it never waits for one
-ROUNDS = 15  # of each model and each side, in turn
-REQUESTS = 50  # in a round
-_MORE = 10  # at its start, when caches and cores are still another's: they do not count
+IN_FLIGHT = 4  # requests for each worker, so that its queue is never empty
+ROUNDS = 15  # of each model and each side, alternating
+REQUESTS = 50  # per round
+_MORE = 10  # uncounted requests at the start of a round, until caches and cores have adapted to this side
 
 MODELS: Mapping[str, tuple[int, ...]] = {MLP: (MLP_WIDTH,), CONV: CONV_SHAPE, TRANSFORMER: TRANSFORMER_SHAPE}
 
@@ -39,14 +39,14 @@ MODELS: Mapping[str, tuple[int, ...]] = {MLP: (MLP_WIDTH,), CONV: CONV_SHAPE, TR
 class Engine(Result):
     """Requests per second, batch 1, medians of the rounds.
 
-    The other side is one process of the engine with its defaults and one thread, which does nothing but predict.
+    The other side is one engine process with default settings and one thread, which only runs predicts.
 
     Attributes:
-        rps: of one client of weightd over `transport`, with `in_flight` requests under way for each worker, by model.
-        bare_rps: of the bare process, times the workers, by model.
-        mlp_ratio, conv_ratio, transformer_ratio: the former by the latter, the median of the rounds.
-        worst_ratio: the least of these.
-        spreads: their quartiles, by model.
+        rps: requests/s of one client of weightd over `transport`, with `in_flight` requests for each worker, by model.
+        bare_rps: predicts/s of the bare process, multiplied by the number of workers, by model.
+        mlp_ratio, conv_ratio, transformer_ratio: `rps` divided by `bare_rps`, median of the rounds.
+        worst_ratio: the smallest of these ratios.
+        spreads: quartiles of the ratios, by model.
     """
 
     benchmark = "engine"
@@ -61,7 +61,7 @@ class Engine(Result):
     spreads: Mapping[str, tuple[float, float]]
 
     def targets(self) -> Sequence[Target]:
-        """Return the bounds: of one worker, for several share what memory can give."""
+        """Return the bounds for one worker; several workers share the memory bandwidth, so they have no bounds."""
         return (
             [Target(f"{name}_ratio", 0.97, at_least=True) for name in (*MODELS, "worst")] if self.workers == 1 else []
         )
@@ -78,7 +78,7 @@ class Engine(Result):
 
 
 def run(setup: Setup) -> Engine:
-    """Measure each model in turn, the bare engine before or after the worker."""
+    """Measure each model in turn; the worker and the bare engine alternate in going first."""
     rps: dict[str, list[float]] = {name: [] for name in MODELS}
     bare_rps: dict[str, list[float]] = {name: [] for name in MODELS}
     with contextlib.ExitStack() as stack:
@@ -117,7 +117,7 @@ def run(setup: Setup) -> Engine:
 
 
 def _weightd(client: Client, model: str, inputs: list[Arrays], workers: int, reference: Reference) -> float:
-    """Return requests per second, from one answer to another while more are asked for."""
+    """Return requests per second, from the last uncounted answer to the last answer."""
     more, count = _MORE * workers, REQUESTS * workers
     received: list[Arrays] = []
     begin = 0.0

@@ -58,27 +58,27 @@ from weightd_gateway.grpc.schema import INFERENCE_SERVICE as GRPC_SERVICE
 WORKERS = 1
 
 ROUNDS = 7
-ROUND_S = 1.0  # of B alone, and of B beside A
+ROUND_S = 1.0  # for B alone, and for B beside A
 SHARES_S = 30.0
 QUICK_ROUNDS, QUICK_ROUND_S, QUICK_SHARES_S = 3, 0.5, 5.0
 
 WEIGHTS = (1, 3, 10)
-BACKLOG = 32  # requests in flight of each of two tenants that always wait
-QUEUE = 64  # of the model whose queue A fills
-REQUESTS_WHILE_FULL = 36  # requests of B meanwhile
+BACKLOG = 32  # requests in flight of each of two tenants that always have queued requests
+QUEUE = 64  # maximum queue of the model whose queue A fills
+REQUESTS_WHILE_FULL = 36  # requests of B while the queue is full
 LARGE_BYTES = 8 * 1024 * 1024
 LONG_ROWS = 1024
 LONG_PREDICT_ROWS = 8000
-MAX_ROWS = 16  # of a request of A's, where there are tenants
+MAX_ROWS = 16  # of a request of A, if there are tenants
 CONNECTIONS = 3000
 MANY_USERS = 600
-SHARED_BYTES = 600_000  # of an array that goes through shared memory
-SPARSE_BYTES = 8 * 1024 * 1024  # of an input without pages, and of the room for its answer
+SHARED_BYTES = 600_000  # of an array that is passed in shared memory
+SPARSE_BYTES = 8 * 1024 * 1024  # of an input in unallocated shared memory, and of the region for its output
 SPARSE_OPEN_FDS = 50
-ENDINGS = 1000  # requests of A that end at one moment
+ENDINGS = 1000  # requests of A that end at the same time
 MEMORY_LIMIT = 768 * 1024 * 1024
-FRAMED_LENGTH = 131_072  # of a content that kills: 1 MiB
-JSON_ROWS = 16  # 20 KiB of JSON
+FRAMED_LENGTH = 131_072  # elements of an input that crashes workers: 1 MiB
+JSON_ROWS = 16  # rows of a request: 20 KiB of JSON
 MANY_FIELDS, MANY_VALUES = 1_000_000, 1_000_000
 POISON_WORKERS = 3
 POISON_S = 8.0
@@ -103,37 +103,40 @@ class Moment(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fairness(Result):
-    """Ratios are B's p50 beside A by its p50 alone, medians of the rounds; a part that was left out has None.
+    """Ratios of B's p50 beside A to its p50 alone, medians of the rounds; None for parts that were not measured.
 
     Attributes:
-        tenants: whether A and B are told apart; else there is no table [tenants].
-        p50_ratio_64: A has 64 requests in flight on the same model.
-        p50_ratio_1000: 1,000.
-        refused: of so many requests of B (`sent`) while A fills the queue.
-        large_ratio: A has 8 in flight of 8 MiB each, on another model.
-        long_batches_ratio: B's p99 while A has long batches on every worker, by its p99 alone and one batch of A's
-            `max_rows`.
-        long_batches_p99_s: this p99.
-        poison: B's errors while A sends poison.
-        poison_workers_lost: workers that were missing at once then, of three.
-        storms: the largest ratio of those in `storm_ratios`, by what A sends as much of as it can.
-        connections: how often B was hung up or refused while A opens 3,000.
-        share_error_percent: the largest of those in `share_errors`: by how much the share of the heavier of two
-            backlogged tenants differs from that of its weight.
-        work_conserving: requests per second of both together, by those of one alone.
-        curve_ratio: p50 of a small request over TCP with CURVE, by that without.
-        special_values: B's requests per second after A has sent ordinary values, by those after special ones.
+        tenants: whether A and B are separate tenants; otherwise there is no table [tenants].
+        p50_ratio_64: ratio while A has 64 requests in flight on the same model.
+        p50_ratio_1000: ratio while A has 1,000 requests in flight on the same model.
+        refused: rejected requests of B, out of `sent`, while A fills the queue.
+        sent: requests of B while A fills the queue.
+        large_ratio: ratio while A has 8 requests of 8 MiB each in flight, on another model.
+        long_batches_ratio: B's p99 while A runs long batches on every worker, divided by the sum of B's p99 alone and
+            the duration of a batch with the `max_rows` of A.
+        long_batches_p99_s: B's p99 while A runs long batches on every worker.
+        poison: B's errors while A sends inputs that crash workers.
+        poison_workers_lost: largest number of workers, out of three, that were missing at the same time.
+        storms: largest of the `storm_ratios`.
+        storm_ratios: ratios while A sends one kind of message as fast as it can, by kind.
+        connections: closed or rejected connections of B while A opens 3,000.
+        share_error_percent: largest of the `share_errors`.
+        share_errors: difference between the share of the tenant with the larger weight and the share that its weight
+            demands, in percent of the latter, while both tenants always have queued requests.
+        work_conserving: requests per second of both tenants together, divided by one tenant's alone.
+        curve_ratio: p50 of a small request over TCP with CURVE, divided by p50 without CURVE.
+        special_values: B's requests per second after A has sent ordinary values, divided by those after special values.
         attack_p50_ratio: the largest ratio of B's p50 during an attack to its p50 before the attack.
         attack_p99_excess_ms: the largest difference between B's p99 during an attack and before the attack.
         attack_after_p50_ratio: the largest ratio of B's p50 one second after an attack to its p50 before the attack.
         attack_failed: requests of B that failed or were refused during and after all attacks.
         attacks: B's latency before, during and one second after each attack.
-        gateway_mib: PSS of the gateway in MiB, likewise.
+        gateway_mib: PSS of the gateway in MiB before, during and one second after each attack.
         log_lines: lines that the daemon logged during the attacks on its log.
-        events_lost: of the events of B and of the daemon before them, those that the daemon had forgotten afterwards.
+        events_lost: events from before these attacks that the daemon no longer had after them.
         sparse_bytes: memory that the service has allocated in memfds of A.
-        memory_kills: processes of the service that the kernel has killed at a limit of memory.
-        seconds: p50 of B alone and beside A, of each part.
+        memory_kills: processes of the service that the kernel killed because of a memory limit.
+        seconds: p50 of B alone and beside A, by part.
         spreads: quartiles of the ratios.
     """
 
@@ -174,7 +177,7 @@ class Fairness(Result):
     spreads: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict[str, tuple[float, float]])
 
     def targets(self) -> Sequence[Target]:
-        """Return the bounds of what was measured."""
+        """Return the bounds of the measured parts."""
         bounds = [
             Target("p50_ratio_64", 2.2),
             Target("p50_ratio_1000", 2.2),
@@ -201,7 +204,7 @@ class Fairness(Result):
 
     def rows(self) -> Sequence[tuple[str, str]]:
         """Return the table."""
-        rows = [("told apart", "yes" if self.tenants else "no, without [tenants]")]
+        rows = [("separate tenants", "yes" if self.tenants else "no, without [tenants]")]
         for part, (alone, beside) in self.seconds.items():
             low, high = self.spreads[part]
             rows.append(
@@ -229,7 +232,7 @@ class Fairness(Result):
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What is measured, and for how long."""
+    """Number and duration of the rounds."""
 
     setup: Setup
 
@@ -242,7 +245,7 @@ class _Plan:
         return QUICK_ROUND_S if self.setup.quick else ROUND_S
 
     def tenants(self, **weights: float) -> dict[str, dict[str, object]]:
-        """Return the tables of A and B, and of one who never asks."""
+        """Return the tables of A and B, of an idle tenant and of the watcher; empty without tenants."""
         if not self.setup.tenants:
             return {}
         given = {"a": 1.0, "b": 1.0, **weights}
@@ -251,14 +254,14 @@ class _Plan:
             "b": {"uids": [users.BOB], "weight": given["b"]},
             "idle": {"uids": [users.CAROL], "weight": 5.0},
         }
-        # The ZeroMQ proxies of this benchmark ask in nobody's name, and who watches it is root.
+        # The benchmark itself, which reads the status, runs as root.
         tables["watcher"] = {"uids": [0], "may": ["infer", "status", "operate"]}
         return tables
 
 
 @dataclasses.dataclass(frozen=True)
 class _RequestSample:
-    """What B asks, and the right answers."""
+    """B's requests with the correct answers."""
 
     model: str
     inputs: Sequence[Arrays]
@@ -267,14 +270,14 @@ class _RequestSample:
 
 @dataclasses.dataclass(frozen=True)
 class _ConnectedService:
-    """A daemon, and the two of them connected."""
+    """A daemon, and the processes of A and B connected to it."""
 
     service: Service
     a: User
     b: User
 
     def measure(self, sample: _RequestSample, seconds: float, min_count: int = 3) -> LoadResult:
-        """Have B ask for so long."""
+        """Let B send requests for `seconds`, and at least `min_count`."""
         return _checked(self.b.do(loads.ask, sample.model, sample.inputs, sample.answers, seconds, min_count))
 
 
@@ -283,9 +286,9 @@ Part = Callable[[_Plan], Found]
 
 
 def run(setup: Setup) -> Fairness:
-    """Measure the parts that were chosen."""
+    """Measure the selected parts."""
     if os.getuid() != 0:
-        raise UnavailableError("fairness: only root can start processes of two other users")
+        raise UnavailableError("fairness: must run as root, to start processes of two other users")
     plan = _Plan(setup)
     found: Found = {"n": 0, "seconds": {}, "spreads": {}}
     for name, part in PARTS.items():
@@ -309,7 +312,7 @@ def run(setup: Setup) -> Fairness:
 def _in_flight(key: str, count: int) -> Part:
     def part(plan: _Plan) -> Found:
         sample = _make_sample(TRANSFORMER, plan, *TRANSFORMER_SHAPE)
-        # 1,000 in flight are to be that many.
+        # The queue must accept 1,000 requests.
         with _stage(plan, {TRANSFORMER: {"max_queue": 2000}}) as stage:
             a = (loads.keep, TRANSFORMER, sample.inputs, count)
             found, timings = _compared(plan, stage, sample, a, f"{count} in flight")
@@ -349,7 +352,7 @@ def _long_batches(plan: _Plan) -> Found:
         if tenants:
             with contextlib.suppress(RequestError):
                 stage.a.ask("infer", MLP, long[0])
-                raise DifferenceError(f"a request of {LONG_ROWS} rows is taken where max_rows is {MAX_ROWS}")
+                raise DifferenceError(f"expected a rejected request: {LONG_ROWS} rows exceed max_rows, {MAX_ROWS}")
         stage.a.begin(loads.keep, MLP, short if tenants else long, 4)
         stage.a.wait_for_report()
         beside = stage.measure(sample, plan.rounds * plan.round_s, 10)
@@ -375,7 +378,7 @@ def _poison(plan: _Plan) -> Found:
         stage.a.wait_for_report()
         result = stage.measure(sample, seconds)
         outcomes = stage.a.end().outcomes
-    progress(f"A's poison ended in {outcomes}, B's requests in {result.outcomes}")
+    progress(f"outcomes of A's requests {outcomes}, of B's requests {result.outcomes}")
     return {
         "poison": _failed(result),
         "poison_workers_lost": POISON_WORKERS - watch.min_ready,
@@ -414,12 +417,12 @@ def _connections(plan: _Plan) -> Found:
                 bad += _failed(stage.measure(sample, 0.0, 10))
             except RequestError:
                 bad += 1
-        progress(f"A has {stage.a.end()}, B {result.outcomes}")
+        progress(f"connections of A {stage.a.end()}, outcomes of B's requests {result.outcomes}")
     return {"connections": bad, "n": CONNECTIONS}
 
 
 def _computing(plan: _Plan) -> Found:
-    """A keeps one core busy and sends nothing. Attacks are compared to this control."""
+    """Measure the control for the attacks: A keeps one core busy and sends nothing."""
     tiny, mlp = _make_sample(TINY, plan, TINY_WIDTH), _make_sample(MLP, plan, MLP_WIDTH)
     attacks: dict[str, Attack] = {}
     with (
@@ -460,14 +463,14 @@ def _connection_storm(plan: _Plan) -> Found:
 
 
 class _FewDescriptors(Service):
-    """A service with the limit of descriptors that a program has by default."""
+    """A service with the default limit of file descriptors."""
 
     def _popen(self, command: list[str]) -> subprocess.Popen[str]:
         return super()._popen(["prlimit", "--nofile=1024:1024", *command])
 
 
 def _many_users(plan: _Plan) -> Found:
-    """Many users of no tenant take all places for connections, each with one, and B asks over one and over another."""
+    """Many users without a tenant open a connection each, up to the limit; B uses an old and a new connection."""
     sample = _make_sample(TINY, plan, TINY_WIDTH)
     attacks: dict[str, Attack] = {}
     with _stage(plan, {TINY: {}}, service=_FewDescriptors) as stage, User(0) as root, User(users.BOB) as other:
@@ -481,7 +484,7 @@ def _many_users(plan: _Plan) -> Found:
 
 
 def _gateway(plan: _Plan) -> Found:
-    """A floods the gateway over gRPC and HTTP, without a token but for the JSON; B asks it over both."""
+    """A floods the gateway over gRPC and HTTP, with a token only for JSON; B sends requests over both."""
     sample = _make_sample(TINY, plan, TINY_WIDTH)
     attacks: dict[str, Attack] = {}
     memory: dict[str, tuple[float, float, float]] = {}
@@ -504,7 +507,7 @@ def _gateway(plan: _Plan) -> Found:
 
 
 def _gateway_helper(plan: _Plan) -> Found:
-    """A sends requests whose parsing takes long; B sends JSON that the gateway parses beside its event loop, too."""
+    """A sends requests that take long to parse; B sends JSON, which the gateway also parses outside its event loop."""
     sample = _make_sample(TINY, plan, TINY_WIDTH, rows=JSON_ROWS)
     imports = ("encodings.idna", "encodings.raw_unicode_escape", "grpc")
     attacks: dict[str, Attack] = {}
@@ -535,7 +538,7 @@ def _gateway_helper(plan: _Plan) -> Found:
 
 
 def _expensive_messages() -> Mapping[str, bytes]:
-    """Return requests of many small fields, and of as many values as there may be."""
+    """Return a request with many small fields, and one with many values."""
     tensor = {"name": "x", "datatype": "FP32", "shape": [1, MANY_VALUES]}
     many: dict[str, Any] = {"parameters": {str(number): {} for number in range(MANY_FIELDS)}}
     values = {"contents": {"fp32_contents": [0.5] * MANY_VALUES}}
@@ -547,7 +550,7 @@ def _expensive_messages() -> Mapping[str, bytes]:
 
 @contextlib.contextmanager
 def _gateway_process(stage: _ConnectedService, directory: str) -> Generator[GatewayProcess, None, None]:
-    """Run a gateway that knows the tokens "a" and "b"."""
+    """Run a gateway with the tokens "a" and "b"."""
     tokens = Path(directory, "tokens")
     tokens.write_text("".join(f"{hashlib.sha256(name.encode()).hexdigest()} - {name}\n" for name in "ab"), "utf-8")
     tables = {"gateway": {"tokens": str(tokens), "anonymous": ""}}
@@ -556,7 +559,7 @@ def _gateway_process(stage: _ConnectedService, directory: str) -> Generator[Gate
 
 
 def _floods(ports: Mapping[str, int]) -> Mapping[str, Sequence[Any]]:
-    """Return what A does to a gateway, by name."""
+    """Return A's loads on a gateway, by name."""
     floods: dict[str, Sequence[Any]] = {
         f"gRPC {kind}": (loads.pour, ports["grpc"], loads.HTTP2 + begins, repeats)
         for kind, (begins, repeats) in loads.HTTP2_FLOODS.items()
@@ -568,7 +571,7 @@ def _floods(ports: Mapping[str, int]) -> Mapping[str, Sequence[Any]]:
 
 
 def _json_post(count: int) -> bytes:
-    """Return an HTTP request of A with so many values in JSON."""
+    """Return an HTTP request of A with `count` values in JSON."""
     shape, values = b'"shape":[1,%d]' % count, (count - 1) * b"0.125," + b"1"
     body = b'{"inputs":[{"name":"x","datatype":"FP32",%s,"data":[%s]}]}' % (shape, values)
     lines = (
@@ -581,7 +584,7 @@ def _json_post(count: int) -> bytes:
 
 
 def _gateway_sample(protocol: str, port: int, sample: _RequestSample) -> loads.GatewayRequest:
-    """Return a sample to the gateway over "grpc" or "http" with binary tensors, or "json" over HTTP."""
+    """Return the sample as requests to the gateway: "grpc" or "http" with binary tensors, or "json" over HTTP."""
     bearer = {"authorization": "Bearer b"}
     requests: list[bytes] = []
     ends = [next(iter(answer.values())).tobytes() for answer in sample.answers]
@@ -614,7 +617,7 @@ def _look(sizes: list[float], pid: int, moment: str) -> None:
 
 
 def _descriptors(plan: _Plan) -> Found:
-    """A sends descriptors whose close waits; B's arrays go through shared memory, whose descriptors B sends."""
+    """A sends descriptors whose close blocks; B sends descriptors of shared memory with its arrays."""
     sample = _make_sample(LARGEST, plan, SHARED_BYTES // 4)
     with _stage(plan, {LARGEST: {}}) as stage:
         attack = _attack(plan, stage, sample, (loads.pass_unclosable, f"{stage.service.address}.unix"), renew=True)
@@ -622,15 +625,15 @@ def _descriptors(plan: _Plan) -> Found:
 
 
 def _kernel_buffers(plan: _Plan) -> Found:
-    """A asks over thousands of connections and reads nothing: the kernel keeps the answers."""
+    """A sends requests over thousands of connections and reads no answers, which fill the kernel's buffers."""
     sample = _make_sample(TINY, plan, TINY_WIDTH)
     with _stage(plan, {TINY: {}}) as stage:
         attack = _attack(plan, stage, sample, (loads.hoard, f"{stage.service.address}.unix", TINY))
-    return {"attacks": {"answers that nobody reads": attack}, "n": attack.request_count}
+    return {"attacks": {"unread answers, many connections": attack}, "n": attack.request_count}
 
 
 def _log_flood(plan: _Plan) -> Found:
-    """A has each of its connections hung up for what it has sent, which the daemon logs."""
+    """A sends invalid data, so that the daemon closes each of its connections and logs the reason."""
     sample = _make_sample(TINY, plan, TINY_WIDTH)
     attacks: dict[str, Attack] = {}
     lines = 0
@@ -639,13 +642,13 @@ def _log_flood(plan: _Plan) -> Found:
         stage.b.do(loads.garbage, unix, 0.0)
         before = _events(watcher)
         if not any(f"uid {users.BOB}" in each for each in before):
-            raise UnavailableError("fairness: no event tells of what B did")
+            raise UnavailableError("fairness: expected an event about B's invalid data, got none")
         for name, load in {"Unix": (loads.garbage, unix), "ZeroMQ": (loads.overlong, zeromq)}.items():
             count = stage.service.log.count("\n")
             attacks[f"log flood, {name}"] = _attack(plan, stage, sample, load)
             more = stage.service.log.count("\n") - count
             lines += more
-            progress(f"{more} lines of the log")
+            progress(f"log lines: {more}")
         after = _events(watcher)
     return {
         "attacks": attacks,
@@ -667,7 +670,7 @@ def _events(client: Client) -> list[str]:
 
 
 def _long_predicts(plan: _Plan) -> Found:
-    """A keeps requests in flight that take seconds each, to a model with two workers whose requests are never split."""
+    """A keeps requests of several seconds each in flight, for a model with two workers and without splitting."""
     sample = _make_sample(MLP, plan, MLP_WIDTH)
     long = material.inputs(MLP_WIDTH, count=1, rows=LONG_PREDICT_ROWS)
     attacks: dict[str, Attack] = {}
@@ -680,7 +683,7 @@ def _long_predicts(plan: _Plan) -> Found:
 
 
 def _sparse(plan: _Plan) -> Found:
-    """A has workers read and write memory of A that has no pages, and keeps it after it is unregistered."""
+    """A registers unallocated shared memory for inputs and outputs, and keeps it open after unregistering it."""
     sample = _make_sample(TINY, plan, TINY_WIDTH)
     with _stage(plan, {TINY: {}, LARGEST: {}, RELU: {}}) as stage:
         path = f"{stage.service.address}.unix"
@@ -698,7 +701,10 @@ def _sparse(plan: _Plan) -> Found:
 
 
 def _framed(plan: _Plan) -> Found:
-    """A kills workers by contents in its shared memory, and replaces them by B's before the daemon has read them."""
+    """A crashes workers with inputs in shared memory, and overwrites them with B's inputs before the daemon reads them.
+
+    The daemon must not put B's inputs in quarantine.
+    """
     inputs = [{"a": np.arange(1, FRAMED_LENGTH + 1, dtype=np.int64) + number} for number in range(4)]
     sample = _RequestSample(POISONED, inputs, [{"y": -each["a"]} for each in inputs])
     with _stage(plan, {POISONED: {"path": _poisoned(), "workers": POISON_WORKERS}}) as stage:
@@ -709,7 +715,7 @@ def _framed(plan: _Plan) -> Found:
 
 
 def _memory_limit(plan: _Plan) -> Found:
-    """The service has a limit of memory, and A tries to make it use more than that."""
+    """A tries to make the service exceed its memory limit."""
     sample = _make_sample(TINY, plan, TINY_WIDTH)
     large = material.inputs(LARGE_BYTES // 4, count=2)
     attacks: dict[str, Attack] = {}
@@ -737,7 +743,7 @@ def _memory_limit(plan: _Plan) -> Found:
             kills[name] = group.kills - before
             progress(f"killed by the kernel: {kills[name]}; peak so far {group.peak >> 20} MiB")
         if stage.service.status().pid != daemon:
-            raise UnavailableError("fairness: the daemon did not survive")
+            raise UnavailableError("fairness: the daemon was killed")
     return {
         "attacks": attacks,
         "memory_kills": sum(kills.values()),
@@ -746,7 +752,7 @@ def _memory_limit(plan: _Plan) -> Found:
 
 
 def _slow_headers(plan: _Plan) -> Found:
-    """A, or a user of no tenant, sends headers that are costly to unpack, on the Unix socket and over ZeroMQ."""
+    """A, or a user without a tenant, sends headers that are slow to unpack, on the Unix socket and over ZeroMQ."""
     sample = _make_sample(TINY, plan, TINY_WIDTH)
     attacks: dict[str, Attack] = {}
     with _stage(plan, {TINY: {}}) as stage, User(users.DAVE) as stranger:
@@ -756,12 +762,12 @@ def _slow_headers(plan: _Plan) -> Found:
             load = (loads.slow_headers, address, TINY)
             attacks[f"slow headers, {name}"] = _attack(plan, stage, sample, load)
             outside = dataclasses.replace(stage, a=stranger)
-            attacks[f"slow headers of no tenant, {name}"] = _attack(plan, outside, sample, load)
+            attacks[f"slow headers without a tenant, {name}"] = _attack(plan, outside, sample, load)
     return {"attacks": attacks, "n": sum(each.request_count for each in attacks.values())}
 
 
 def _special_values(plan: _Plan) -> Found:
-    """A sends rows of signalling NaNs to a model whose answers to them depend on the batch."""
+    """A sends rows of signalling NaNs, for which the outputs of the model depend on the batch."""
     path = _written(FLOORED, functools.partial(models.floored, width=TINY_WIDTH))
     inputs = material.inputs(TINY_WIDTH)
     sample = _RequestSample(FLOORED, inputs, [{"y": np.floor(each["x"])} for each in inputs])
@@ -776,7 +782,7 @@ def _special_values(plan: _Plan) -> Found:
             return float(ended.outcomes[OK] / ended.busy_s)
 
         def beside(values: Sequence[Arrays]) -> float:
-            """Return B's rate after rows of both were in one batch."""
+            """Return B's rate after batches with rows of both tenants."""
             stage.a.begin(loads.keep, FLOORED, values, BACKLOG)
             stage.a.wait_for_report()
             rate()
@@ -786,7 +792,7 @@ def _special_values(plan: _Plan) -> Found:
         before = beside(inputs)
         attack = _attack(plan, stage, sample, (loads.keep, FLOORED, special, BACKLOG))
         after = beside(special)
-    progress(f"B has {before:.0f} requests/s after ordinary values of A, {after:.0f} after special ones")
+    progress(f"B: {before:.0f} requests/s after ordinary values of A, {after:.0f} after special values")
     return {"attacks": {"special values": attack}, "special_values": before / after, "n": attack.request_count}
 
 
@@ -814,7 +820,7 @@ def _cancellations(plan: _Plan) -> Found:
 
 
 def _costly_replies(plan: _Plan) -> Found:
-    """A asks for what is costly to answer, over the Unix socket and over ZeroMQ, of a service with many models."""
+    """A sends requests for status, metrics and events to a service with many models, which are slow to answer."""
     sample = _make_sample(TINY, plan, TINY_WIDTH)
     attacks: dict[str, Attack] = {}
     others = {f"other{number}": {"workers": 1, **_path(TINY, plan)} for number in range(20)}
@@ -828,7 +834,7 @@ def _costly_replies(plan: _Plan) -> Found:
 
 
 def _endings(plan: _Plan) -> Found:
-    """A queues requests for a slow model and has all of them end at one moment, or has many reach their deadlines."""
+    """A queues requests for a slow model and makes all of them end at the same time, or by their deadlines."""
     sample = _make_sample(TINY, plan, TINY_WIDTH)
     (inputs,) = material.inputs(MLP_WIDTH, count=1)
     attacks: dict[str, Attack] = {}
@@ -926,7 +932,7 @@ def _curve(plan: _Plan) -> Found:
 
 
 def _slot_seconds(service: Service) -> dict[str, float]:
-    """Return what each tenant has had so far, as the daemon's accounts say; nothing where nobody is told apart."""
+    """Return the slot seconds of each tenant from the daemon's accounts; empty without tenants."""
     with service.client() as client:
         tenants = client.status().tenants
     return {each.name: sum(account.slot_seconds for account in each.accounts) for each in tenants}
@@ -945,7 +951,7 @@ def _stage(
     tenants: Mapping[str, Mapping[str, object]] | None = None,
     service: Callable[..., Service] = Service,
 ) -> Generator[_ConnectedService, None, None]:
-    """Serve these models to A and B; a file and workers are chosen where the table has none."""
+    """Serve models to A and B; tables without `path` or `workers` get defaults."""
     tables = {
         name: {"workers": plan.setup.workers, **({} if "path" in table else _path(name, plan)), **table}
         for name, table in tables.items()
@@ -967,12 +973,12 @@ def _path(name: str, plan: _Plan) -> dict[str, object]:
 
 
 def _poisoned() -> Path:
-    """A model that dies of some inputs, whatever the engine of the others."""
+    """Return the path of a model that crashes on some inputs; it is always for ONNX Runtime."""
     return _written(POISONED, models.negated)
 
 
 def _written(name: str, write: Callable[[Path], Path]) -> Path:
-    """Return the path of a model of ONNX Runtime, written if it does not exist."""
+    """Return the path of a model for ONNX Runtime, writing the file if it does not exist."""
     path = material.model(TINY, material.ENGINES[0]).with_name(f"{name}.onnx")
     return path if path.exists() else write(path)
 
@@ -980,7 +986,7 @@ def _written(name: str, write: Callable[[Path], Path]) -> Path:
 def _compared(
     plan: _Plan, stage: _ConnectedService, sample: _RequestSample, load: Sequence[Any], name: str
 ) -> tuple[float, Found]:
-    """Measure B alone and beside A in turn; return the ratio, and what is told of it."""
+    """Measure B alone and beside A in turn; return the ratio, and the details for the result."""
     alone: list[float] = []
     beside: list[float] = []
     count = 0
@@ -992,7 +998,7 @@ def _compared(
         pressed = stage.measure(sample, plan.round_s)
         stage.a.end()
         if not (result.seconds and pressed.seconds):
-            raise UnavailableError(f"fairness: {name}: B is not answered: {pressed.outcomes}")
+            raise UnavailableError(f"fairness: {name}: B got no answers: {pressed.outcomes}")
         alone.append(_p50(result))
         beside.append(_p50(pressed))
         count += len(result.seconds) + len(pressed.seconds)
@@ -1004,7 +1010,14 @@ def _compared(
 
 @dataclasses.dataclass(frozen=True)
 class Attack:
-    """B's latency before, during and one second after an attack, its requests in all phases, and what A's load told."""
+    """Result of an attack: B's latency before, during and one second after it, and B's requests in all phases.
+
+    Attributes:
+        moments: latency before, during and one second after the attack.
+        request_count: requests of B.
+        failed: failed requests of B.
+        load_result: result of A's load.
+    """
 
     moments: tuple[Moment, Moment, Moment]
     request_count: int
@@ -1023,7 +1036,7 @@ def _attack(
 ) -> Attack:
     """Measure B alone, while A runs `load`, and from one second after A has stopped.
 
-    With `renew` B connects again once the attack has begun. `others` run the load beside A.
+    With `renew`, B connects again after the attack has begun. `others` run the load in addition to A.
     """
 
     def at(moment: str) -> None:
@@ -1042,7 +1055,11 @@ def _attack_on(
     at: Callable[[str], None] = lambda _: None,
     others: Sequence[User] = (),
 ) -> Attack:
-    """Do so with what B asks for so many seconds; `at` is called at "alone", "begun", "during" and "after"."""
+    """Measure an attack as `_attack` does, with a function that makes B send requests for a number of seconds.
+
+    `at` is called with "alone", "during" and "after" at the end of these phases, and with "begun" after the attack has
+    begun.
+    """
     attackers = [stage.a, *others]
     seconds = 2 * plan.round_s
     ask(0.2)
@@ -1064,7 +1081,7 @@ def _attack_on(
     before, during, after = (Moment(_p50(each), percentile(each.seconds, 99)) for each in phases)
     progress(f"B: {before} alone, {during} during the attack, {after} one second after the attack")
     if any(map(_failed, phases)):
-        progress(f"B's requests ended in {[each.outcomes for each in phases]}")
+        progress(f"outcomes of B's requests {[each.outcomes for each in phases]}")
     count = sum(sum(each.outcomes.values()) for each in phases)
     return Attack((before, during, after), count, sum(map(_failed, phases)), load_results[0])
 
@@ -1091,7 +1108,7 @@ def _p50(result: LoadResult) -> float:
 
 def _checked(result: LoadResult) -> LoadResult:
     if result.outcomes.get(WRONG):
-        raise DifferenceError(f"{result.outcomes[WRONG]} of B's answers are not the bare engine's")
+        raise DifferenceError(f"{result.outcomes[WRONG]} of B's answers differ from the bare engine's")
     return result
 
 
@@ -1100,10 +1117,7 @@ def _failed(result: LoadResult) -> int:
 
 
 class _Watch:
-    """Looks how many workers of a model are READY, as long as the block lasts.
-
-    `min_ready` is the least that was seen.
-    """
+    """Counts the READY workers of a model until the end of the block; `min_ready` is the smallest number."""
 
     def __init__(self, service: Service) -> None:
         self.min_ready = POISON_WORKERS

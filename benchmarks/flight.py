@@ -1,4 +1,4 @@
-"""A constant number of requests in flight: each answer starts the next request, in any order."""
+"""Load with a constant number of requests in flight: each answer starts the next request, in any order."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from benchmarks.material import Arrays, Reference
 from benchmarks.mosec_server import MosecClient, MosecServer
 from weightd.aio import AsyncClient
 
-# Seconds of a round.
+# Uncounted seconds at the start of a round.
 _WARM_UP_S = 0.3
 
-# Returns the seconds when answers came (time.perf_counter), and those with the number of their input, until a moment.
+# Sends requests until a time (time.perf_counter); returns for each answer its time, the index of its input, and itself.
 Fly = Callable[[float], Sequence[tuple[float, int, Arrays]]]
 
 
 def requests_per_second(fly: Fly, seconds: float, reference: Reference) -> float:
-    """Keep requests under way for so long; check the answers afterwards.
+    """Keep requests in flight for `seconds`; check the answers afterwards.
 
-    The time is that from one answer to another, so that no request counts of which but a part was done in it.
+    The measured time begins and ends with an answer, so that requests that ran only partly within it do not count.
     """
     begin = time.perf_counter() + _WARM_UP_S
     answers = fly(begin + seconds)
@@ -33,7 +33,7 @@ def requests_per_second(fly: Fly, seconds: float, reference: Reference) -> float
 
 
 def weightd(address: str, model: str, inputs: Sequence[Arrays], in_flight: int) -> Fly:
-    """Return what asks one model of weightd: a client with as many tasks as requests are to be under way."""
+    """Return a load on a model of weightd: one client with a task for each request in flight."""
 
     async def task(client: AsyncClient, own: int, end: float, answers: list[tuple[float, int, Arrays]]) -> None:
         index = own
@@ -54,7 +54,7 @@ def weightd(address: str, model: str, inputs: Sequence[Arrays], in_flight: int) 
 
 
 def mosec(server: MosecServer, inputs: Sequence[Arrays], in_flight: int) -> Fly:
-    """Return what asks a mosec server: as many connections that are kept alive, in one thread that waits for all."""
+    """Return a load on a mosec server: a persistent connection for each request in flight, all in one thread."""
 
     def fly(end: float) -> Sequence[tuple[float, int, Arrays]]:
         with contextlib.ExitStack() as stack, selectors.EpollSelector() as selector:

@@ -52,18 +52,18 @@ _HEADER_LENGTH = re.compile(rb"\r\ninference-header-content-length: (\d+)\r\n", 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gateway(Result):
-    """Ratios are the gateway's p50 by the other's, medians over the rounds.
+    """Ratios of p50, the gateway divided by another server, medians over the rounds.
 
     Attributes:
-        grpc_to_mlserver: a tiny request by gRPC, to one that has a process for its models.
-        grpc_to_mlserver_alone: to one that runs them in itself.
-        http_to_pytriton: by HTTP with binary tensors.
-        http_to_mosec: a tiny request by raw HTTP.
-        grpc_600k_to_mlserver: the first with an input of 600 KB, which is answered by one number.
-        grpc_600k_to_mlserver_alone: likewise.
-        http_600k_to_pytriton: likewise.
-        http_600k_to_mosec: likewise.
-        p50_us: of each server and way, medians of the rounds.
+        grpc_to_mlserver: tiny requests over gRPC; MLServer with a separate process for its models.
+        grpc_to_mlserver_alone: tiny requests over gRPC; MLServer with the models in its own process.
+        http_to_pytriton: tiny requests over HTTP with binary tensors.
+        http_to_mosec: tiny requests over HTTP with raw bytes.
+        grpc_600k_to_mlserver: as `grpc_to_mlserver`, with an input of 600 KB and one number as output.
+        grpc_600k_to_mlserver_alone: as `grpc_to_mlserver_alone`, with an input of 600 KB.
+        http_600k_to_pytriton: as `http_to_pytriton`, with an input of 600 KB.
+        http_600k_to_mosec: as `http_to_mosec`, with an input of 600 KB.
+        p50_us: p50 of each server and protocol, medians of the rounds.
         spreads: quartiles of the ratios.
     """
 
@@ -110,7 +110,7 @@ _SIZES: Mapping[str, tuple[str, int, int]] = {
 
 
 def run(setup: Setup) -> Gateway:
-    """Measure rounds of requests to each in turn."""
+    """Measure rounds of requests to each server in turn."""
     sizes = {suffix: _Size(model, material.inputs(width), count) for suffix, (model, width, count) in _SIZES.items()}
     paths = {each.model: material.model(each.model, material.ENGINES[0]) for each in sizes.values()}
     references: dict[str, Reference] = {}
@@ -125,7 +125,7 @@ def run(setup: Setup) -> Gateway:
         triton_client = stack.enter_context(TritonClient(pairs))
         found: dict[str, Server] = {}
         for name, serve in _SERVE.items():
-            progress(f"{name} starts")
+            progress(f"starting {name}")
             found[name] = stack.enter_context(serve(paths, setup.workers))
         mosecs: dict[str, Callable[[Arrays], Arrays]] = {}
         raws: dict[str, Callable[[Arrays], Arrays]] = {}
@@ -170,15 +170,15 @@ def _result(setup: Setup, rounds: int, p50: Mapping[str, list[float]]) -> Gatewa
 
 
 class RawBinary:
-    """The Open Inference Protocol's binary tensors by a client that looks at nothing but lengths.
+    """Minimal client for binary tensors of the Open Inference Protocol, which parses only lengths and shapes.
 
     Args:
         http: the connection.
-        model: its name.
-        prefix: what stands before the protocol's own paths.
+        model: name of the model.
+        prefix: prefix of the protocol's paths.
 
     Attributes:
-        http: as above.
+        http: the connection.
     """
 
     def __init__(self, http: RawHttp, model: str, prefix: str = "") -> None:
@@ -191,7 +191,7 @@ class RawBinary:
         reply = self.http.answer()
         found = _HEADER_LENGTH.search(reply.head)
         if found is None:
-            raise ConnectionError(f"no binary answer: {bytes(reply.body[:200])!r}")
+            raise ConnectionError(f"expected an answer with binary tensors, got {bytes(reply.body[:200])!r}")
         size = int(found[1])
         (output,) = json.loads(bytes(reply.body[:size]))["outputs"]
         return {"y": np.frombuffer(reply.body, np.float32, offset=size).reshape(output["shape"])}

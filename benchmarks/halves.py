@@ -19,10 +19,10 @@ _CHILD = Path(__file__).with_name("halves_child.py")
 
 
 class Halves:
-    """One process for each of `cores`, with `model`, of which x and y are FP32 of `shape`, rows first.
+    """One process for each of `cores` with `model`, whose input x and output y are FP32 of `shape`, rows first.
 
-    What a script would do that is written for this alone: rows go into shared memory, a byte tells each process to
-    run its share of them, another that its share of the answer is there.
+    Like a script written only for this purpose: it copies the rows into shared memory and sends each process a byte;
+    each process runs its share of the rows and replies with a byte when its share of the output is in shared memory.
     """
 
     def __init__(self, model: Path, shape: Sequence[int], cores: Sequence[int]) -> None:
@@ -32,7 +32,7 @@ class Halves:
 
     def __enter__(self) -> Halves:
         nbytes = 4 * int(np.prod(self._shape))
-        # A name for the children to open, gone as soon as they have.
+        # The children open the file by its name, which is removed as soon as they have done so.
         with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
             os.truncate(file.fileno(), 2 * nbytes)
             memory = mmap.mmap(file.fileno(), 2 * nbytes)
@@ -54,7 +54,7 @@ class Halves:
             process.communicate()
 
     def infer(self, x: NDArray[Any], count: int) -> NDArray[Any]:
-        """Return y, of which each of the first `count` processes computes an equal share."""
+        """Run the model on x; each of the first `count` processes computes an equal share of y."""
         self._x[:] = x
         for process in self._processes[:count]:
             assert process.stdin
@@ -72,4 +72,4 @@ class Halves:
         for process in self._processes[:count]:
             assert process.stdout
             if not process.stdout.read(1):
-                raise ChildProcessError(f"a process of the bare script ended with status {process.wait()}")
+                raise ChildProcessError(f"a process of the bare script exited with status {process.wait()}")

@@ -2,7 +2,8 @@
 
     python halves_child.py MODEL MEMORY SHAPE INDEX CORE
 
-Each byte of stdin is the number of processes that share the rows; it is answered by one when y is there.
+Each byte of stdin is the number of processes that share the rows. The process replies with one byte when its share of
+y is complete.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 
 def main() -> None:
-    """Build, then compute until stdin ends."""
+    """Build the model, then run it for each byte of stdin until stdin ends."""
     model, memory, shape, index, core = sys.argv[1:]
     os.sched_setaffinity(0, {int(core)})
     import onnxruntime

@@ -18,24 +18,24 @@ from testkit.plain import PlainProcess
 from testkit.service import Service
 
 WORKERS = 1
-ROUNDS = 20  # of each, in turn
-REQUESTS = 250  # in a round
-HEADER = bytes(128)  # of the echo's request and answer: one frame, which is less than weightd has
+ROUNDS = 20  # of each side, alternating
+REQUESTS = 250  # per round
+HEADER = bytes(128)  # of the echo's request and answer: one frame, shorter than the headers of weightd
 
 _BOUNDS = {"unix": 0.8, "zmq": 1.6}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latency(Result):
-    """Figures in microseconds, each the median of the rounds' percentiles; ratios are those of p50, round by round.
+    """Latencies in microseconds, medians of the rounds' percentiles; ratios of p50, compared round by round.
 
     Attributes:
-        p50_us: a request to weightd over `transport`, in the client, from array to array.
+        p50_us: a request to weightd over `transport`, measured in the client from input array to output array.
         proxy_p50_us: the same over ZeroMQ, through the proxy.
-        two_hop_p50_us: frames of the same sizes over ZeroMQ to a worker and back, with nothing done on the way.
-        ratio: the first by the last.
-        proxy_ratio: the second by the last.
-        bare_predict_us: what the engine alone takes of p50_us; the echo has no such part.
+        two_hop_p50_us: frames of the same sizes over ZeroMQ to a worker and back, without any processing.
+        ratio: `p50_us` divided by `two_hop_p50_us`.
+        proxy_ratio: `proxy_p50_us` divided by `two_hop_p50_us`.
+        bare_predict_us: the part of `p50_us` that the engine takes; the echo runs no engine.
     """
 
     benchmark = "latency"
@@ -61,7 +61,7 @@ class Latency(Result):
             (f"weightd over {self.transport}", f"p50 {self.p50_us:5.0f} us   p99 {self.p99_us:5.0f} us"),
             ("weightd through the ZeroMQ proxy", f"p50 {self.proxy_p50_us:5.0f} us"),
             ("two-hop echo", f"p50 {self.two_hop_p50_us:5.0f} us   p99 {self.two_hop_p99_us:5.0f} us"),
-            ("the engine's part", f"p50 {self.bare_predict_us:5.0f} us"),
+            ("of which the engine", f"p50 {self.bare_predict_us:5.0f} us"),
             ("ratio", spread(self.ratio_spread)),
             ("proxy_ratio", spread(self.proxy_ratio_spread)),
         ]

@@ -1,4 +1,4 @@
-"""Requests of one client with many in flight at once."""
+"""Load of one client with several requests in flight."""
 
 from __future__ import annotations
 

@@ -15,13 +15,13 @@ C = TypeVar("C", bound="LoadClients")
 
 
 class LoadClients(abc.ABC):
-    """Keeps `in_flight` requests of each of some clients under way; what becomes of them is a subclass's business.
+    """Keeps `in_flight` requests of each client in flight; a subclass handles the results.
 
     Args:
-        service: whom to ask.
-        inputs: the requests, in turn.
-        clients: how many.
-        in_flight: of each.
+        service: the service that receives the requests.
+        inputs: the inputs of the requests, used in turn.
+        clients: number of clients.
+        in_flight: number of requests in flight of each client.
     """
 
     def __init__(self, service: Service, inputs: list[Arrays], *, clients: int, in_flight: int) -> None:
@@ -34,7 +34,7 @@ class LoadClients(abc.ABC):
 
     @abc.abstractmethod
     def take(self, number: int, pending: Pending) -> None:
-        """Wait for the end of a request; `number` tells which of the inputs it has. Called in the client's thread."""
+        """Wait for the end of a request with input `number`. Called in the client's thread."""
 
     def __enter__(self: C) -> C:
         for thread in self._threads:
@@ -58,5 +58,5 @@ class LoadClients(abc.ABC):
                         pending.append((number, client.submit(MLP, self._inputs[number % len(self._inputs)])))
                         number += 1
                     self.take(*pending.popleft())
-        except BaseException as error:  # noqa: BLE001 - raised again where the block ends
+        except BaseException as error:  # noqa: BLE001 - raised again at the end of the block
             self._failure = error

@@ -23,20 +23,20 @@ from weightd_protocol.errors import InvalidArgument, Unavailable
 
 ENGINES = ("onnxruntime", "mindspore_lite")
 
-# How a client reaches the daemon: over the unix socket, or over ZeroMQ and through the proxy.
+# Address schemes by transport: the Unix socket, or ZeroMQ through the proxy.
 TRANSPORTS: Mapping[str, str] = {"unix": "unix://", "zmq": "ipc://"}
 DEFAULT_TRANSPORT = "unix"
 
-# Each has one input x, FP32 [N, width] unless a shape is given, and one output y: of the same shape unless it is told.
+# Each model has an input x, FP32 [N, width] unless a shape is given, and an output y of the same shape unless stated.
 MLP, MLP_WIDTH = "mlp", 2048  # 12 layers, 192 MiB of weights
 TINY, TINY_WIDTH = "tiny", 64
 CONV, CONV_SHAPE = "conv", (3, 224, 224)  # 53 convolutions, 10 MB of weights: y is FP32 [N, 1000]
-TRANSFORMER, TRANSFORMER_SHAPE = "transformer", (64, 256)  # 4 layers, 13 MB of weights: y is of the shape of x
+TRANSFORMER, TRANSFORMER_SHAPE = "transformer", (64, 256)  # 4 layers, 13 MB of weights
 SHORT, SHORT_SHAPE = "short", (8, 256)  # the same with 8 tokens
-RELU = "relu"  # of any width: the answer is as long as the input
-LARGEST = "largest"  # of any width: y is the largest element, FP32 [N, 1]
+RELU = "relu"  # any width
+LARGEST = "largest"  # any width: y is the largest element of each row, FP32 [N, 1]
 
-# Different ones, in turn: an answer that reaches the wrong request shows.
+# Number of different inputs, used in turn, so that the check detects an answer to another request.
 INPUTS = 4
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -44,7 +44,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What the command line chooses."""
+    """Settings from the command line."""
 
     engine: str
     workers: int
@@ -70,11 +70,11 @@ def client(service: Service, transport: str, timeout: float = 60.0) -> Client:
 
 
 class UnavailableError(Exception):
-    """The benchmark cannot run here; the text says what is missing."""
+    """The benchmark cannot run on this machine; the text states what is missing."""
 
 
 class DifferenceError(Exception):
-    """An answer is not the bare engine's."""
+    """An answer differs from the bare engine's."""
 
 
 def _relu(path: Path) -> Path:
@@ -99,22 +99,22 @@ _WRITERS: Mapping[str, Callable[[Path], Path]] = {
 
 
 def compile_weightd(engine: str) -> None:
-    """Have the bytecode there that comes with an installation: else each process that is started compiles weightd."""
+    """Compile weightd to bytecode, as an installation does; otherwise each new process would compile it."""
     roots = [str(mindir.REPOSITORY / each) for each in ("protocol", "worker", "daemon")]
     compileall = ["-m", "compileall", "-q"]
     subprocess.run([sys.executable, *compileall, *roots], check=True)
     if engine != ENGINES[0] and (python := mindir.interpreter()) is not None:
-        # It runs nothing of the daemon, and may be too old to read it.
+        # This interpreter does not run the daemon, and may be too old to compile it.
         subprocess.run([str(python), *compileall, *roots[:-1]], check=True)
 
 
 def model(name: str, engine: str) -> Path:
-    """Return the model's file for `engine`; made where it is missing (make clean removes it)."""
+    """Return the model's file for `engine`, creating it if it is missing (`make clean` removes it)."""
     directory = mindir.REPOSITORY / "build" / "models"
     directory.mkdir(parents=True, exist_ok=True)
     onnx = directory / f"{name}.onnx"
     if not onnx.exists():
-        # Renamed when complete: who is interrupted leaves no half model.
+        # The file is renamed when it is complete, so that an interruption leaves no incomplete model.
         _WRITERS[name](directory / f"{name}.{os.getpid()}.onnx").rename(onnx)
     if engine == "onnxruntime":
         return onnx
@@ -128,7 +128,7 @@ def model(name: str, engine: str) -> Path:
 
 
 def inputs(*shape: int, count: int = INPUTS, rows: int = 1) -> list[Arrays]:
-    """Return requests of so many rows, each of this shape, the same in every run."""
+    """Return `count` inputs of `rows` rows of this shape, the same in every run."""
     rng = np.random.default_rng(0)
     return [{"x": rng.standard_normal((rows, *shape), dtype=np.float32)} for _ in range(count)]
 
@@ -140,14 +140,14 @@ class Reference:
         self._answers = [bare.infer(each) for each in inputs]
 
     def check(self, index: int, answer: Arrays) -> None:
-        """Compare the answer to request number `index`, of which each has the next of the inputs, bit by bit.
+        """Compare the answer to request number `index` with the bare engine's, bit by bit. Inputs are used in turn.
 
         Raises:
-            DifferenceError: it is another one.
+            DifferenceError: the answers differ.
         """
         expected = self._answers[index % len(self._answers)]
         if answer.keys() != expected.keys():
-            raise DifferenceError(f"outputs {list(answer)} instead of {list(expected)}")
+            raise DifferenceError(f"answer {index}: expected outputs {list(expected)}, got {list(answer)}")
         for name, array in expected.items():
             other = answer[name]
             if (other.dtype, other.shape) != (array.dtype, array.shape) or other.tobytes() != array.tobytes():

@@ -28,18 +28,18 @@ from testkit.service import Service
 from weightd import Client
 
 WORKERS = 8
-REQUESTS = 20  # of each process, before its memory is read
-_MAX_ROUNDS = 10  # of that many to all workers: one or two are enough
-_IDLE_S = 11.0  # a worker that is not asked for ten seconds gives back what it has kept
+REQUESTS = 20  # to each process, before its memory is read
+_MAX_ROUNDS = 10  # of REQUESTS to each worker; usually, one or two are enough
+_IDLE_S = 11.0  # a worker without requests for ten seconds releases the memory that it keeps for the next request
 
-# Of each model: the shape of a row, and the workers that it has unless told otherwise.
+# The shape of a row and the default number of workers, by model.
 MODELS: Mapping[str, tuple[tuple[int, ...], int]] = {
     MLP: ((MLP_WIDTH,), WORKERS),
     TINY: ((TINY_WIDTH,), 1),
     CONV: (CONV_SHAPE, 3),
 }
 
-# By engine, model, how many models there are, and how many workers each has.
+# By engine, model, number of models, and number of workers for each.
 _BOUNDS: Mapping[tuple[str, str, int, int], Sequence[Target]] = {
     ("onnxruntime", MLP, 1, 8): [Target("ratio", 0.15), Target("per_worker_mb", 10.0), Target("pss_total_mb", 320.0)],
     ("mindspore_lite", MLP, 1, 8): [Target("ratio", 0.1), Target("per_worker_mb", 20.0), Target("pss_total_mb", 640.0)],
@@ -55,18 +55,18 @@ class Memory(Result):
     """Figures in MB of 1,000,000 bytes.
 
     Attributes:
-        model: which one.
-        models: how many of it, each with `workers`.
-        pss_total_mb: every process of the service, soon after the last request.
-        pss_idle_mb: the same once the workers have given back what they keep for the next request.
-        by_role_mb: pss_total_mb by what the processes are, and how many of each there are.
-        pss_plain_mb: as many plain processes as there are workers.
-        ratio: pss_total_mb by that.
-        per_worker_mb: what one more worker costs (of one more model, if there are several), from this service and one
-            that has `few_workers`.
-        plain_one_mb: one plain process while it is alone.
-        store_resident_mb: what of the page stores on disk is in memory; PSS counts the part that processes map.
-        store_unmapped_mb: the part that no process maps: page cache, which the kernel can drop at any time.
+        model: the model.
+        models: number of models, all the same, each with `workers`.
+        pss_total_mb: PSS of all processes of the service, shortly after the last request.
+        pss_idle_mb: the same after the workers have released the memory that they keep for the next request.
+        by_role_mb: number of processes and their part of `pss_total_mb`, by role.
+        pss_plain_mb: PSS of one plain process for each worker.
+        ratio: `pss_total_mb` divided by `pss_plain_mb`.
+        per_worker_mb: PSS of a further worker, or of a further model if there are several, from the difference between
+            this service and a service with `few_workers`.
+        plain_one_mb: PSS of a single plain process.
+        store_resident_mb: part of the page stores that is in memory; PSS includes the part that processes map.
+        store_unmapped_mb: part that no process maps: page cache, which the kernel can drop at any time.
     """
 
     benchmark = "memory"
@@ -85,7 +85,7 @@ class Memory(Result):
     store_unmapped_mb: float
 
     def targets(self) -> Sequence[Target]:
-        """Return the bounds, of which there are some for each model."""
+        """Return the bounds; other models and numbers of workers have no bounds."""
         return _BOUNDS.get((self.engine, self.model, self.models, self.workers), [])
 
     def rows(self) -> Sequence[tuple[str, str]]:
@@ -106,7 +106,15 @@ class Memory(Result):
 
 @dataclasses.dataclass(frozen=True)
 class _MemoryBreakdown:
-    """Bytes: all processes, by role with their count, when idle, of the page stores in memory and of these mapped."""
+    """Memory of a service in bytes.
+
+    Attributes:
+        total: all processes.
+        by_role: number of processes and their bytes, by role.
+        idle: all processes when idle.
+        resident: page stores in memory.
+        mapped: part of the page stores that processes map.
+    """
 
     total: int
     by_role: Mapping[str, tuple[int, int]]
@@ -116,11 +124,11 @@ class _MemoryBreakdown:
 
 
 def run(setup: Setup) -> Memory:
-    """Measure one plain process, then all, then two services of different size."""
+    """Measure one plain process, then all, then two services of different sizes."""
     engine, workers, models = setup.engine, setup.workers, setup.models
     path = material.model(setup.model, engine)
     inputs = material.inputs(*MODELS[setup.model][0])
-    # Of several models one, of one model one worker.
+    # The smaller service has one model instead of several, or one worker instead of several.
     few = (1, workers) if models > 1 else (1, 1 if workers > 1 else 2)
     plain_one, plain, reference = _plain(path, engine, models * workers, inputs)
     small = _service(path, *few, inputs, reference)
@@ -146,7 +154,7 @@ def run(setup: Setup) -> Memory:
 
 
 def _plain(path: Path, engine: str, count: int, inputs: list[Arrays]) -> tuple[int, int, Reference]:
-    """Return the bytes of one plain process and of `count`, and the answers; started one after another."""
+    """Start `count` plain processes one by one; return the bytes of the first alone and of all, and the answers."""
     with contextlib.ExitStack() as stack:
         processes: list[PlainProcess] = []
 
@@ -161,7 +169,7 @@ def _plain(path: Path, engine: str, count: int, inputs: list[Arrays]) -> tuple[i
         one = pss_total([processes[0].pid])
         if one * count > _available():
             raise UnavailableError(
-                f"{count} plain processes of {one / MB:,.0f} MB do not fit into memory: try fewer workers"
+                f"{count} plain processes of {one / MB:,.0f} MB do not fit into memory; use fewer workers"
             )
         while len(processes) < count:
             start()
@@ -169,25 +177,25 @@ def _plain(path: Path, engine: str, count: int, inputs: list[Arrays]) -> tuple[i
 
 
 def _service(path: Path, models: int, workers: int, inputs: list[Arrays], reference: Reference) -> _MemoryBreakdown:
-    """Return what a service of so many models with so many workers each holds."""
+    """Return the memory of a service with this number of models and of workers for each."""
     progress(f"weightd with {models} x {workers}")
     names = [f"model-{number}" for number in range(models)]
     with Service({name: {"path": path, "workers": workers} for name in names}) as service, service.client() as client:
         service.ready()
         for name in names:
             _exercise(service, client, name, workers, inputs, reference)
-        # What the daemon and its ZeroMQ proxy hold no more they give back within a second or two.
+        # The daemon and its ZeroMQ proxy release unused memory within two seconds; `pss_at_rest` waits for it.
         now, roles = service.pss_at_rest(), service.roles()
         by_role: dict[str, tuple[int, int]] = {}
         for pid, size in now.items():
             count, sum_ = by_role.get(roles[pid], (0, 0))
             by_role[roles[pid]] = count + 1, sum_ + size
         mapped = sum(_mapped(pid, service.cache) for pid in now)
-        # Where workers are forked of what has built the model there is none, and the copy is in processes.
+        # If workers are forked from the process that built the model, there are no page stores.
         stores = any(service.cache.glob("*/*/pages"))
         copies = [each.copy_bytes for model in service.status().models for each in model.generations] if stores else []
         if None in copies:
-            raise UnavailableError("the kernel does not tell what of the page store is in memory")
+            raise UnavailableError("memory: the kernel does not report which pages of the page store are in memory")
         idle = service.pss_at_rest(_IDLE_S)
         return _MemoryBreakdown(
             sum(now.values()), by_role, sum(idle.values()), sum(each or 0 for each in copies), mapped
@@ -197,16 +205,18 @@ def _service(path: Path, models: int, workers: int, inputs: list[Arrays], refere
 def _exercise(
     service: Service, client: Client, name: str, workers: int, inputs: list[Arrays], reference: Reference
 ) -> None:
-    """Have every worker of a model answer `REQUESTS` at least."""
+    """Send requests until every worker of a model has answered at least `REQUESTS`."""
     for _ in range(_MAX_ROUNDS):
-        # Few at once would always reach the same workers.
+        # With fewer requests in flight, the daemon would always choose the same workers.
         for index, answer in answers(client, name, inputs, REQUESTS * workers, in_flight=2 * workers):
             reference.check(index, answer)
         [model] = [each for each in service.status().models if each.name == name]
         there = [each for generation in model.generations for each in generation.processes if each.role == "worker"]
         if all(process.served >= REQUESTS for process in there):
             return
-    raise RuntimeError(f"not every worker got {REQUESTS} of {_MAX_ROUNDS * REQUESTS * workers} requests")
+    raise RuntimeError(
+        f"expected {REQUESTS} requests to each worker within {_MAX_ROUNDS * REQUESTS * workers} requests, got fewer"
+    )
 
 
 def _mapped(pid: int, directory: Path) -> int:
@@ -220,11 +230,11 @@ def _mapped(pid: int, directory: Path) -> int:
         elif inside and words[0] == "Pss:":
             size += int(words[1]) * 1024
         elif inside and words[0] == "Anonymous:":
-            size -= int(words[1]) * 1024  # its own copies of pages that it changed
+            size -= int(words[1]) * 1024  # private copies of changed pages
     return size
 
 
 def _available() -> int:
-    """Return how much memory can be had without swapping."""
+    """Return the bytes of memory that are available without swapping."""
     lines = Path("/proc/meminfo").read_text("ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

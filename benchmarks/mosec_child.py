@@ -31,7 +31,7 @@ class Predict(mosec.Worker):
         )
 
     def deserialize(self, data: bytearray) -> np.ndarray[Any, Any]:
-        """Look at the body as an array."""
+        """Return the body as an array."""
         return np.frombuffer(data, np.float32).reshape(1, -1)
 
     def forward(self, data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -39,15 +39,15 @@ class Predict(mosec.Worker):
         return self._session.run(["y"], {"x": data})[0]
 
     def serialize(self, data: np.ndarray[Any, Any]) -> memoryview:
-        """Look at the answer as bytes."""
+        """Return the output as bytes."""
         return data.data.cast("B")
 
 
 class PredictTogether(Predict):
-    """The same for what mosec has put together: one predict, and a row of its answer for each."""
+    """The same with batching: one predict for all requests that mosec has combined."""
 
     def forward(self, data: Any) -> np.ndarray[Any, Any]:
-        """Run the model."""
+        """Run the model on all requests; return an array with one row for each."""
         return super().forward(np.concatenate(data))
 
 

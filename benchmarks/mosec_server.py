@@ -25,18 +25,18 @@ PYTHON = REPOSITORY / ".venv-rival" / "bin" / "python"
 _CHILD = Path(__file__).with_name("mosec_child.py")
 _LIMIT_S = 120
 _LOOK_S = 0.005
-_CONNECTED = re.compile(r"socket connected to")  # a worker says so once it has built its model
+_CONNECTED = re.compile(r"socket connected to")  # logged once for each worker that has built its model
 _HEAD = b"POST /inference HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
 
 
 class MosecServer:
-    """A server of `model` with `workers` workers, for the length of the block.
+    """A mosec server of `model` with `workers` workers, which runs until the end of the block.
 
-    With `rows` it runs so many requests together at most, and waits for `wait_ms` until there are so many.
+    It combines up to `rows` requests in a batch, and waits at most `wait_ms` for a full batch.
 
     Attributes:
-        pid: of the process that starts the others.
-        begin: when it was started (time.perf_counter).
+        pid: pid of the main process.
+        begin: time of the start (time.perf_counter).
     """
 
     def __init__(self, model: Path, workers: int, rows: int = 1, wait_ms: int = 1) -> None:
@@ -46,7 +46,7 @@ class MosecServer:
 
     def __enter__(self) -> MosecServer:
         if not PYTHON.exists():
-            raise UnavailableError(f"no mosec in {PYTHON.parent.parent}: `make bench-rival` installs it there")
+            raise UnavailableError(f"mosec is not installed in {PYTHON.parent.parent}; run `make bench-rival`")
         self._directory = tempfile.TemporaryDirectory(prefix="mosec-", dir="/tmp")
         self._log = Path(self._directory.name, "log")
         self._port = free_ports(1)[0]
@@ -83,16 +83,16 @@ class MosecServer:
         self.until_connected(self._workers)
 
     def until_connected(self, count: int) -> None:
-        """Wait until `count` workers have connected since the start, those that are gone included."""
+        """Wait until `count` workers have connected since the start, including workers that have exited."""
         self._until(lambda: self.connected() >= count)
 
     def connected(self) -> int:
-        """How many workers have connected since the start."""
+        """Return the number of workers that have connected since the start."""
         return len(_CONNECTED.findall(self._log.read_text("utf-8", "replace")))
 
     @contextlib.contextmanager
     def client(self) -> Generator[MosecClient, None, None]:
-        """Connect, as soon as the server listens."""
+        """Connect as soon as the server listens."""
         found: list[socket.socket] = []
 
         def connect() -> bool:
@@ -105,11 +105,11 @@ class MosecServer:
             yield MosecClient(connection)
 
     def pids(self) -> list[int]:
-        """The process that starts the others, the HTTP server, the workers, and what Python starts for them."""
+        """Return the pids of the main process, the HTTP server, the workers, and Python's helper processes."""
         return [self.pid, *(pid for pid in _children(self.pid))]
 
     def workers(self) -> list[int]:
-        """The processes of the workers."""
+        """Return the pids of the workers."""
         return [pid for pid in _children(self.pid) if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def _until(self, check: Callable[[], bool]) -> None:
@@ -121,7 +121,7 @@ class MosecServer:
 
 
 class MosecClient:
-    """One connection to it, to which the bytes of x are sent, and those of y come back."""
+    """A connection to a mosec server, which sends the bytes of x and receives the bytes of y."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._http = RawHttp(connection)
@@ -132,7 +132,7 @@ class MosecClient:
         return self.answer()
 
     def fileno(self) -> int:
-        """The connection's, for who waits for several."""
+        """Return the descriptor of the connection, for a selector."""
         return self._http.fileno()
 
     def send(self, inputs: Arrays) -> None:
@@ -141,7 +141,7 @@ class MosecClient:
         self._http.send(_HEAD % x.nbytes, x.data.cast("B"))
 
     def answer(self) -> Arrays:
-        """Wait for the answer to what was sent, and return y."""
+        """Wait for the answer to the sent request, and return y."""
         return {"y": np.frombuffer(self._http.answer().body, np.float32).reshape(1, -1)}
 
 

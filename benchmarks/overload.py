@@ -29,14 +29,14 @@ _CALM = 400  # requests
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Overload(Result):
-    """Figures of the minute; `n` is the number of requests that were sent in it.
+    """Results of one minute of overload; `n` is the number of requests sent in it.
 
     Attributes:
-        calm_rps: requests per second with no more in flight than is good for it.
-        rps: requests per second that were answered with outputs under overload.
-        overload: requests sent by requests answered.
-        pss_mb: the daemon's PSS after the first seconds of it.
-        growth_mb: what it has grown by at the end of the minute.
+        calm_rps: answered requests per second without overload.
+        rps: answered requests per second under overload, without rejected ones.
+        overload: number of requests sent, divided by the number answered.
+        pss_mb: the daemon's PSS after the first seconds of overload.
+        growth_mb: growth of the PSS until the end of the minute.
     """
 
     benchmark = "overload"
@@ -47,21 +47,21 @@ class Overload(Result):
     growth_mb: float
 
     def targets(self) -> Sequence[Target]:
-        """Return the bounds: ten times too much is sent, and memory stays flat."""
+        """Return the bounds: the load is ten times the capacity, and the daemon's memory does not grow."""
         return [Target("overload", 10.0, at_least=True), Target("growth_mb", 4.0)]
 
     def rows(self) -> Sequence[tuple[str, str]]:
         """Return the table."""
         return [
-            ("in calm", f"{self.calm_rps:8.1f} requests/s"),
+            ("without overload", f"{self.calm_rps:8.1f} requests/s"),
             ("answered under overload", f"{self.rps:8.1f} requests/s"),
-            ("sent for each that was answered", f"{self.overload:8.1f}"),
+            ("requests sent per answered request", f"{self.overload:8.1f}"),
             ("the daemon", f"{self.pss_mb:8.1f} MB, then {self.growth_mb:+.1f} MB"),
         ]
 
 
 class _OverloadClients(LoadClients):
-    """Clients that ask again at once whenever they are refused."""
+    """Clients that send the next request immediately after a rejection."""
 
     def __init__(self, service: Service, inputs: list[Arrays], reference: Reference) -> None:
         super().__init__(service, inputs, clients=CLIENTS, in_flight=10 * MAX_QUEUE // CLIENTS)
@@ -71,7 +71,7 @@ class _OverloadClients(LoadClients):
         self._lock = threading.Lock()
 
     def take(self, number: int, pending: Pending) -> None:
-        """Compare the answer, or count the refusal."""
+        """Compare the answer, or count the rejection."""
         try:
             self._reference.check(number, pending.result())
             answered = 1
@@ -83,7 +83,7 @@ class _OverloadClients(LoadClients):
 
 
 def run(setup: Setup) -> Overload:
-    """Measure in calm, then under overload."""
+    """Measure without overload, then under overload."""
     engine, workers = setup.engine, setup.workers
     path = material.model(MLP, engine)
     inputs = material.inputs(MLP_WIDTH)

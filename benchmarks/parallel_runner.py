@@ -17,12 +17,12 @@ _CHILD = Path(__file__).with_name("parallel_runner_child.py")
 
 
 class ParallelRunner:
-    """A runner with `workers` workers for `model`, asked by twice as many threads.
+    """A runner with `workers` workers for `model`, which twice as many threads use.
 
     Args:
         model: a .mindir file.
-        workers: replicas of the model in the one process.
-        inputs: requests, used in turn.
+        workers: replicas of the model in the process.
+        inputs: inputs of the requests, used in turn.
     """
 
     def __init__(self, model: Path, workers: int, inputs: list[Arrays]) -> None:
@@ -45,7 +45,7 @@ class ParallelRunner:
         self._process.communicate()
 
     def requests_per_second(self, count: int, reference: Reference) -> float:
-        """Have `count` requests answered as fast as the runner can, and check the answers."""
+        """Run `count` requests as fast as possible, and check the answers."""
         seconds, outputs = self._ask(count)
         for index, output in enumerate(outputs):
             reference.check(index, {"y": output})
@@ -64,5 +64,5 @@ class ParallelRunner:
         assert self._process.stdout
         data = self._process.stdout.read(size)
         if len(data) < size:
-            raise UnavailableError(f"the ModelParallelRunner's process ended with status {self._process.wait()}")
+            raise UnavailableError(f"the process of the ModelParallelRunner exited with status {self._process.wait()}")
         return data

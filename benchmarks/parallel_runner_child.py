@@ -2,8 +2,8 @@
 
     python parallel_runner_child.py MODEL WORKERS THREADS
 
-Messages are those of `testkit.plain_child`. A question is the array "x", FP32 [count, batch, width]; the answer is
-"y" of the same shape and the seconds that it took.
+Messages have the format of `testkit.plain_child`. A request is the array "x", FP32 [count, batch, width]; the answer is
+"y" of the same shape, and the duration in seconds.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def _build(model: str, workers: int) -> mindspore_lite.ModelParallelRunner:
 
 
 def _run(runner: mindspore_lite.ModelParallelRunner, threads: int, x: Any, y: Any) -> float:
-    """Fill `y` from `x`; return the seconds."""
+    """Run the model on each entry of `x` into `y`; return the duration in seconds."""
     todo = iter(range(len(x)))
     lock = threading.Lock()
     errors: list[BaseException] = []
     name = runner.get_inputs()[0].name
 
     def work() -> None:
-        # A runner has no resize: a tensor of one's own brings its shape along.
+        # A runner cannot resize the model, but takes the shape from the input tensor.
         tensor = mindspore_lite.Tensor()
         tensor.name, tensor.dtype, tensor.shape = name, mindspore_lite.DataType.FLOAT32, list(x.shape[1:])
         try:
@@ -66,10 +66,10 @@ def _run(runner: mindspore_lite.ModelParallelRunner, threads: int, x: Any, y: An
 
 
 def main() -> None:
-    """Build, then answer until stdin ends."""
+    """Build the model, then answer requests until stdin ends."""
     model, workers, threads = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever the library prints goes to stderr, never between the answers
+    os.dup2(2, 1)  # redirect output of the library to stderr, so that it does not mix with the answers
 
     def read(size: int) -> bytes:
         data = sys.stdin.buffer.read(size)

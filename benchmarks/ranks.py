@@ -1,12 +1,12 @@
 """Two ranks of the real MindSpore under weightd, against the same two ranks called directly.
 
-Time is that of small slices, whose predict is as short as one of two ranks can be: what a request takes beside it shows
-most. Memory is that of slices of 100 MB: the daemon, its ZeroMQ proxy and its fork server take as much whatever the
-model, and by the side of next to none that would say nothing of models that are worth cutting. The library's processes
-take most of it all the same.
+Time is measured with small slices, whose predict is as short as possible for two ranks, so that the overhead of a
+request is most visible. Memory is measured with slices of 100 MB: the daemon, its ZeroMQ proxy and its fork server have
+a constant size, which next to a tiny model would not be representative. Even so, most of the memory belongs to the
+library's processes.
 
-The bare ranks have as many threads as weightd's. They predict one time after another without a pause, and compile for
-the one shape that they are asked with; weightd's model takes any number of rows.
+The bare ranks have as many threads as weightd's. They predict without pauses and are compiled for a single shape, while
+weightd's model accepts any number of rows.
 """
 
 from __future__ import annotations
@@ -32,29 +32,32 @@ from weightd import Client
 
 WORKERS = 1
 MODEL = "mlp"
-HIDDEN = 8192  # where time is measured
-HIDDEN_LARGE = 2 * 1024 * 1024  # where memory is: 100 MB for each rank, which are exported in ten seconds
+HIDDEN = 8192  # for the measurement of time
+HIDDEN_LARGE = 2 * 1024 * 1024  # for the measurement of memory: 100 MB for each rank, exported in ten seconds
 ROWS = 4
-ROUNDS = 9  # of latency, in turn
-REQUESTS = 300  # in each
-STARTS = 3  # of the bare group, and as many blows
+ROUNDS = 9  # of latency, alternating
+REQUESTS = 300  # per round
+STARTS = 3  # of the bare group, and as many killed ranks
 
 _LIMIT_S = 120.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranks(Result):
-    """Medians: of `rounds` rounds in turn, and of `n` starts in turn with blows.
+    """Medians of `rounds` alternating rounds of latency, and of `n` starts and kills.
 
     Attributes:
-        added_ms: what a request takes longer than a predict of the bare group, which the ranks time themselves.
-        predict_ms, request_ms: both of them.
-        recovery_ratio: from kill -9 of a rank to the next answer, by the bare group's start up to its first answer.
-        recovery_s, start_s: both of them.
-        first_s: from the start of weightd to its first answer.
-        memory_ratio: PSS of the daemon, its helpers, the ranks and the scheduler, by that of the bare group.
-        memory_mb, bare_memory_mb: both of them, each measured without the other.
-        rounds: of latency.
+        added_ms: `request_ms` less `predict_ms`, compared round by round.
+        predict_ms: duration of a predict of the bare group, measured by the ranks.
+        request_ms: duration of a request to weightd.
+        recovery_ratio: `recovery_s` divided by `start_s`.
+        recovery_s: time from kill -9 of a rank to the next answer.
+        start_s: time from the start of the bare group to its first answer.
+        first_s: time from the start of weightd to its first answer.
+        memory_ratio: `memory_mb` divided by `bare_memory_mb`.
+        memory_mb: PSS of the daemon, its helpers, the ranks and the scheduler.
+        bare_memory_mb: PSS of the bare group, measured while weightd is not running.
+        rounds: number of rounds of latency.
     """
 
     benchmark = "ranks"
@@ -85,9 +88,9 @@ class Ranks(Result):
             ("a request, p50", f"{self.request_ms:8.3f} ms"),
             ("start of the bare group", f"{self.start_s:8.1f} s"),
             ("weightd's first answer", f"{self.first_s:8.1f} s"),
-            ("answers again after kill -9 of a rank", f"{self.recovery_s:8.1f} s"),
+            ("next answer after kill -9 of a rank", f"{self.recovery_s:8.1f} s"),
             ("the bare group", f"{self.bare_memory_mb:8,.0f} MB"),
-            ("weightd with the same", f"{self.memory_mb:8,.0f} MB"),
+            ("weightd with the same model", f"{self.memory_mb:8,.0f} MB"),
         ]
 
 
@@ -124,7 +127,7 @@ def run(setup: Setup) -> Ranks:
 
 
 def _memory(setup: Setup, slices: Slices, sample: Arrays) -> tuple[int, int]:
-    """Return the bytes of weightd with these, and of the bare group, which is gone by then."""
+    """Return the bytes of weightd with these slices, and of the bare group, which has exited before."""
     progress("memory of the bare group")
     with Group(slices.paths, plain=True) as bare:
         right = bare.ask("predict", sample)[-1]
@@ -141,7 +144,7 @@ def _answer_of(slices: Slices, sample: Arrays) -> Arrays:
 
 
 def _latency(client: Client, slices: Slices, sample: Arrays, right: Arrays) -> tuple[list[float], list[float]]:
-    """Return the medians of each round, of the bare group's predicts and of requests."""
+    """Return the medians of the bare group's predicts and of the requests, by round."""
     predicts: list[float] = []
     requests: list[float] = []
     times = {**sample, "times": np.array(REQUESTS)}
@@ -156,7 +159,7 @@ def _latency(client: Client, slices: Slices, sample: Arrays, right: Arrays) -> t
 def _starts(
     service: Service, client: Client, slices: Slices, sample: Arrays, right: Arrays
 ) -> tuple[list[float], list[float]]:
-    """Return the seconds of each start of a bare group, and until an answer after each blow."""
+    """Return the seconds of each start of a bare group, and from each kill of a rank to the next answer."""
     starts: list[float] = []
     agains: list[float] = []
     for number in range(STARTS):
@@ -172,13 +175,13 @@ def _starts(
 
 
 def _ask(client: Client, sample: Arrays, right: Arrays) -> float:
-    """Return the seconds of a request, whose answer is the bare group's to the last bit."""
+    """Send a request and compare its answer with the bare group's, bit by bit; return its seconds."""
     started_at = time.perf_counter()
     answer = client.infer(MODEL, sample)
     took = time.perf_counter() - started_at
     for name, array in right.items():
         if answer[name].tobytes() != array.tobytes():
-            raise DifferenceError(f"{name} of two ranks is another than that of the bare group")
+            raise DifferenceError(f"output {name} differs from the output of the bare group")
     return took
 
 

@@ -13,23 +13,23 @@ _CHUNK = 2**16
 
 
 class Reply(NamedTuple):
-    """An answer with status 200."""
+    """A response with status 200."""
 
     head: bytes
     body: bytes | bytearray
 
 
 class RawHttp:
-    """One connection. An answer's head is searched for its length, and for nothing else."""
+    """A persistent HTTP connection. It reads only the status and the length from the head of a response."""
 
     def __init__(self, connection: socket.socket) -> None:
-        # A timeout of Python's would cost a poll before each call; the kernel's costs none.
+        # With a timeout in Python, each call would begin with a poll; the kernel's timeout needs none.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _LIMIT_S, 0))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._connection = connection
 
     def fileno(self) -> int:
-        """The connection's, for who waits for several."""
+        """Return the descriptor of the connection, for a selector."""
         return self._connection.fileno()
 
     def send(self, head: bytes, body: memoryview[Any]) -> None:
@@ -39,12 +39,12 @@ class RawHttp:
             self._connection.sendall(body[sent:])
 
     def answer(self) -> Reply:
-        """Wait for the answer to what was sent."""
+        """Wait for the answer to the sent request."""
         data = self._connection.recv(_CHUNK)
         end = data.find(b"\r\n\r\n") + 4
         found = _LENGTH.search(data, 0, end)
         if not data.startswith(b"HTTP/1.1 200 ") or found is None:
-            raise ConnectionError(f"answered {data[:200]!r}")
+            raise ConnectionError(f"expected a response with status 200 and a length, got {data[:200]!r}")
         size = int(found[1])
         if len(data) == end + size:
             return Reply(data[:end], data[end:])
@@ -54,6 +54,6 @@ class RawHttp:
         while rest:
             count = self._connection.recv_into(rest)
             if not count:
-                raise ConnectionError("the connection ended in an answer")
+                raise ConnectionError("the server closed the connection within a response")
             rest = rest[count:]
         return Reply(data[:end], answer)

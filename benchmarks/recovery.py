@@ -27,29 +27,29 @@ PREDICT_TIMEOUT_S = 1.0
 WATCHDOG_S = 2.0
 
 _IN_FLIGHT = 4
-_QUIET_S = 1.0  # of load before each blow
+_QUIET_S = 1.0  # of load before and after each fault
 _LIMIT_S = 120.0
 
 # killed_worker_recovery_ms
 _MAX_RECOVERY_MS = {"onnxruntime": 200.0, "mindspore_lite": 4000.0}
 
-# Strikes, and returns the workers that are struck; None where there is nothing to strike.
+# Causes a fault and returns the pids of the affected workers; None if the fault is impossible here.
 Strike = Callable[[Service], set[int] | None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recovery(Result):
-    """Medians over the repeats, for a model of 192 MiB with a few requests in flight all the time.
+    """Medians over the repeats, for a model of 192 MiB with a constant number of requests in flight.
 
-    A fault is left out where it cannot be: there is no page store to truncate where workers are forked from what has
-    built the model.
+    Impossible faults are skipped: if workers are forked from the process that built the model, there is no page store
+    to truncate.
 
     Attributes:
-        recovery_ms: of each fault: milliseconds until as many workers as before are READY, without the struck ones.
-        gap_ms: of each fault: the longest time in which no answer came.
-        errors: of each fault: requests that ended in an error, by code, over all repeats.
-        killed_worker_errors: those of "worker killed".
-        killed_worker_recovery_ms: likewise.
+        recovery_ms: milliseconds until as many workers as before, except the affected ones, are READY; by fault.
+        gap_ms: longest time without an answer, by fault.
+        errors: failed requests by code, over all repeats; by fault.
+        killed_worker_errors: failed requests of the fault "worker killed".
+        killed_worker_recovery_ms: `recovery_ms` of the fault "worker killed".
     """
 
     benchmark = "recovery"
@@ -60,7 +60,7 @@ class Recovery(Result):
     killed_worker_recovery_ms: float
 
     def targets(self) -> Sequence[Target]:
-        """Return the bounds: a worker that is killed costs no answer, and another is soon in its place."""
+        """Return the bounds: a killed worker causes no failed request and is soon replaced."""
         return [Target("killed_worker_errors", 0), Target("killed_worker_recovery_ms", _MAX_RECOVERY_MS[self.engine])]
 
     def rows(self) -> Sequence[tuple[str, str]]:
@@ -69,7 +69,7 @@ class Recovery(Result):
             (
                 fault,
                 (
-                    f"back after {self.recovery_ms[fault]:7.0f} ms, longest gap {self.gap_ms[fault]:6.0f} ms, "
+                    f"recovered after {self.recovery_ms[fault]:7.0f} ms, longest gap {self.gap_ms[fault]:6.0f} ms, "
                     f"errors {', '.join(f'{count} {code}' for code, count in self.errors[fault].items()) or 'none'}"
                 ),
             )
@@ -97,7 +97,7 @@ class _Load(LoadClients):
 
 
 def run(setup: Setup) -> Recovery:
-    """Strike in turn, each time once all is well again."""
+    """Cause each fault in turn, always after the service has recovered from the previous one."""
     engine, workers = setup.engine, setup.workers
     path = material.model(MLP, engine)
     inputs = material.inputs(MLP_WIDTH)
@@ -133,7 +133,7 @@ def run(setup: Setup) -> Recovery:
 
 
 def _wait_recovered(service: Service, struck: set[int], workers: int) -> float:
-    """Return when as many workers are READY as before, none of them struck."""
+    """Wait until as many workers as before, without the affected ones, are READY; return the time."""
     with service.client() as client:
         limit = time.perf_counter() + _LIMIT_S
         while time.perf_counter() < limit:
@@ -141,7 +141,7 @@ def _wait_recovered(service: Service, struck: set[int], workers: int) -> float:
             if len(ready) == workers and not struck & set(ready):
                 return time.perf_counter()
             time.sleep(0.01)
-    raise TimeoutError("the service does not recover")
+    raise TimeoutError(f"the service has not recovered within {_LIMIT_S:g} s")
 
 
 def _longest_gap(answered: Sequence[float], struck_at: float) -> float:
@@ -170,7 +170,7 @@ def _kill_holder(service: Service) -> set[int]:
 
 
 def _kill_worker_and_holder(service: Service) -> set[int]:
-    """What the next worker comes from may be gone with it: it then takes another build."""
+    """Kill a worker together with the holder, so that the next worker may need another build of the model."""
     _kill_holder(service)
     return _signal_worker(signal.SIGKILL)(service)
 
@@ -190,7 +190,8 @@ def _truncate_store(service: Service) -> set[int] | None:
     return workers if stores else None
 
 
-# After each of them all is as it was before, but after that of the holder: so the one that needs a holder follows it.
+# After each fault, the service returns to its previous state, except after "holder killed": the fault that needs a new
+# holder follows it.
 _FAULTS: Mapping[str, Strike] = {
     "worker killed": _signal_worker(signal.SIGKILL),
     "worker stopped": _signal_worker(signal.SIGSTOP),

@@ -15,22 +15,22 @@ MB = 1e6
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What a figure should be at most, or at least. Missing it is no error: the machine may be busy."""
+    """A bound for a result. Missing it is not an error, because the machine may be busy."""
 
     key: str
     bound: float
     at_least: bool = False
 
     def reached(self, value: float) -> bool:
-        """Whether `value` is good enough."""
+        """Return whether `value` is within the bound."""
         return value >= self.bound if self.at_least else value <= self.bound
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result(abc.ABC):
-    """The figures of one benchmark: the fields are the keys of the JSON object.
+    """The results of one benchmark; the fields are the keys of the JSON object.
 
-    `n` is how many measurements stand behind them.
+    `n` is the number of measurements.
     """
 
     benchmark: ClassVar[str]
@@ -40,7 +40,7 @@ class Result(abc.ABC):
 
     @abc.abstractmethod
     def targets(self) -> Sequence[Target]:
-        """Return what the figures are held against."""
+        """Return the bounds of the results."""
 
     @abc.abstractmethod
     def rows(self) -> Sequence[tuple[str, str]]:
@@ -48,7 +48,7 @@ class Result(abc.ABC):
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """Return the figures by their keys, and whether they reach their targets."""
+    """Return the results by key, and whether they reach their targets."""
     values: dict[str, Any] = {"benchmark": result.benchmark}
     values.update(json.loads(json.dumps(vars(result)), parse_float=_short))
     values["targets"] = [
@@ -63,7 +63,7 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def as_table(result: Result) -> str:
-    """Return the figures as lines of text."""
+    """Return the results as lines of text."""
     rows = [*result.rows(), ("n", f"{result.n:,}")]
     for target in result.targets():
         value: float = getattr(result, target.key)
@@ -75,31 +75,31 @@ def as_table(result: Result) -> str:
 
 
 def progress(text: str) -> None:
-    """Tell people, on stderr, what is being done."""
+    """Print the current step to stderr."""
     print(f"    {text}", file=sys.stderr, flush=True)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest of `values` that `percent` of them do not exceed."""
+    """Return the percentile of `values`, without interpolation."""
     ranked = sorted(values)
     return ranked[min(len(ranked) - 1, int(len(ranked) * percent / 100))]
 
 
 def median_over_blocks(blocks: Sequence[Sequence[float]], percent: float) -> float:
-    """Return the median of the blocks' percentiles: a disturbed block does not count."""
+    """Return the median of the blocks' percentiles, so that single disturbed blocks have no effect."""
     return statistics.median(percentile(block, percent) for block in blocks)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """One thing by another, measured in turn: the median over the rounds and the quartiles, which tell the noise."""
+    """A ratio of two sides measured alternately: median and quartiles over the rounds. The quartiles show the noise."""
 
     median: float
     spread: tuple[float, float]
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """Compare round by round: what disturbs a whole minute disturbs both alike."""
+    """Return the ratio of both sides, compared round by round, so that slow disturbances affect both sides alike."""
     low, median, high = statistics.quantiles((one / other for one, other in zip(ours, theirs, strict=True)), n=4)
     return Ratio(median, (low, high))
 
@@ -110,5 +110,5 @@ def spread(values: tuple[float, float]) -> str:
 
 
 def _short(number: str | float) -> float:
-    """Four digits are more than any of these measurements has."""
+    """Round to four digits, which exceeds the precision of all measurements."""
     return float(f"{float(number):.4g}")

@@ -32,9 +32,9 @@ from testkit.service import Service
 from weightd import WeightdError
 
 WORKERS = 2
-LARGE_WORKERS = 4  # of the 192 MiB model, for start and memory
-ROUNDS = 20  # of each, in turn
-REQUESTS = 250  # in a round of latency
+LARGE_WORKERS = 4  # of the 192 MiB model, for the measurements of start and memory
+ROUNDS = 20  # of each side, alternating
+REQUESTS = 250  # per round of latency
 INPUT_BYTES, INPUT_REQUESTS = 600_000, 40
 THREADS = (1, 8)
 THREAD_ROUNDS, THREAD_SECONDS = 10, 0.8
@@ -45,28 +45,28 @@ _LOAD_THREADS = 4
 _QUIET_S = 1.0
 _LIMIT_S = 120.0
 
-# By who: "weightd" or "mosec".
+# A value for each side, "weightd" and "mosec".
 Both = Mapping[str, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rival(Result):
-    """Medians; ratios are weightd by mosec, compared round by round.
+    """Medians; each ratio is weightd divided by mosec, compared round by round.
 
     Attributes:
-        latency_ratio: p50 of a tiny request, one at a time.
+        latency_ratio: p50 of tiny requests, one at a time.
         throughput_ratio: tiny requests per second of 8 threads in one client process.
-        one_thread_ratio: the same of one thread.
-        input_600k_ratio: p50 of a request with 600,000 bytes, which is answered by one number.
-        first_answer_ratio: from the start to the first correct answer, as first_answer_s.
-        all_ready_ratio: from the start until every worker can answer, as all_ready_s.
-        first_answer_s: of the 192 MiB model with `large_workers` workers, files in the page cache: from the start to
-            the first correct answer.
-        all_ready_s: likewise until every worker can answer.
-        pss_mb: likewise, memory of all processes together after they have answered.
-        killed_recovery_ms: from the kill -9 of a worker under load until there are as many as before.
-        killed_errors: requests that ended in an error, over all kills.
-        killed_longest_ms: the longest that a request took meanwhile.
+        one_thread_ratio: tiny requests per second of one thread.
+        input_600k_ratio: p50 of requests with an input of 600,000 bytes and one number as output.
+        first_answer_ratio: ratio of `first_answer_s`.
+        all_ready_ratio: ratio of `all_ready_s`.
+        first_answer_s: time from the start to the first correct answer, for the 192 MiB model with `large_workers`
+            workers and the files in the page cache.
+        all_ready_s: time from the start until every worker can answer, for the same model.
+        pss_mb: memory of all processes together after each worker has answered, for the same model.
+        killed_recovery_ms: time from kill -9 of a worker under load until there are as many workers as before.
+        killed_errors: failed requests over all kills.
+        killed_longest_ms: longest duration of a request during the kills.
     """
 
     benchmark = "rival"
@@ -122,7 +122,7 @@ class Rival(Result):
             (f"all ready, {large}", _both(self.all_ready_s, "s")),
             ("all_ready_ratio", spread(self.all_ready_spread)),
             (f"memory, {large}", _both(self.pss_mb, "MB")),
-            ("worker killed under load: back", _both(self.killed_recovery_ms, "ms")),
+            ("worker killed under load: recovered", _both(self.killed_recovery_ms, "ms")),
             ("… errors", _both(self.killed_errors, "")),
             ("… longest request", _both(self.killed_longest_ms, "ms")),
         ]
@@ -142,15 +142,15 @@ class Contender(Protocol):
         ...
 
     def pids(self) -> list[int]:
-        """Every process of the service."""
+        """Return the pids of all processes of the service."""
         ...
 
     def kill_worker(self) -> Callable[[], None]:
-        """Kill one; return what waits until another is in its place."""
+        """Kill a worker; return a function that waits until it is replaced."""
         ...
 
 
-# Starts a service of a model with so many workers.
+# Starts a service of a model with a number of workers.
 Start = Callable[[str, int], AbstractContextManager[Contender]]
 
 
@@ -209,9 +209,11 @@ class _Mosec:
 
 
 def run(setup: Setup) -> Rival:
-    """Measure everything, always one side and then the other."""
+    """Measure everything, with alternating sides."""
     if setup.engine != "onnxruntime":
-        raise UnavailableError("mosec is compared on ONNX Runtime: it has no MindSpore Lite environment")
+        raise UnavailableError(
+            "rival: expected --engine onnxruntime, because mosec has no environment with MindSpore Lite"
+        )
     sides: dict[str, Start] = {"weightd": functools.partial(_weightd, setup), "mosec": _mosec}
     progress("latency, throughput, large inputs")
     with _services(sides, TINY, setup.workers) as tiny:
@@ -328,14 +330,14 @@ def _throughput(
 
 
 def _start(start: Start, inputs: list[Arrays], reference: Reference) -> tuple[float, float, float]:
-    """Return the seconds until the first answer and until all workers are ready, and then the bytes of it all."""
+    """Return the seconds until the first answer and until all workers are ready, and the bytes of all processes."""
     with start(MLP, LARGE_WORKERS) as service:
         with service.connect() as ask:
             reference.check(0, ask(inputs[0]))
         first_answer = time.perf_counter() - service.begin
         service.ready()
         all_ready = time.perf_counter() - service.begin
-        # More threads than workers: each of the workers is reached.
+        # With more threads than workers, each worker receives requests.
         Threads(service.connect, inputs, 2 * LARGE_WORKERS).requests_per_second(2.0, reference)
         return first_answer, all_ready, pss_total(service.pids())
 
@@ -348,7 +350,7 @@ class _KillResult:
 
 
 def _kills(service: Contender, inputs: list[Arrays], reference: Reference) -> _KillResult:
-    """Kill a worker a few times while some threads ask, one request each."""
+    """Kill a worker several times under the load of threads with one request each."""
     service.ready()
     found = _KillResult([])
     for _ in range(KILLS):
@@ -365,11 +367,11 @@ def _kills(service: Contender, inputs: list[Arrays], reference: Reference) -> _K
 
 
 class _Load:
-    """Threads that ask for the length of a block, whatever becomes of their requests.
+    """Threads that send requests until the end of the block, even if requests fail.
 
     Attributes:
-        errors: how many requests ended in one.
-        longest: seconds that the longest of them took, since it was last set to 0.
+        errors: number of failed requests.
+        longest: longest duration of a request in seconds, since it was last set to 0.
     """
 
     def __init__(self, service: Contender, inputs: list[Arrays], reference: Reference) -> None:
@@ -400,11 +402,11 @@ class _Load:
             while not self._stop:
                 with self._service.connect() as ask:
                     self._ask(ask)
-        except BaseException as error:  # noqa: BLE001 - raised again where the block ends
+        except BaseException as error:  # noqa: BLE001 - raised again at the end of the block
             self._failures.append(error)
 
     def _ask(self, ask: Ask) -> None:
-        """Ask until an error, after which one connects again."""
+        """Send requests until one fails, after which the caller connects again."""
         index = failed = 0
         while not self._stop and not failed:
             begin = time.perf_counter()
@@ -423,7 +425,7 @@ def _until(check: Callable[[], bool]) -> None:
     limit = time.monotonic() + _LIMIT_S
     while not check():
         if time.monotonic() > limit:
-            raise TimeoutError("the service does not recover")
+            raise TimeoutError(f"the service has not recovered within {_LIMIT_S:g} s")
         time.sleep(0.01)
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from benchmarks.material import Arrays, Reference
 
-# One request: from the arrays to the answer's.
+# Sends one request: takes its inputs, returns its outputs.
 Ask = Callable[[Arrays], Arrays]
 Connect = Callable[[], AbstractContextManager[Ask]]
 
@@ -25,9 +25,9 @@ def seconds_of(
     count: int,
     check: Callable[[int, Output], None] | None = None,
 ) -> list[float]:
-    """Return the seconds that each of `count` requests takes, one after another; the checks between do not count.
+    """Return the seconds of each of `count` requests, one after another, without the checks between them.
 
-    Nor does a tenth more at the start of the round, when caches and cores are still another's.
+    The round begins with a tenth more requests that do not count, until caches and cores have adapted to this side.
     """
     seconds: list[float] = []
     more = count // 10 + 1
@@ -42,12 +42,12 @@ def seconds_of(
 
 
 class Threads:
-    """Threads of this process, each with a connection of its own and one request at a time, until they are stopped.
+    """Threads of this process, each with a separate connection and one request at a time.
 
     Args:
-        connect: makes a connection; called in its thread.
-        inputs: the requests, in turn.
-        count: how many threads.
+        connect: creates a connection; called in its thread.
+        inputs: the inputs of the requests, used in turn.
+        count: number of threads.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Threads:
         self._threads = [threading.Thread(target=self._run, args=(answers,)) for answers in self._answers]
 
     def requests_per_second(self, seconds: float, reference: Reference) -> float:
-        """Ask for `seconds`; check the answers afterwards."""
+        """Send requests for `seconds`; check the answers afterwards."""
         for thread in self._threads:
             thread.start()
         with contextlib.suppress(threading.BrokenBarrierError):
@@ -90,7 +90,7 @@ class Threads:
                     index = len(answers)
                     answers.append((index, ask(inputs[index % len(inputs)])))
         except threading.BrokenBarrierError:
-            pass  # another's failure is the one to tell
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            pass  # another thread has failed, and its error is reported
+        except BaseException as error:  # noqa: BLE001 - raised again in the waiting thread
             self._failures.append(error)
             self._connected.abort()

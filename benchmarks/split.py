@@ -29,7 +29,7 @@ from testkit.service import Service
 WORKERS = 1  # on each set of cores
 ROWS = 64
 PART_ROWS = ROWS // 2
-ROUNDS = 31  # of each, in turn
+ROUNDS = 31  # of each side, alternating
 MODELS: Mapping[str, tuple[int, ...]] = {MLP: (MLP_WIDTH,), TRANSFORMER: TRANSFORMER_SHAPE}
 
 _ONE, _TWO, _BARE_ONE, _BARE_TWO = "one", "two", "one by hand", "two by hand"
@@ -37,16 +37,17 @@ _ONE, _TWO, _BARE_ONE, _BARE_TWO = "one", "two", "one by hand", "two by hand"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Split(Result):
-    """Figures of one request of `request_rows` rows; times are medians, ratios are compared round by round.
+    """Results of one request of `request_rows` rows; times are medians, ratios are compared round by round.
 
     Attributes:
-        ratio: the time on two sets of one core each, by that on one of them: of the model that gains most.
-        bare_ratio: the time of a script that does the same by hand with two processes, by weightd's on two: the least.
-        bare_two_to_one: the script's time with two processes by its time with one, which is what the machine gives: of
-            the model that gains most.
-        ratios, bare_ratios, bare_two_to_ones: the same for each model.
-        seconds: of each, by model.
-        spreads: quartiles of what is compared.
+        ratio: weightd's time on two sets of one core each, divided by its time on one set; the smallest of all models.
+        bare_ratio: the time of a script that splits by hand over two processes, divided by weightd's time on two sets;
+            the smallest of all models.
+        bare_two_to_one: the script's time with two processes divided by its time with one, which shows what the machine
+            allows; the smallest of all models.
+        ratios, bare_ratios, bare_two_to_ones: the ratios of each model.
+        seconds: times of each side, by model.
+        spreads: quartiles of the ratios.
     """
 
     benchmark = "split"
@@ -82,12 +83,12 @@ class Split(Result):
 
 
 def run(setup: Setup) -> Split:
-    """Measure each model on one set of cores and on two, and by hand, in turn."""
+    """Measure each model on one set of cores, on two sets and with the script, in turn."""
     if setup.engine != "onnxruntime":
-        raise UnavailableError("split is measured on ONNX Runtime")
+        raise UnavailableError("split: expected --engine onnxruntime")
     cores = sorted(os.sched_getaffinity(0))[:2]
     if len(cores) < 2:
-        raise UnavailableError("split needs two cores")
+        raise UnavailableError("split: expected at least two cores")
     seconds: dict[str, dict[str, list[float]]] = {}
     for name, shape in MODELS.items():
         seconds[name] = _seconds(setup, name, shape, cores)

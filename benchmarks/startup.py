@@ -20,13 +20,13 @@ REPEATS = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Startup(Result):
-    """Figures in seconds, medians, all with the model's files in the page cache.
+    """Medians in seconds, with the model's files in the page cache.
 
     Attributes:
-        first_answer_s: from the daemon's start to the answer to a request that was sent as soon as it listened.
-        all_ready_s: from the daemon's start until every worker is READY.
-        bare_build_s: from the start of one plain process until its model is built.
-        by_workers: the first two for one worker, and for `workers` as above.
+        first_answer_s: time from the start of the daemon to the answer to a request sent as soon as the daemon listens.
+        all_ready_s: time from the start of the daemon until every worker is READY.
+        bare_build_s: time from the start of one plain process until its model is built.
+        by_workers: `first_answer_s` and `all_ready_s` for one worker and for `workers`, by number of workers.
     """
 
     benchmark = "startup"
@@ -36,7 +36,7 @@ class Startup(Result):
     by_workers: Mapping[str, Mapping[str, float]]
 
     def targets(self) -> Sequence[Target]:
-        """Return none: there is no bound yet."""
+        """Return no bounds."""
         return []
 
     def rows(self) -> Sequence[tuple[str, str]]:
@@ -49,7 +49,7 @@ class Startup(Result):
 
 
 def run(setup: Setup) -> Startup:
-    """Start bare, small and large in turn."""
+    """Start a plain process, a service with one worker and a service with all workers, in turn."""
     engine, workers = setup.engine, setup.workers
     path = material.model(MLP, engine)
     inputs = material.inputs(MLP_WIDTH)
@@ -94,7 +94,7 @@ def _service(path: Path, workers: int, inputs: list[Arrays], reference: Referenc
 
 
 def _read(path: Path) -> None:
-    """Have the kernel read the file, so that the first repeat is like the others."""
+    """Read the file into the page cache, so that the first repeat is like the others."""
     with path.open("rb") as file:
         while file.read(2**24):
             pass

@@ -1,14 +1,13 @@
 """Latency of requests with large tensors, against a two-hop ZeroMQ echo of the same bytes without copies.
 
-Two models, of which neither has weights or computes anything to speak of:
+Two models without weights, whose computation is negligible:
 
-- `relu` reads its input and answers as much: the echo takes as many bytes there and as many back. `ratio_600k` and
-  `ratio_8m` are of these.
-- `largest` reads its input and answers one number, as a classifier of images does: the echo takes the bytes there and a
-  number back. `largest_ratio_600k` and `largest_ratio_8m`.
+- `relu` has an output as large as its input: the echo returns as many bytes as it receives (`ratio_600k`, `ratio_8m`).
+- `largest` has one number as output, similar to an image classifier: the echo returns one number
+  (`largest_ratio_600k`, `largest_ratio_8m`).
 
-A request is timed in the client, from an array of the program's to the answer's array, by a plain `infer`. The engine's
-own reading and writing is in it; the echo has no such part, nor looks any of its processes at a byte.
+The time of a request is measured in the client, from the input array to the output array of `infer`. It includes the
+time in which the engine reads and writes tensors; no process of the echo reads the bytes.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from testkit.plain import PlainProcess
 from testkit.service import Service
 
 WORKERS = 1
-ROUNDS = 10  # of each, in turn
-SIZES = {"600k": (600_000, 60), "8m": (8_000_000, 10)}  # bytes of the input, and requests in a round
+ROUNDS = 10  # of each side, alternating
+SIZES = {"600k": (600_000, 60), "8m": (8_000_000, 10)}  # bytes of the input, and requests per round
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +42,17 @@ class _Compared:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tensors(Result):
-    """Figures in microseconds, medians of the rounds' p50; the ratios are compared round by round.
+    """Medians of the rounds' p50 in microseconds; ratios of weightd to the echo, compared round by round.
 
     Attributes:
-        ratio_600k: an input of 600,000 bytes and an answer of as many, by the echo of both.
-        ratio_8m: the same with 8,000,000 bytes.
-        largest_ratio_600k: an input of 600,000 bytes and an answer of one number.
-        largest_ratio_8m: the same with 8,000,000 bytes.
-        p50_us: what weightd takes, by model and size; `echo_p50_us` and the engine alone likewise.
+        ratio_600k: input and output of 600,000 bytes.
+        ratio_8m: input and output of 8,000,000 bytes.
+        largest_ratio_600k: input of 600,000 bytes, output of one number.
+        largest_ratio_8m: input of 8,000,000 bytes, output of one number.
+        spreads: quartiles of the ratios, by model and size.
+        p50_us: weightd, by model and size.
+        echo_p50_us: the echo, by model and size.
+        bare_predict_us: the engine alone, by model and size.
     """
 
     benchmark = "tensors"
@@ -65,7 +67,7 @@ class Tensors(Result):
     bare_predict_us: dict[str, float]
 
     def targets(self) -> Sequence[Target]:
-        """Return the bounds of the ratios: shared memory is for the unix socket alone."""
+        """Return the bounds of the ratios for the Unix socket, the only transport with shared memory."""
         return [Target("ratio_600k", 0.35), Target("ratio_8m", 0.4)] if self.transport == "unix" else []
 
     def rows(self) -> Sequence[tuple[str, str]]:
@@ -81,7 +83,7 @@ class Tensors(Result):
 
 
 def run(setup: Setup) -> Tensors:
-    """Measure each size with each model, weightd and the echo in turn."""
+    """Measure each size with each model, alternating between weightd and the echo."""
     paths = {name: material.model(name, setup.engine) for name in (RELU, LARGEST)}
     found: dict[str, _Compared] = {}
     with Service({name: {"path": path, "workers": setup.workers} for name, path in paths.items()}) as service:

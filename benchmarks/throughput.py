@@ -22,29 +22,29 @@ from weightd import Client
 
 WORKERS = 2
 IN_FLIGHT = 4  # requests for each worker
-ROUNDS = 10  # of each, in turn
-REQUESTS = 100  # for each worker, in a round
+ROUNDS = 10  # of each side, alternating
+REQUESTS = 100  # for each worker, per round
 THREADS = (1, 8)
-SECONDS = 0.5  # of a round of tiny requests
+SECONDS = 0.5  # per round of tiny requests
 WARM_UP = 10
-PARALLEL = "parallel"  # the large model again, in one process
+PARALLEL = "parallel"  # name of the large model with parallel workers in one process
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Throughput(Result):
-    """Figures in requests per second, batch 1, medians of the rounds.
+    """Requests per second with single rows, medians of the rounds.
 
     Attributes:
-        rps: one client of weightd over `transport`, with `in_flight` requests under way.
-        bare_rps: `workers` processes that do nothing but predict, with no client at all.
-        ratio: the former by the latter, the median of the rounds.
-        tiny_rps: of a model whose predict is nothing, by the number of threads in one client process that ask for it,
-            each with a client of its own and one request at a time.
-        model_parallel_runner_rps: MindSpore Lite's own ModelParallelRunner with `workers` workers in one process
-            and twice as many threads that ask it; None for the other engine.
-        parallel_workers_rps: of weightd with such a runner: one process with `parallel_workers` = `workers`, asked as
-            the others are; None for the other engine.
-        pss_mb: memory of all processes of the large model, by how they are: "processes", and "parallel" for the runner.
+        rps: one client of weightd over `transport`, with `in_flight` requests in flight.
+        bare_rps: `workers` processes that only run predicts, without a client.
+        ratio: `rps` divided by `bare_rps`, median of the rounds.
+        tiny_rps: a model with a negligible predict, by the number of threads in one client process; each thread has a
+            separate client and one request at a time.
+        model_parallel_runner_rps: MindSpore Lite's ModelParallelRunner with `workers` workers in one process, used by
+            twice as many threads; None for other engines.
+        parallel_workers_rps: weightd with such a runner, one process with `parallel_workers` = `workers`; None for
+            other engines.
+        pss_mb: memory of all processes of the large model: "processes", and "parallel" with parallel workers.
     """
 
     benchmark = "throughput"
@@ -83,7 +83,7 @@ class Throughput(Result):
 
 
 def run(setup: Setup) -> Throughput:
-    """Measure rounds of each in turn."""
+    """Measure alternating rounds of all sides."""
     engine, workers = setup.engine, setup.workers
     path = material.model(MLP, engine)
     tiny = material.model(TINY, engine)
@@ -150,7 +150,7 @@ def run(setup: Setup) -> Throughput:
 
 
 def _pss(service: Service, model: str) -> int:
-    """Return the memory of all processes of a model; what it has in common with the other, it has half."""
+    """Return the PSS of all processes of a model, with half of the memory shared with the other model."""
     with service.client() as client:
         [status] = [each for each in client.status().models if each.name == model]
     return pss_total([process.pid for generation in status.generations for process in generation.processes])
@@ -159,7 +159,7 @@ def _pss(service: Service, model: str) -> int:
 def _weightd(
     client: Client, model: str, inputs: list[Arrays], count: int, in_flight: int, reference: Reference
 ) -> float:
-    """Return requests per second, from the first one's start to the last one's answer."""
+    """Return requests per second, from the start of the first request to the last answer."""
     begin = time.perf_counter()
     received = list(answers(client, model, inputs, count, in_flight))
     seconds = time.perf_counter() - begin

@@ -250,7 +250,7 @@ def measure(count: int) -> dict[str, list[Walk]]:
                     times[kind].append((begin, time.monotonic()))
             time.sleep(_PAUSE_S)
         [daemon] = [turns for turns in read_turns(directory, "daemon") if any(turn.built >= 0 for turn in turns)]
-        # Forked helpers also have the role worker: the worker is the process that sent messages during the requests.
+        # All processes of the model are traced; the worker is the one that sent messages during the requests.
         begin, end = times["request"][0][0], times["request"][-1][1]
         workers = [
             turns

@@ -1,7 +1,7 @@
 """The demo in one command: four workers answer requests from one copy of the weights.
 
 Starts weightd with the digit classifier, classifies the held-out images through the client, compares every answer with
-the engine called directly, and measures the memory against as many plain processes.
+the engine called directly, and compares the memory with the same number of plain processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from testkit.service import Service
 from weightd import Client
 
 WORKERS = 4
-# Requests under way at once: two for each worker, one that it computes and one that is ready for it.
+# Two requests for each worker, one that runs and one in the queue.
 IN_FLIGHT = 2 * WORKERS
 _BAR_WIDTH = 50
 _ORIGINS = {
@@ -36,7 +36,7 @@ _BUILD = Path(__file__).resolve().parents[2] / "build" / "models"
 
 @dataclass(frozen=True)
 class Classified:
-    """What the client got: scores [n, 10] FP32 in the order of the images, and latencies in seconds."""
+    """Scores [n, 10] FP32 in the order of the images, latencies of single requests, and the total time, in seconds."""
 
     scores: np.ndarray
     alone: list[float]
@@ -44,7 +44,7 @@ class Classified:
 
 
 def main() -> int:
-    """Run the demo; return 0 if weightd's answers are the engine's and memory was saved."""
+    """Run the demo; return 0 if weightd's answers equal the engine's and weightd saved memory."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=__doc__)
     parser.add_argument("--engine", choices=["onnxruntime", "mindspore_lite"], default="onnxruntime")
     engine: str = parser.parse_args().engine
@@ -52,7 +52,7 @@ def main() -> int:
     held_out = digits.split()
     images = held_out.held_out_images
 
-    say(f"{WORKERS} plain processes of {engine}, each with its own copy, for comparison")
+    say(f"for comparison: {WORKERS} plain processes of {engine}, each with its own copy of the weights")
     expected, plain_bytes = plain(path, engine, images)
 
     say(f"weightd with {WORKERS} workers: weightd serve CONFIG")
@@ -67,17 +67,17 @@ def main() -> int:
         status = service.status()
         held, roles = service.pss_at_rest(), service.roles()
     equal = np.array_equal(got.scores, expected)
-    same = "every one is, bit for bit, the engine called directly" if equal else "DIFFERENT from the engine's"
+    same = "all equal to those of the engine called directly, bit for bit" if equal else "DIFFERENT from the engine's"
     p50, p99 = (percentile_ms(got.alone, percent) for percent in (50, 99))
     workers = [each for each in status.models[0].generations[0].processes if each.role == "worker"]
-    say(f"\n{len(images)} held-out images, one request each, by {WORKERS} processes")
+    say(f"\n{len(images)} held-out images, one request each, {WORKERS} worker processes")
     say(f"  accuracy        {digits.accuracy(got.scores, held_out.held_out_labels):.1%}")
     say(f"  answers         {same}")
     say(f"  latency         p50 {p50:.1f} ms, p99 {p99:.1f} ms, one in flight (n={len(got.alone)})")
     say(f"  throughput      {len(images) / got.seconds:.0f} images/s, {IN_FLIGHT} in flight")
     say("  served by       " + ", ".join(f"pid {each.pid}: {each.served}" for each in workers))
     shared_bytes = sum(held.values())
-    say("\nmemory (PSS, each shared page counted once; weightd: all its processes)")
+    say("\nmemory (PSS: each shared page counts once; weightd: all of its processes)")
     chart([(f"{WORKERS} plain processes", plain_bytes), (f"weightd, {WORKERS} workers", shared_bytes)])
     for role in dict.fromkeys(roles.values()):
         sizes = [f"{size / 1e6:.0f}" for pid, size in held.items() if roles.get(pid) == role]
@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def prepare(engine: str) -> Path:
-    """Return the classifier's file for `engine`; fitted and converted the first time."""
+    """Return the classifier's file for `engine`; the first call fits and converts it."""
     _BUILD.mkdir(parents=True, exist_ok=True)
     onnx = _BUILD / "digits.onnx"
     if not onnx.exists():
@@ -103,18 +103,18 @@ def prepare(engine: str) -> Path:
     if python is None:
         raise SystemExit(mindir.HOW_TO_GET_IT)
     if not converted.exists():
-        say("converting it to MindIR with MindSpore Lite's own converter")
+        say("converting the classifier to MindIR with MindSpore Lite's converter")
         shutil.move(mindir.convert(onnx, _complete(converted), python), converted)
     return converted
 
 
 def _complete(path: Path) -> Path:
-    """Where a file is written: it gets its own name once it is complete."""
+    """Return the temporary path under which a file is written until it is complete."""
     return path.with_name(f"unfinished-{path.name}")
 
 
 def plain(path: Path, engine: str, images: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return the engine's own answers, and the memory of as many plain processes as there will be workers."""
+    """Return the engine's answers, and the memory of one plain process for each worker."""
     with contextlib.ExitStack() as stack:
         plains = [stack.enter_context(PlainProcess(path, engine)) for _ in range(WORKERS)]
         expected = np.concatenate([plains[0].infer({"image": image[None]})["scores"] for image in images])
@@ -124,7 +124,7 @@ def plain(path: Path, engine: str, images: np.ndarray) -> tuple[np.ndarray, int]
 
 
 def classify(client: Client, images: np.ndarray) -> Classified:
-    """Classify each image by a request of its own: many in flight for the answers, then one at a time for latency."""
+    """Classify each image by a separate request: first several in flight, then one at a time for the latency."""
     began = time.perf_counter()
     pending = [client.submit("digits", {"image": image[None]}) for image in images[:IN_FLIGHT]]
     scores: list[np.ndarray] = []
@@ -154,7 +154,7 @@ def percentile_ms(seconds: list[float], percent: float) -> float:
 
 
 def say(text: str) -> None:
-    """Print at once: the demo is watched."""
+    """Print a line immediately."""
     print(text, flush=True)
 
 

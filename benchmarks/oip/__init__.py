@@ -1,1 +1,1 @@
-"""Servers of the Open Inference Protocol, each set up as documented, and one client for all of them."""
+"""Servers of the Open Inference Protocol, each configured as documented, and one client for all of them."""

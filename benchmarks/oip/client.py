@@ -23,14 +23,14 @@ _CHILD = Path(__file__).with_name("client_child.py")
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """So many requests one after another.
+    """A number of requests, one after another.
 
     Attributes:
-        kind: "grpc" or "http", with binary tensors.
-        address: of the server, HOST:PORT.
-        model: its name there.
-        arrays: of which model the inputs and answers are.
-        count: requests.
+        kind: "grpc", or "http" with binary tensors.
+        address: address of the server, HOST:PORT.
+        model: name of the model on the server.
+        arrays: name of the model in the pairs of the client.
+        count: number of requests.
     """
 
     kind: str
@@ -41,14 +41,14 @@ class Round:
 
 
 class TritonClient:
-    """The client; `pairs` are the inputs of each model and the right answers."""
+    """A process with tritonclient; `pairs` are the inputs of each model with the correct answers."""
 
     def __init__(self, pairs: Mapping[str, Sequence[tuple[Arrays, Arrays]]]) -> None:
         self._pairs = pairs
 
     def __enter__(self) -> TritonClient:
         if not PYTHON.exists():
-            raise UnavailableError(f"no tritonclient in {PYTHON.parent.parent}: `make bench-gateway` installs it there")
+            raise UnavailableError(f"tritonclient is not installed in {PYTHON.parent.parent}; run `make bench-gateway`")
         self._file = tempfile.NamedTemporaryFile(suffix=".npz")
         arrays: dict[str, Any] = {
             f"{model}.{index}.{name}": value
@@ -70,19 +70,19 @@ class TritonClient:
         self._file.close()
 
     def seconds(self, order: Round) -> list[float]:
-        """Return how long each request of a round took.
+        """Return the seconds of each request of a round.
 
         Raises:
-            DifferenceError: an answer is not the bare engine's.
+            DifferenceError: an answer differs from the bare engine's.
         """
         assert self._process.stdin
         assert self._process.stdout
         print(json.dumps(dataclasses.asdict(order)), file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
-            raise UnavailableError(f"tritonclient has ended with {order}; its error is above")
+            raise UnavailableError(f"tritonclient exited during {order}; its error is printed above")
         reply = json.loads(line)
         if "wrong" in reply:
-            raise DifferenceError(f"{order}: answer {reply['wrong']} is not the bare engine's")
+            raise DifferenceError(f"{order}: answer {reply['wrong']} differs from the bare engine's")
         seconds: list[float] = reply["seconds"]
         return seconds

@@ -1,10 +1,11 @@
 """Unmodified tritonclient that times rounds of requests: the same client for every server.
 
-Runs in the client's environment, and reads a JSON object a line, `client.Round`; it answers each with one of seconds:
+Runs in the environment of the client. Each line of stdin is a JSON object with the fields of `client.Round`; each line
+of stdout is an object with the seconds of this round:
 
     python -I client_child.py ARRAYS.npz
 
-ARRAYS.npz has the inputs and the right answers of each model: MODEL.INDEX.x and MODEL.INDEX.y.
+ARRAYS.npz contains the inputs and the correct answers of each model: MODEL.INDEX.x and MODEL.INDEX.y.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _LIBRARIES: dict[str, Any] = {"grpc": grpc_client, "http": http_client}
 
 
 def main() -> None:
-    """Answer until there are no more orders."""
+    """Run rounds until stdin ends."""
     arrays = np.load(sys.argv[1])
     clients: dict[tuple[str, str], Any] = {}
     for line in sys.stdin:
@@ -35,7 +36,7 @@ def main() -> None:
 
 
 def _round(library: Any, client: Any, order: dict[str, Any], arrays: Any) -> dict[str, Any]:
-    """Ask `count` times, after a tenth more that does not count."""
+    """Send `count` requests, after a tenth more that do not count."""
     model, count = order["model"], order["count"]
     pairs: list[tuple[Any, Any]] = []
     while f"{order['arrays']}.{len(pairs)}.x" in arrays:

@@ -1,6 +1,6 @@
 """PyTriton server of ONNX models with input x and output y, FP32 [any, any]; no batching, one thread.
 
-Runs in the rival's environment:
+Runs in the environment of PyTriton:
 
     python -I pytriton_child.py HTTP_PORT GRPC_PORT METRICS_PORT NAME=PATH...
 """
@@ -17,7 +17,7 @@ from pytriton.triton import Triton, TritonConfig
 
 
 def main() -> None:
-    """Serve until it is told to stop."""
+    """Serve until a signal stops the server."""
     http, grpc, metrics = map(int, sys.argv[1:4])
     config = TritonConfig(
         http_address="127.0.0.1", http_port=http, grpc_address="127.0.0.1", grpc_port=grpc, metrics_port=metrics

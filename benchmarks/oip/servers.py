@@ -30,19 +30,19 @@ _LOOK_S = 0.05
 
 
 class Server(NamedTuple):
-    """Where one can be asked: its ports on the loopback."""
+    """Ports of a server on the loopback interface."""
 
     http: int
     grpc: int
 
 
-# Serves models, each by its name and with the path of its file.
+# Serves models, given as file paths by name, with a number of workers.
 Serve = Callable[[Mapping[str, Path], int], AbstractContextManager[Server]]
 
 
 @contextlib.contextmanager
 def mlserver(models: Mapping[str, Path], workers: int) -> Generator[Server, None, None]:
-    """MLServer with so many worker processes; with none it runs models in itself, which is quicker."""
+    """Run MLServer with `workers` worker processes; with 0, it runs models in its own process, which is faster."""
     server, metrics = _ports()
     with tempfile.TemporaryDirectory(prefix="mlserver-", dir="/tmp") as directory:
         settings = {
@@ -65,7 +65,7 @@ def mlserver(models: Mapping[str, Path], workers: int) -> Generator[Server, None
 
 @contextlib.contextmanager
 def pytriton(models: Mapping[str, Path], workers: int) -> Generator[Server, None, None]:
-    """PyTriton, which runs a model in one process."""
+    """Run PyTriton, which runs each model in one process."""
     del workers
     server, metrics = _ports()
     ports = (server.http, server.grpc, metrics)
@@ -77,7 +77,7 @@ def pytriton(models: Mapping[str, Path], workers: int) -> Generator[Server, None
 
 @contextlib.contextmanager
 def weightd(models: Mapping[str, Path], workers: int) -> Generator[Server, None, None]:
-    """The daemon and its gateway."""
+    """Run the daemon and its gateway."""
     server, _ = _ports()
     tables = {name: {"path": path, "workers": workers} for name, path in models.items()}
     with Service(tables) as service, tempfile.TemporaryDirectory(prefix="gateway-", dir="/tmp") as directory:
@@ -107,9 +107,9 @@ def _running(
     models: Iterable[str],
     env: Mapping[str, str] | None = None,
 ) -> Generator[None, None, None]:
-    """Have a server run whose models are ready."""
+    """Start a server, wait until its models are ready, and stop it at the end of the block."""
     if not python.exists():
-        raise UnavailableError(f"no {name} in {python.parent.parent}: `make bench-gateway` installs it there")
+        raise UnavailableError(f"{name} is not installed in {python.parent.parent}; run `make bench-gateway`")
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command,
