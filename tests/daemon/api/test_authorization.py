@@ -64,9 +64,9 @@ def test_unknown_client_gets_error_that_names_remedy(credential: PeerCredential,
     stranger = connect(authorizer, credential)
     assert stranger.tenant is None
     for name in (None, "ann"):
-        with pytest.raises(RequestError) as told:
+        with pytest.raises(RequestError) as error:
             authorizer.resolve_tenant(stranger, name)
-        assert f"{told.value.code}: {told.value}".startswith(text)
+        assert f"{error.value.code}: {error.value}".startswith(text)
     with pytest.raises(RequestError):
         authorizer.resolve_viewer(stranger)
     with pytest.raises(PermissionDenied):
@@ -151,7 +151,7 @@ def test_file_grant_uses_user_or_operator_rights() -> None:
         1001, (5, 6), ("/models/ann",)
     )
     assert authorizer.file_grant(connect(authorizer, PeerCredential(1001, (5, 6), is_operator=True))) == OPERATOR
-    # Without known credentials, file make_authorizer uses the unprivileged uid 65534.
+    # Without known credentials, file access uses the unprivileged uid 65534.
     assert authorizer.file_grant(connect(authorizer, PeerCredential())) == Grant(65534)
 
 

@@ -72,9 +72,9 @@ def test_tenant_limit_replaces_limit_of_daemon() -> None:
     with pytest.raises(ResourceExhausted, match="max_shm_bytes"):
         registry.register(b"a1", deque([memfd.create(101)]))
     region = registry.register(b"a1", deque([memfd.create(150)]), 200)
-    with pytest.raises(QuotaExceeded, match="already has 150 bytes in regions, and max_shared_bytes is 200") as told:
+    with pytest.raises(QuotaExceeded, match="already has 150 bytes in regions, and max_shared_bytes is 200") as error:
         registry.register(b"a2", deque([memfd.create(51)]), 200)
-    assert told.value.quota == "max_shared_bytes"
+    assert error.value.quota == "max_shared_bytes"
     registry.register(b"a2", deque([memfd.create(50)]), 200)
     registry.register(b"b1", deque([memfd.create(100)]))
     registry.unregister(b"a1", region)
@@ -85,12 +85,12 @@ def test_tenant_limit_replaces_limit_of_daemon() -> None:
 def test_tensor_must_lie_within_region(offset: int, room: int) -> None:
     registry = RegionRegistry(10_000, user, ignore_closed)
     region = registry.register(b"a1", deque([memfd.create(100)]))
-    for nbytes, asked in ((16, None), (room, room)):
+    for nbytes, size in ((16, None), (room, room)):
         if offset + nbytes <= 100:
-            locate(registry, b"a1", region, offset, asked)
+            locate(registry, b"a1", region, offset, size)
         else:
             with pytest.raises(InvalidArgument, match=r"offset: expected an end within .* at most 100, got \d+"):
-                locate(registry, b"a1", region, offset, asked)
+                locate(registry, b"a1", region, offset, size)
 
 
 @pytest.mark.parametrize(
@@ -199,11 +199,11 @@ def test_free_closed_does_not_block(registry: RegionRegistry, monkeypatch: pytes
 
 def test_locate_caches_locations_until_unregister(registry: RegionRegistry) -> None:
     region = registry.register(b"a1", deque([memfd.create(100)]))
-    said = Regions((InputLocation(0, region, 0),))
-    assert registry.locate(b"a1", said, FOUR_FLOATS) is registry.locate(b"a1", said, FOUR_FLOATS)
+    regions = Regions((InputLocation(0, region, 0),))
+    assert registry.locate(b"a1", regions, FOUR_FLOATS) is registry.locate(b"a1", regions, FOUR_FLOATS)
     with pytest.raises(NotFound):
-        registry.locate(b"a2", said, FOUR_FLOATS)
+        registry.locate(b"a2", regions, FOUR_FLOATS)
     registry.unregister(b"a1", region)
     assert len(registry.free_closed()) == 1
     with pytest.raises(NotFound):
-        registry.locate(b"a1", said, FOUR_FLOATS)
+        registry.locate(b"a1", regions, FOUR_FLOATS)

@@ -129,8 +129,8 @@ class RouterHarness:
     def ask(self, client: Stream, *places: InputLocation | OutputLocation, request_id: str = "1") -> None:
         inputs = tuple(place for place in places if isinstance(place, InputLocation))
         outputs = tuple(place for place in places if isinstance(place, OutputLocation))
-        asked = Infer(request_id, RequestDescription("m", (X,)), Parameters(regions=Regions(inputs, outputs)))
-        client.send([*encode(asked), *([] if inputs else [bytes(1000)])])
+        sent = Infer(request_id, RequestDescription("m", (X,)), Parameters(regions=Regions(inputs, outputs)))
+        client.send([*encode(sent), *([] if inputs else [bytes(1000)])])
 
     def refusal(self, client: Stream) -> str:
         error = self.receive(client)

@@ -156,8 +156,8 @@ class RouterHarness:
         self.loop.close()
 
     def ask(self, client: Peer, request_id: str) -> None:
-        asked = RequestDescription("m", (TensorSpec("x", "UINT8", (NBYTES,)),))
-        client.stream.send([*encode(Infer(request_id, asked)), bytes(NBYTES)])
+        sent = RequestDescription("m", (TensorSpec("x", "UINT8", (NBYTES,)),))
+        client.stream.send([*encode(Infer(request_id, sent)), bytes(NBYTES)])
 
     def until(self, check: Callable[[], object]) -> None:
         for _ in range(int(LIMIT_S / 0.05)):
@@ -190,8 +190,8 @@ def harness() -> Iterator[RouterHarness]:
 @pytest.mark.parametrize(("priority", "level"), [(None, 0), (0, 0), (1, 0), (2, 1), (3, None)])
 def test_request_gets_priority_level_of_model(harness: RouterHarness, priority: int | None, level: int | None) -> None:
     client = harness.client()
-    asked = Infer("x", RequestDescription("m", ()), Parameters(priority=priority))
-    client.stream.send(encode(asked))
+    sent = Infer("x", RequestDescription("m", ()), Parameters(priority=priority))
+    client.stream.send(encode(sent))
     if level is None:
         assert harness.refusals(client, 1) == [("x", "INVALID_ARGUMENT")]
     else:
@@ -344,11 +344,11 @@ def test_update_uses_file_grant_of_tenant() -> None:
 def test_events_and_logs_require_rights(
     message: ClientMessage, rights: tuple[str, ...], may_operate: bool, is_near: bool, code: str
 ) -> None:
-    def asked(*_: object) -> NoReturn:
-        raise Unavailable("it was asked")
+    def sent(*_: object) -> NoReturn:
+        raise Unavailable("the daemon was called")
 
     harness = RouterHarness({"default": TenantConfig(may=rights, models=("m", "other"))})
-    harness.daemon.report_events = harness.daemon.report_logs = asked
+    harness.daemon.report_events = harness.daemon.report_logs = sent
     harness.models["hidden"] = harness.model
     client = harness.client(may_operate=may_operate, is_near=is_near)
     client.stream.send(encode(message))
@@ -359,11 +359,11 @@ def test_events_and_logs_require_rights(
 def test_rejects_oversized_message_and_reads_next(harness: RouterHarness) -> None:
     harness.memory_budget.max_bytes = 2**20
     client = harness.client()
-    asked = encode(Infer("long", RequestDescription("m", ())))
+    sent = encode(Infer("long", RequestDescription("m", ())))
     too_long = bytes(limits.MAX_HEADER_BYTES + 1)
     for frames, request_id, place in (
         ([too_long], "", "envelope: "),
-        ([asked[0], too_long, b"x"], "long", "description: "),
+        ([sent[0], too_long, b"x"], "long", "description: "),
         ([b"\xc1", too_long], "", "description: "),
     ):
         client.stream.send(frames)
@@ -393,7 +393,7 @@ def test_rejects_oversized_message_and_reads_next(harness: RouterHarness) -> Non
 COSTLY = b"\x84" + encode(ServerReady("costly"))[0][1:] + b"\xa1x\xdc\xea\x60" + b"\x80" * 60_000
 
 
-@pytest.mark.parametrize("config", [TenantConfig(max_rate=1.0), None], ids=["over its rate", "of no tenant"])
+@pytest.mark.parametrize("config", [TenantConfig(max_rate=1.0), None], ids=["rate limit", "no tenant"])
 def test_rejected_message_is_not_decoded(config: TenantConfig | None, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = RouterHarness({"default": config} if config else {"nobody": TenantConfig()})
     harness.memory_budget.max_bytes = 2**20
@@ -431,8 +431,8 @@ def test_description_items_are_limited_by_signature() -> None:
     client = harness.client()
 
     def refusal(name: str) -> Error:
-        asked = RequestDescription(name, tuple(TensorSpec(f"x{each}", "UINT8", (0,)) for each in range(20)))
-        client.stream.send([*encode(Infer(name, asked)), *[b""] * 20])
+        sent = RequestDescription(name, tuple(TensorSpec(f"x{each}", "UINT8", (0,)) for each in range(20)))
+        client.stream.send([*encode(Infer(name, sent)), *[b""] * 20])
         harness.until(client.has_message)
         return client.error()
 
@@ -451,10 +451,10 @@ def test_description_items_are_limited_by_signature() -> None:
         assert error.error == f"no model '{name}'; there are: m"
     assert harness.accounts.usage_of("default", "").refused["NOT_FOUND"] == 2
     harness.model.signature.built = None
-    asked = RequestDescription("m", (TensorSpec("x", "UINT8", (1,)),), ("o" * 250,) * 40)
-    client.stream.send([*encode(Infer("while it loads", asked)), b"x"])
+    sent = RequestDescription("m", (TensorSpec("x", "UINT8", (1,)),), ("o" * 250,) * 40)
+    client.stream.send([*encode(Infer("while it loads", sent)), b"x"])
     harness.until(lambda: harness.model.ids == ["while it loads"])
-    client.stream.send([encode(Infer("no name", asked))[0], msgpack.packb({"inputs": [], "model_name": "x" * 600})])
+    client.stream.send([encode(Infer("no name", sent))[0], msgpack.packb({"inputs": [], "model_name": "x" * 600})])
     harness.until(client.has_message)
     error = client.error()
     assert (error.id, error.code) == ("no name", "INVALID_ARGUMENT")
@@ -468,8 +468,8 @@ def test_tenant_may_name_models_of_represented_tenant() -> None:
     harness = RouterHarness({"default": TenantConfig(acts_for=("b",), models=()), "b": TenantConfig()})
     harness.memory_budget.max_bytes = 2**20
     client = harness.client()
-    asked = RequestDescription("m", (TensorSpec("x", "UINT8", (1,)),), ("o" * 250,) * 40)
-    client.stream.send([*encode(Infer("7", asked, Parameters(tenant="b"))), b"x"])
+    sent = RequestDescription("m", (TensorSpec("x", "UINT8", (1,)),), ("o" * 250,) * 40)
+    client.stream.send([*encode(Infer("7", sent, Parameters(tenant="b"))), b"x"])
     harness.until(lambda: harness.model.ids == ["7"])
     harness.close()
 

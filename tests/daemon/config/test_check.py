@@ -60,7 +60,7 @@ def test_reports_problems_of_each_model(tmp_path: Path, model: ModelConfig) -> N
         ("printf '\\377\\n' >&2; exit 1", "\ufffd"),
         ("kill -SEGV $$", "killed by SIGSEGV"),
     ],
-    ids=["greets", "old", "silent", "traceback", "status", "bytes", "signal"],
+    ids=["greeting", "old", "silent", "traceback", "status", "bytes", "signal"],
 )
 def test_checks_version_of_interpreter(tmp_path: Path, model: ModelConfig, script: str, problem: str) -> None:
     python = interpreter(tmp_path, script)

@@ -60,8 +60,8 @@ def test_sharing_weights_needs_equal_paths(share: str) -> None:
     ],
 )
 def test_invalid_group_table_is_rejected(groups: object, problem: str) -> None:
-    [told] = problems(tables(groups))
-    assert told.startswith(problem.rstrip("*"))
+    [reported] = problems(tables(groups))
+    assert reported.startswith(problem.rstrip("*"))
 
 
 MODELS = ["one", "two"]
@@ -80,8 +80,8 @@ GROUP = {"g": {"models": MODELS}}
     ],
 )
 def test_invalid_members_are_rejected(groups: object, problem: str) -> None:
-    told, *_ = problems(tables(groups))
-    assert told == f"groups.{problem}"
+    reported, *_ = problems(tables(groups))
+    assert reported == f"groups.{problem}"
 
 
 @pytest.mark.parametrize(
@@ -103,10 +103,10 @@ def test_invalid_members_are_rejected(groups: object, problem: str) -> None:
     ],
 )
 def test_rejects_models_that_cannot_be_members(keys: dict[str, Any], problem: str) -> None:
-    told, *_ = problems(tables(GROUP, one={}, two=keys))
+    reported, *_ = problems(tables(GROUP, one={}, two=keys))
     first, *rest = problem.split("*")
-    assert told.startswith(f"groups.g.models[1]: two: {first}")
-    assert rest or told == f"groups.g.models[1]: two: {first}"
+    assert reported.startswith(f"groups.g.models[1]: two: {first}")
+    assert rest or reported == f"groups.g.models[1]: two: {first}"
 
 
 def test_model_with_ranks_cannot_be_member() -> None:
@@ -118,8 +118,8 @@ def test_model_with_ranks_cannot_be_member() -> None:
 
 @pytest.mark.parametrize(("key", "value"), [("devices", ["ascend:1"]), ("python", "/usr/bin/python3.9")])
 def test_members_need_same_devices_and_interpreter(key: str, value: object) -> None:
-    [told] = problems(tables(GROUP, one={}, two={key: value}))
-    assert told.startswith(f"groups.g.models[1]: two: expected the {key} of one, ")
+    [reported] = problems(tables(GROUP, one={}, two={key: value}))
+    assert reported.startswith(f"groups.g.models[1]: two: expected the {key} of one, ")
 
 
 def test_model_errors_suppress_group_errors() -> None:

@@ -107,8 +107,8 @@ def test_rejects_invalid_listeners(listeners: Any, problem: str | None) -> None:
             *("listeners.a.adress", "listeners.a.address", "listeners.b.address")
         ]
         return
-    told = refusal(listeners)
-    assert told.startswith(problem[:-1]) if problem.endswith("*") else told == problem
+    reported = refusal(listeners)
+    assert reported.startswith(problem[:-1]) if problem.endswith("*") else reported == problem
 
 
 def test_accepts_path_of_107_bytes() -> None:

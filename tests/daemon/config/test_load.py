@@ -309,10 +309,10 @@ REFUSED_SOCKETS = [
     [*REFUSED, *REFUSED_SOCKETS, *((text, f"models.m.{problem}") for text, problem in REFUSED_OF_A_MODEL)],
 )
 def test_rejects_invalid_configuration(file: Path, text: str, problem: str) -> None:
-    told = refusal(file, text)
+    reported = refusal(file, text)
     first, *rest = problem.split("*")
-    assert told.startswith(first)
-    assert told.endswith(rest[-1]) if rest else told == first
+    assert reported.startswith(first)
+    assert reported.endswith(rest[-1]) if rest else reported == first
 
 
 MANY_ERRORS = """
@@ -418,8 +418,8 @@ def test_every_key_has_invalid_values_in_this_test() -> None:
 def test_invalid_value_is_reported_with_key(file: Path, table: str, key: str, value: str) -> None:
     others = MODEL if table != "models.m" else ""
     path = "" if key == "path" or others else 'path = "m.onnx"'
-    told = refusal(file, f"{others}[{table}]\n{path}\n{key} = {value}\n")
-    assert re.match(rf"{table}\.{key}(\[0\])?: expected ", told)
+    reported = refusal(file, f"{others}[{table}]\n{path}\n{key} = {value}\n")
+    assert re.match(rf"{table}\.{key}(\[0\])?: expected ", reported)
 
 
 def test_seconds_may_be_integers(file: Path) -> None:

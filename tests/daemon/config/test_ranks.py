@@ -191,10 +191,10 @@ def test_accepts_compatible_keys(ranks: dict[str, Any], keys: dict[str, Any]) ->
     ],
 )  # fmt: skip
 def test_rejects_incompatible_keys(ranks: dict[str, Any], keys: dict[str, Any], problem: str) -> None:
-    [told] = problems(tables(ranks, **keys))
+    [reported] = problems(tables(ranks, **keys))
     first, *rest = problem.split("*")
-    assert told.startswith(f"models.big.{first}")
-    assert told.endswith(rest[-1]) if rest else told == f"models.big.{first}"
+    assert reported.startswith(f"models.big.{first}")
+    assert reported.endswith(rest[-1]) if rest else reported == f"models.big.{first}"
 
 
 def test_ranks_on_core_sets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,8 +262,8 @@ def test_accepts_models_without_port_conflict(one: dict[str, Any], other: dict[s
     ],
 )
 def test_rejects_models_with_port_conflict(one: dict[str, Any], other: dict[str, Any], problem: str) -> None:
-    [*told] = problems(two_models(one, other))
-    assert told[0].startswith(f"models.other.ranks.devices: {problem.rstrip('*')}")
+    [*reported] = problems(two_models(one, other))
+    assert reported[0].startswith(f"models.other.ranks.devices: {problem.rstrip('*')}")
 
 
 def test_ranks_on_cpu_have_no_port_conflict() -> None:

@@ -106,9 +106,9 @@ def test_users_groups_and_keys_are_resolved(tmp_path: Path) -> None:
     ],
 )
 def test_rejects_invalid_tenant(table: Any, problem: str, tmp_path: Path) -> None:
-    [told] = refusals(tmp_path, {"a": table})
+    [reported] = refusals(tmp_path, {"a": table})
     expected, star, _ = f"tenants.a{': ' if type(table) is int else '.'}{problem}".partition("*")
-    assert told.startswith(expected) if star else told == expected
+    assert reported.startswith(expected) if star else reported == expected
 
 
 def test_invalid_tenant_tables_are_rejected(tmp_path: Path) -> None:
@@ -124,14 +124,14 @@ def test_invalid_public_key_files_are_rejected(tmp_path: Path) -> None:
     write_key(tmp_path / "a.key", kind=SECRET)
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty").touch()
-    told = refusals(tmp_path, {"a": {"keys": ["none.pub", "a.key", "pipe", "empty", "a\nb"]}})
+    reported = refusals(tmp_path, {"a": {"keys": ["none.pub", "a.key", "pipe", "empty", "a\nb"]}})
     at = [f"tenants.a.keys[{index}]: {tmp_path}/" for index in range(5)]
-    assert told[0] == f"{at[0]}none.pub: No such file or directory"
-    assert told[1].startswith(f"{at[1]}a.key: expected a public key, got a secret one")
-    assert told[2] == f"{at[2]}pipe: expected a file"
-    assert told[3].startswith(f"{at[3]}empty: expected a line weightd-public-key KEY")
-    assert told[4] == f"{at[4]}a\\nb: No such file or directory"
-    assert KEY not in "".join(told)
+    assert reported[0] == f"{at[0]}none.pub: No such file or directory"
+    assert reported[1].startswith(f"{at[1]}a.key: expected a public key, got a secret one")
+    assert reported[2] == f"{at[2]}pipe: expected a file"
+    assert reported[3].startswith(f"{at[3]}empty: expected a line weightd-public-key KEY")
+    assert reported[4] == f"{at[4]}a\\nb: No such file or directory"
+    assert KEY not in "".join(reported)
 
 
 def test_rejects_credentials_in_two_tenants(tmp_path: Path) -> None:

@@ -45,9 +45,9 @@ GOOD: dict[str, tuple[Sequence[ValueInfoProto], Sequence[ValueInfoProto]]] = {
     "every datatype": ([typed_value(f"x{each}", each, 2) for each in (1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13)], [Y]),
     "any rank": ([helper.make_tensor_value_info("x", TensorProto.FLOAT, None)], [Y]),
     "a scalar": ([models.fp32("x")], [Y]),
-    "a size that is unknown": ([models.fp32("x", -1)], [Y]),
-    "an output that says nothing": ([X], [ValueInfoProto(name="y")]),
-    "as much as may be": (
+    "unknown size": ([models.fp32("x", -1)], [Y]),
+    "output without a type": ([X], [ValueInfoProto(name="y")]),
+    "maximum sizes": (
         floats(limits.MAX_TENSORS, "x", *[1] * limits.MAX_RANK),
         [models.fp32("y" * limits.MAX_NAME_BYTES, limits.MAX_DIM)],
     ),
@@ -73,8 +73,8 @@ BAD: dict[str, tuple[Sequence[ValueInfoProto], Sequence[ValueInfoProto], list[st
             )
         ],
     ),
-    "a new one": ([typed_value("x", 99, 1)], [Y], [f"input x: datatype 99 {NOT_SENT}"]),
-    "a sequence": (
+    "unknown datatype": ([typed_value("x", 99, 1)], [Y], [f"input x: datatype 99 {NOT_SENT}"]),
+    "sequence": (
         [value_of_kind("x", helper.make_sequence_type_proto(TENSOR))],
         [Y],
         [f"input x: a sequence {NOT_SENT}"],
@@ -84,13 +84,13 @@ BAD: dict[str, tuple[Sequence[ValueInfoProto], Sequence[ValueInfoProto], list[st
         [value_of_kind("y", helper.make_optional_type_proto(TENSOR))],
         [f"output y: optional {NOT_SENT}"],
     ),
-    "many": (floats(70), floats(65, "y"), ["70 inputs; expected at most 64", "65 outputs; expected at most 64"]),
+    "too many": (floats(70), floats(65, "y"), ["70 inputs; expected at most 64", "65 outputs; expected at most 64"]),
     "rank": ([models.fp32("x", *[1] * 17)], [Y], ["input x: expected at most 16 dimensions"]),
     "size": ([models.fp32("x", 2**40 + 1)], [Y], [f"input x: a dimension of {2**40 + 1}; expected at most {2**40}"]),
     "no name": ([models.fp32("", 1)], [Y], ["input '': expected a name of 1 to 256 bytes"]),
-    "a long name": ([models.fp32("ä" * 129, 1)], [Y], [f"input '{'ä' * 36}...: expected a name of 1 to 256 bytes"]),
-    "one name twice": ([X, models.fp32("x", 1)], [Y], ["input x: there are two of this name"]),
-    "all at once": (
+    "long name": ([models.fp32("ä" * 129, 1)], [Y], [f"input '{'ä' * 36}...: expected a name of 1 to 256 bytes"]),
+    "duplicate name": ([X, models.fp32("x", 1)], [Y], ["input x: there are two of this name"]),
+    "several problems": (
         [typed_value("x", TensorProto.STRING, *[1] * 17)],
         [typed_value("y", TensorProto.STRING, 1)],
         [f"input x: string {NOT_SENT}", "input x: expected at most 16 dimensions", f"output y: string {NOT_SENT}"],
@@ -122,7 +122,7 @@ def test_rejects_file_of_other_format(tmp_path: Path) -> None:
 def test_damaged_file_gives_printable_errors_or_none(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    path = models.save(tmp_path_factory.getbasetemp() / "changed.onnx", [], BAD["all at once"][0], [Y])
+    path = models.save(tmp_path_factory.getbasetemp() / "changed.onnx", [], BAD["several problems"][0], [Y])
     raw = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 3))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))

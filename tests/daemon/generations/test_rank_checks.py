@@ -55,7 +55,7 @@ def test_peer_failure_exit(role: Role, end: ExitCause, *, has_connected: bool, i
         (ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON), False),
         (ExitCause(-signal.SIGKILL, initiator=ExitInitiator.KERNEL), True),
         (ExitCause(-signal.SIGKILL), True),
-        # The daemon sent SIGKILL, but the process crashed with SIGSEGV before.
+        # The daemon has sent a signal, but not SIGSEGV: the process crashed by itself.
         (ExitCause(-signal.SIGSEGV, initiator=ExitInitiator.DAEMON), True),
         (ExitCause(1), True),
         (ExitCause(0), True),

@@ -214,34 +214,34 @@ class RankGroupMachine(RuleBasedStateMachine):
         """Any process sends any message, even one that was killed or has not connected."""
         name = self.expected[chosen % len(self.expected)]
         reports_failure = ProcessFailed("no such file" if what == "broken" else "Launch kernel failed")
-        said: dict[str, tuple[Callable[[], None], bool]] = {
+        message: dict[str, tuple[Callable[[], None], bool]] = {
             "astray": (lambda: self.rank_group.on_message(name, AttachAllowed(""), self.now), self.is_active(name)),
             "broken": (lambda: self.rank_group.on_message(name, reports_failure, self.now), self.is_running(name)),
             "symptom": (lambda: self.rank_group.on_message(name, reports_failure, self.now), self.is_running(name)),
             "leaving": (lambda: self.rank_group.on_leaving(name, self.now), self.is_running(name)),
             "hung": (lambda: self.rank_group.on_hung(name, "silence", self.now), self.is_running(name)),
         }
-        if what in said:
-            event, is_loss = said[what]
+        if what in message:
+            event, is_loss = message[what]
             self.deliver(name, event, is_loss=is_loss, is_doubtful=what in ("symptom", "leaving", "hung"))
         else:
             _SENDERS[what](self, name)
 
     def send_hello(self, name: str, how: str = "good") -> None:
-        said = hello_of(name)
+        message = hello_of(name)
         process = self.processes.get(name)
         is_due = process is not None and process.phase == "spawned" and self.is_active(name)
         if how == "version":
-            said = replace(said, versions={})
+            message = replace(message, versions={})
         elif name != BROKER and how != "good":
             rank = rank_of(name)
             wrong = {
-                "digest": replace(said, sha256=SHA),
-                "rank": replace(said, slice=RankSlice((rank + 1) % self.size, (X,), (Y,))),
-                "none": replace(said, slice=None),
-                "other": replace(said, slice=RankSlice(rank, (OTHER,), (Y,))),
+                "digest": replace(message, sha256=SHA),
+                "rank": replace(message, slice=RankSlice((rank + 1) % self.size, (X,), (Y,))),
+                "none": replace(message, slice=None),
+                "other": replace(message, slice=RankSlice(rank, (OTHER,), (Y,))),
             }
-            said = wrong[how]
+            message = wrong[how]
         is_good = how in ("good", "other") or (name == BROKER and how != "version")
         is_last = False
         if process is not None and is_due and is_good:
@@ -250,7 +250,7 @@ class RankGroupMachine(RuleBasedStateMachine):
         disagree = is_last and len({each.slice == "other" for each in self.ranks}) > 1
         is_loss = disagree or (self.is_active(name) and not (is_due and is_good))
         self.deliver(
-            "" if disagree else name, lambda: self.rank_group.on_message(name, said, self.now), is_loss=is_loss
+            "" if disagree else name, lambda: self.rank_group.on_message(name, message, self.now), is_loss=is_loss
         )
 
     @property
@@ -265,10 +265,10 @@ class RankGroupMachine(RuleBasedStateMachine):
             process.phase, process.loaded = "entered", how
             disagree = self.all_are("entered") and len({each.loaded for each in self.ranks}) > 1
             self.has_connected = self.has_connected or (self.all_are("entered") and not disagree)
-        said = JoinedGroup((X,) if how == "good" else (OTHER,), (Y,))
+        message = JoinedGroup((X,) if how == "good" else (OTHER,), (Y,))
         is_loss = disagree or (self.is_active(name) and not is_due)
         self.deliver(
-            "" if disagree else name, lambda: self.rank_group.on_message(name, said, self.now), is_loss=is_loss
+            "" if disagree else name, lambda: self.rank_group.on_message(name, message, self.now), is_loss=is_loss
         )
 
     def send_selftest_done(self, name: str, *, proven: bool = True) -> None:
@@ -279,9 +279,11 @@ class RankGroupMachine(RuleBasedStateMachine):
             process.phase, process.proven = "warm", proven
             named = [self.processes.get(f"{SLOT}.rank{rank}") for rank in self.answering]
             wrong = self.all_are("warm") and not all(each is not None and each.proven for each in named)
-        said = SelfTestDone("digest" if proven else "", CASES)
+        message = SelfTestDone("digest" if proven else "", CASES)
         is_loss = wrong or (self.is_active(name) and not is_due)
-        self.deliver("" if wrong else name, lambda: self.rank_group.on_message(name, said, self.now), is_loss=is_loss)
+        self.deliver(
+            "" if wrong else name, lambda: self.rank_group.on_message(name, message, self.now), is_loss=is_loss
+        )
 
     def send_reconnected(self, name: str, step: int = 7) -> None:
         process = self.processes.get(name)

@@ -475,7 +475,7 @@ def test_workers_outlive_template_until_one_is_lost() -> None:
 @pytest.mark.parametrize(
     "harness",
     [GenerationHarness(2), GenerationHarness(2, CARD, can_fork_from_holder=True)],
-    ids=["not asked for", "on a card"],
+    ids=["not requested", "card"],
 )
 def test_unrequested_template_fails_generation(harness: GenerationHarness) -> None:
     harness.building()
@@ -601,7 +601,7 @@ def test_answers_are_trusted_without_holder(harness: GenerationHarness) -> None:
 
 
 @pytest.mark.parametrize(
-    ("traits", "sharing"), [(CARD, False), (CARD, True), (CPU, True)], ids=["not wanted", "on a card", "on the cpu"]
+    ("traits", "sharing"), [(CARD, False), (CARD, True), (CPU, True)], ids=["private", "card", "cpu"]
 )
 def test_holder_exits_before_workers_load_private_weights(traits: SharingTraits, sharing: bool) -> None:
     harness = GenerationHarness(2, traits, is_sharing=sharing).spawned()

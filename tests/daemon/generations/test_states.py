@@ -117,7 +117,7 @@ def test_state_groups_match_tables() -> None:
         (CHILD_TRANSITIONS, ChildState.GREETED, {ChildState.ATTACHING}, {ChildState.READY}),
         # Workers attach only after the build; only a broker joins without a build.
         (CHILD_TRANSITIONS, ChildState.GREETED, {ChildState.BUILDING}, {ChildState.JOINED}),
-        # Attaching closes only after a request to the holder was pending.
+        # Attaching closes only after the holder was asked to admit a worker.
         (ATTACH_TRANSITIONS, AttachState.OPEN, {AttachState.ALLOW_PENDING}, {AttachState.CLOSED}),
         # These transitions are impossible in any number of steps.
         (GENERATION_TRANSITIONS, GenerationState.SERVING, IMPOSSIBLE, states.LOADING),

@@ -238,7 +238,7 @@ class ModelHarness:
         self.model.on_snapshot_taken(source, Snapshot(f"/snapshots/{source.number}", "", SHA, 100), self.now)
         return self
 
-    def says(self, child: str, message: ChildMessage, frames: Sequence[Any] = ()) -> ModelHarness:
+    def deliver(self, child: str, message: ChildMessage, frames: Sequence[Any] = ()) -> ModelHarness:
         self.model.deployments.process_events.on_message(child, message, frames, self.now)
         return self
 
@@ -249,14 +249,14 @@ class ModelHarness:
     def builds(self, generation: int = 1, built: Built = BUILT) -> ModelHarness:
         """Connect all processes of a generation, and let its holder build the model."""
         for name in self.processes_of(generation):
-            self.says(name, Hello("1", SHA, {"weightd": VERSION}, self.traits))
-        return self.says(f"digits.{generation}.holder", built)
+            self.deliver(name, Hello("1", SHA, {"weightd": VERSION}, self.traits))
+        return self.deliver(f"digits.{generation}.holder", built)
 
     def loads(self, generation: int = 1, built: Built = BUILT) -> ModelHarness:
         """Do the same as `builds`, and let the workers attach."""
         self.builds(generation, built)
         for name in self.processes_of(generation)[1:]:
-            self.says(name, ATTACHED)
+            self.deliver(name, ATTACHED)
         return self
 
     def serving(self) -> ModelHarness:
@@ -264,11 +264,13 @@ class ModelHarness:
         self.host.orders.clear()
         return self
 
-    def dies(self, child: str, end: int = signal.SIGSEGV, by: ExitInitiator = ExitInitiator.UNKNOWN) -> ModelHarness:
+    def exit_process(
+        self, child: str, end: int = signal.SIGSEGV, by: ExitInitiator = ExitInitiator.UNKNOWN
+    ) -> ModelHarness:
         self.model.deployments.process_events.on_exit(child, ExitCause(-end, initiator=by), self.now)
         return self
 
-    def goes(self, generation: int) -> ModelHarness:
+    def exit_all(self, generation: int) -> ModelHarness:
         """Let every process of a generation exit, workers first."""
         for name in [*self.processes_of(generation)[1:], f"digits.{generation}.holder"]:
             self.model.deployments.process_events.on_exit(name, ExitCause(0), self.now)
@@ -286,7 +288,7 @@ class ModelHarness:
         """Request an update, and let it succeed."""
         self.update(path).snapshot_taken().loads(generation)
         for leaving in list(next(iter(self.model.deployments)).draining):
-            self.goes(leaving.number)
+            self.exit_all(leaving.number)
         return self
 
     def submit(self, *requests: Request) -> list[int]:
@@ -295,16 +297,16 @@ class ModelHarness:
             self.model.dispatcher.infer(each, self.now)
         return [each.number for each in requests]
 
-    def some(self, count: int) -> list[int]:
+    def submit_new(self, count: int) -> list[int]:
         """Submit requests of different contents."""
         return self.submit(*(request() for _ in range(count)))
 
     def answers(self, worker: str, *numbers: int) -> ModelHarness:
         for number in numbers:
-            self.says(worker, PredictResult(number, ResponseDescription("m", (OUT,))))
+            self.deliver(worker, PredictResult(number, ResponseDescription("m", (OUT,))))
         return self
 
-    def passes(self, seconds: float) -> ModelHarness:
+    def advance(self, seconds: float) -> ModelHarness:
         self.now += seconds
         self.model.tick(self.now)
         return self

@@ -30,7 +30,7 @@ def test_counts_latency_queue_and_compute_time() -> None:
     harness = ModelHarness(workers=1)
     meter = harness.model.dispatcher.counters
     harness.serving()
-    first, second = harness.some(2)
+    first, second = harness.submit_new(2)
     harness.now += 0.3
     harness.answers(W1, first)
     harness.now += 0.2
@@ -42,8 +42,8 @@ def test_counts_latency_queue_and_compute_time() -> None:
     # The model does not support batching, so it counts no rows.
     assert meter.rows.count == 0
     # A failed request has no latency.
-    [third] = harness.some(1)
-    harness.says(W1, PredictFailed(third, "INTERNAL", "predict failed", is_exiting=False))
+    [third] = harness.submit_new(1)
+    harness.deliver(W1, PredictFailed(third, "INTERNAL", "predict failed", is_exiting=False))
     assert (meter.requests.count, meter.queue.count, meter.compute.count) == (2, 3, 3)
     # Completed requests have no pending deadline.
     assert harness.model.dispatcher._scheduler.deadlines.requests == {}
@@ -53,7 +53,7 @@ def test_counts_queue_time_and_rows_of_batches() -> None:
     harness = ModelHarness(workers=1, batching=BatchingConfig(64))
     meter = harness.model.dispatcher.counters
     harness.snapshot_taken().loads(built=replace(BUILT, row_support=EQUAL))
-    first, second, third = harness.some(3)
+    first, second, third = harness.submit_new(3)
     # The dispatcher forms the batch after it has read all available requests.
     for _ in range(2):
         harness.model.tick(harness.now)
@@ -69,14 +69,14 @@ def test_counts_unexpected_exits_and_restarts() -> None:
     meter = harness.model.dispatcher.counters
     harness.serving()
     assert counted(meter) == (0, 0, 0, 0)
-    harness.dies(W1)
-    harness.passes(1.0)
+    harness.exit_process(W1)
+    harness.advance(1.0)
     assert W3 in harness.host.spawned
     assert counted(meter) == (1, 1, 0, 0)
     # A worker that leaves after a failed predict is replaced, but is not an unexpected exit.
-    [asked] = harness.some(1)
-    harness.says(W2, PredictFailed(asked, "INTERNAL", "predict failed", is_exiting=True))
-    harness.passes(1.0)
+    [submitted] = harness.submit_new(1)
+    harness.deliver(W2, PredictFailed(submitted, "INTERNAL", "predict failed", is_exiting=True))
+    harness.advance(1.0)
     assert counted(meter) == (1, 2, 0, 0)
 
 
@@ -91,10 +91,10 @@ def test_generation_after_loss_counts_as_restart() -> None:
     harness = ModelHarness(CARD)
     meter = harness.model.dispatcher.counters
     harness.serving()
-    harness.dies(HOLDER)
+    harness.exit_process(HOLDER)
     for name in (W1, W2):
         harness.model.deployments.process_events.on_exit(name, ExitCause(0), harness.now)
-    harness.passes(60.0)
+    harness.advance(60.0)
     assert counted(meter) == (1, len(harness.processes_of(2)), 0, 0) == (1, 3, 0, 0)
 
 
@@ -102,12 +102,12 @@ def test_counts_selftest_failures() -> None:
     harness = ModelHarness()
     meter = harness.model.dispatcher.counters
     harness.snapshot_taken().builds()
-    harness.says(W1, Attached("another", 0))
+    harness.deliver(W1, Attached("another", 0))
     assert counted(meter)[2] == 1
-    harness.says(W2, ATTACHED)
-    harness.passes(100.0)
+    harness.deliver(W2, ATTACHED)
+    harness.advance(100.0)
     assert W2 in [name for name, _ in harness.host.orders_of(Ping)]
-    harness.says(W2, Pong(selftest_digest="another"))
+    harness.deliver(W2, Pong(selftest_digest="another"))
     assert counted(meter)[2] == 2
 
 
@@ -116,7 +116,7 @@ def test_counts_batch_mismatch_once_per_generation() -> None:
     meter = harness.model.dispatcher.counters
     harness.snapshot_taken().loads(built=replace(BUILT, row_support=EQUAL))
     for name in (W1, W2):
-        harness.says(name, BatchMismatch("they differ"))
+        harness.deliver(name, BatchMismatch("they differ"))
     assert counted(meter)[3] == 1
 
 
@@ -134,10 +134,10 @@ def test_batch_mismatch_disables_batching_of_named_principals() -> None:
 
     # Both workers report the same mismatch.
     for name in (W1, W2):
-        harness.says(name, BatchMismatch("output y differs", (a,)))
+        harness.deliver(name, BatchMismatch("output y differs", (a,)))
     assert (unmerged_principals(W1), unmerged_principals(W2)) == (frozenset({a}), frozenset({a}))
     assert counted(meter)[3] == 1
-    harness.says(W2, BatchMismatch("output z differs", (a, b)))
+    harness.deliver(W2, BatchMismatch("output z differs", (a, b)))
     assert unmerged_principals(W1) == {a, b}
     assert counted(meter)[3] == 2
     [generation] = harness.model.generations
@@ -146,7 +146,7 @@ def test_batch_mismatch_disables_batching_of_named_principals() -> None:
         "output y differs, output z differs"
     )
     # With too many principals, the model disables batching for all of them.
-    harness.says(W1, BatchMismatch("many differ", tuple(range(limits.MAX_TENANTS))))
+    harness.deliver(W1, BatchMismatch("many differ", tuple(range(limits.MAX_TENANTS))))
     slot = harness.model.dispatcher._scheduler.slots.slot_of(W1)
     assert slot is not None
     assert (slot.policy.max_rows, slot.policy.is_exact) == (1, False)
@@ -171,7 +171,7 @@ def test_loss_of_rank_group_counts_once() -> None:
 def test_loss_of_shared_process_counts_for_each_model() -> None:
     group = GroupHarness().serving()
     meters = [model.dispatcher.counters for model in group.models.values()]
-    group.says(P1, ProcessFailed("it cannot go on"))
+    group.deliver(P1, ProcessFailed("it cannot go on"))
     group.exit_process(P1, ExitCause(1)).advance()
     assert P2 in group.host.spawned
     assert [counted(meter) for meter in meters] == 2 * [(1, 1, 0, 0)]

@@ -191,8 +191,8 @@ def test_killed_first_holder_is_retried_a_few_times(caplog: pytest.LogCaptureFix
             harness.tick_when_due()
     assert (harness.deployment.has_failed, harness.deployment.next_tick_at) == (True, FOREVER)
     # Each failure is logged once. Only the last one is an error, because the deployment makes no further attempt.
-    told = [(each.levelname, each.getMessage()) for each in caplog.records if "failed" in each.getMessage()]
-    assert told == [
+    failures = [(each.levelname, each.getMessage()) for each in caplog.records if "failed" in each.getMessage()]
+    assert failures == [
         ("WARNING", "m.1 failed: m.1.holder: killed by SIGSEGV"),
         ("WARNING", "m.2 failed: m.2.holder: killed by SIGSEGV"),
         (
@@ -305,7 +305,7 @@ def test_late_deployment_is_rejected_after_release() -> None:
     assert "m.2 has 132 MiB" in other.deployment.cause
 
 
-@pytest.mark.parametrize(("ends", "wake_count"), [("drained", 0), ("no snapshot", 0), ("drained when it was told", 1)])
+@pytest.mark.parametrize(("ends", "wake_count"), [("drained", 0), ("no snapshot", 0), ("drained after the release", 1)])
 def test_drained_waiting_deployment_is_not_woken(ends: str, wake_count: int) -> None:
     leaving, harness = waiting()
     if wake_count:

@@ -24,7 +24,7 @@ def test_progress_never_decreases_or_completes_early(
 ) -> None:
     now = 1000.0
     load = LoadEstimate(before, now)
-    told = 0.0
+    rounded_progress = 0.0
     for seconds, step, copied in steps:
         now += seconds
         if step == "copying":
@@ -38,11 +38,11 @@ def test_progress_never_decreases_or_completes_early(
         assert share.remaining_s is None or (share.remaining_s > 0 and share.fraction_done is not None)
         assert share.fraction_copied is None or 0 < share.fraction_copied <= 1
         if share.fraction_done is not None:
-            assert told <= share.fraction_done <= 0.99
-            told = share.fraction_done
+            assert rounded_progress <= share.fraction_done <= 0.99
+            rounded_progress = share.fraction_done
 
 
-def told(load: LoadEstimate, now: float) -> tuple[float, float]:
+def rounded_progress(load: LoadEstimate, now: float) -> tuple[float, float]:
     """Return fraction done and remaining seconds, both known, without rounding errors."""
     share = load.progress(now)
     assert share.fraction_done is not None
@@ -58,7 +58,7 @@ def test_same_speed_gives_exact_estimate() -> None:
     load.on_copied(100 * MB, 40.0)
     assert load.progress(45.0) == LoadProgress(0.4, None)  # The duration of the wait for memory is unknown.
     load.on_load_started(50.0)
-    assert told(load, 80.0) == (0.7, 30.0)
+    assert rounded_progress(load, 80.0) == (0.7, 30.0)
     assert load.progress(109.0).remaining_s == 1.0
     assert load.on_serving(110.0) == LoadSpeed(100 * MB, 60.0, 40.0)
 
@@ -73,10 +73,10 @@ def test_slower_copy_does_not_decrease_progress() -> None:
 def test_larger_file_takes_proportionally_longer() -> None:
     load = LoadEstimate(LoadSpeed(100 * MB, 10.0, 1.0), 0.0)
     load.on_copy_progress(10 * MB, 200 * MB)
-    assert told(load, 1.0) == (0.025, 39.0)
+    assert rounded_progress(load, 1.0) == (0.025, 39.0)
     load.on_copied(200 * MB, 20.0)
     load.on_load_started(20.0)
-    assert told(load, 30.0) == (0.75, 10.0)
+    assert rounded_progress(load, 30.0) == (0.75, 10.0)
 
 
 def test_load_without_copy_keeps_known_copy_time() -> None:

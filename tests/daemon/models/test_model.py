@@ -44,7 +44,7 @@ def test_loads_its_generation() -> None:
     assert host.spawned == [HOLDER, W1, W2]
     assert [type(order) for _, order in host.orders] == [Build, Attach]
     assert host.orders[-1] == (W1, Attach("/store", ({"x": (2,)},)))
-    harness.says(W1, ATTACHED)
+    harness.deliver(W1, ATTACHED)
     assert (
         harness.model.readiness.is_serving,
         harness.model.readiness.is_complete,
@@ -54,7 +54,7 @@ def test_loads_its_generation() -> None:
         False,
         False,
     )
-    harness.says(W2, ATTACHED)
+    harness.deliver(W2, ATTACHED)
     assert (harness.model.readiness.is_complete, harness.model.readiness.main_generation.is_complete) == (True, True)
 
 
@@ -131,10 +131,10 @@ def test_exact_split_needs_tested_dimensions(exact: bool, is_split: list[bool]) 
     harness.loads(1, dataclasses.replace(built, row_support=RowSupport((long.name,), ("y",), is_equal=True)))
     slot = harness.model.dispatcher._scheduler.slots.slot_of(W1)
     assert slot is not None
-    asked = [RequestDescription("m", (TensorSpec(long.name, long.datatype, (8, width)),)) for width in (16, 37)]
+    submitted = [RequestDescription("m", (TensorSpec(long.name, long.datatype, (8, width)),)) for width in (16, 37)]
     assert [
         slot.policy.should_split(batch_key, "")
-        for each in asked
+        for each in submitted
         if (batch_key := slot.policy.batch_key(each)) is not None
     ] == is_split
     [generation] = harness.model.generations
@@ -148,7 +148,7 @@ def test_new_split_limits_apply_at_once() -> None:
         config = dataclasses.replace(harness.model.config, split=SplitConfig(4, max_rows=max_rows))
         assert harness.model.reconfigure(config)
         with pytest.raises(InvalidArgument, match=r"split\.max_rows") if max_rows < 5 else contextlib.nullcontext():
-            harness.some(1)
+            harness.submit_new(1)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_new_split_limits_apply_at_once() -> None:
 def test_only_auto_on_card_falls_back_to_private_copies(sharing: str, device: str, falls_back: bool) -> None:
     harness = ModelHarness(CARD, devices=(device,), sharing=sharing).snapshot_taken()
     assert harness.model.readiness.main_generation.spec.is_sharing == (sharing != "off")
-    harness.says(HOLDER, ProcessFailed("it cannot share"))
+    harness.deliver(HOLDER, ProcessFailed("it cannot share"))
     assert [each.spec.is_sharing for each in harness.model.generations if each.label != "digits.1"] == [
         False
     ] * falls_back
@@ -177,7 +177,7 @@ def test_wakes_when_memory_of_other_model_is_released() -> None:
     assert harness.host.spawned == []
     device.release("other.1")
     assert harness.model.timer.due_at <= harness.now
-    harness.passes(0.0)
+    harness.advance(0.0)
     assert harness.host.spawned == [HOLDER, W1, W2]
 
 
@@ -187,10 +187,10 @@ def test_load_timeouts_expire_exactly_when_due() -> None:
         assert slow.model.timer.due_at == slow.now + slow.model.config.load_timeout
         slow.now += 1.0
         slow.snapshot_taken()
-    slow.passes(slow.model.config.load_timeout)
+    slow.advance(slow.model.config.load_timeout)
     assert (slow.host.aborted, slow.model.timer.due_at) == ([HOLDER], slow.now + 2.0)
     harness = ModelHarness()
-    harness.passes(harness.model.timer.due_at - harness.now)
+    harness.advance(harness.model.timer.due_at - harness.now)
     assert harness.host.removed_snapshots == harness.host.requested_snapshots
     # The late result of the snapshot process is ignored.
     harness.model.on_snapshot_failed(harness.host.requested_snapshots[0], "killed by SIGKILL", harness.now)
@@ -208,7 +208,7 @@ def test_requests_during_load_are_validated_after_build() -> None:
     assert (number, code, harness.model.dispatcher._replies.failed_count) == (bad, "INVALID_ARGUMENT", 1)
     assert "x is missing" in text
     assert harness.host.predicts() == []
-    harness.says(W1, ATTACHED)
+    harness.deliver(W1, ATTACHED)
     assert harness.host.predicts() == [(W1, good), (W1, again)]
     with pytest.raises(InvalidArgument, match="x is missing"):
         harness.submit(request(BAD))
@@ -220,15 +220,15 @@ def test_metadata_requests_wait_for_build_within_limit() -> None:
     harness.model.dispatcher.metadata.request(MetadataRequest(b"b", "2"))
     with pytest.raises(ResourceExhausted, match="2 metadata requests are already queued"):
         harness.model.dispatcher.metadata.request(MetadataRequest(b"c", "3"))
-    harness.some(2)
+    harness.submit_new(2)
     with pytest.raises(ResourceExhausted):
-        harness.some(1)
+        harness.submit_new(1)
     assert harness.host.metadata == []
     harness.snapshot_taken().builds()
     harness.model.dispatcher.metadata.request(MetadataRequest(b"c", "3"))
     assert [client for client, _ in harness.host.metadata] == [b"a", b"b", b"c"]
-    told = ModelMetadataResponse("1", "digits", "onnxruntime", (X,), (Y,), example=((2,),))
-    assert harness.host.metadata[0][1] == told
+    reply = ModelMetadataResponse("1", "digits", "onnxruntime", (X,), (Y,), example=((2,),))
+    assert harness.host.metadata[0][1] == reply
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_metadata_reports_whether_results_are_exact(
         .loads(1, dataclasses.replace(BUILT, row_support=rows))
     )
     harness.model.dispatcher.metadata.request(MetadataRequest(b"a", "1"))
-    assert [told.exact for _, told in harness.host.metadata] == [exact]
+    assert [reply.exact for _, reply in harness.host.metadata] == [exact]
 
 
 # --- serving --------------------------------------------------------------------------------------------------------
@@ -259,12 +259,14 @@ def test_metadata_reports_whether_results_are_exact(
 @pytest.mark.parametrize("other_process", [HOLDER, W2, "other_process"])
 def test_result_is_sent_once_and_counted(other_process: str) -> None:
     harness = ModelHarness().serving()
-    asked = request()
-    [number] = harness.submit(asked)
-    assert (harness.host.predicts(), harness.host.frames) == ([(W1, number)], [*asked.frames])
+    submitted = request()
+    [number] = harness.submit(submitted)
+    assert (harness.host.predicts(), harness.host.frames) == ([(W1, number)], [*submitted.frames])
     harness.now += 0.25
-    harness.answers(other_process, number).says(other_process, PredictFailed(number, "INTERNAL", "x", is_exiting=False))
-    harness.says(W1, PredictResult(number, ResponseDescription("m", (OUT,))), (b"answer",)).answers(W1, number)
+    harness.answers(other_process, number).deliver(
+        other_process, PredictFailed(number, "INTERNAL", "x", is_exiting=False)
+    )
+    harness.deliver(W1, PredictResult(number, ResponseDescription("m", (OUT,))), (b"answer",)).answers(W1, number)
     assert (harness.host.answers, harness.host.response_contents, harness.host.refused()) == (
         [number],
         [((OUT,), (b"answer",))],
@@ -281,11 +283,11 @@ def test_result_is_sent_once_and_counted(other_process: str) -> None:
 
 def test_failed_predict_affects_only_its_request() -> None:
     harness = ModelHarness().serving()
-    one, two, three, four, five, six = harness.some(6)
+    one, two, three, four, five, six = harness.submit_new(6)
     assert harness.host.predicts() == [(W1, one), (W2, two), (W1, three), (W2, four)]
-    harness.says(W1, PredictFailed(one, "INVALID_ARGUMENT", "out of range", is_exiting=False))
+    harness.deliver(W1, PredictFailed(one, "INVALID_ARGUMENT", "out of range", is_exiting=False))
     assert harness.host.predicts() == [(W1, five)]
-    harness.says(W1, PredictFailed(three, "INTERNAL", "spoilt", is_exiting=True))
+    harness.deliver(W1, PredictFailed(three, "INTERNAL", "spoilt", is_exiting=True))
     assert harness.host.refusals == [(one, "INVALID_ARGUMENT", "out of range"), (three, "INTERNAL", "spoilt")]
     assert harness.host.orders_of(Stop) == [(W1, Stop())]
     assert harness.host.spawned[-1] == W3
@@ -306,11 +308,11 @@ def test_ready_while_a_worker_has_answered_recently() -> None:
         harness.model.readiness.unready_reason(harness.now + 30.1)
         == "digits: no worker has answered for 30.1 s, the watchdog period is 30 s"
     )
-    [number] = harness.some(1)
+    [number] = harness.submit_new(1)
     harness.now += 20.0
     harness.answers(W1, number)
     assert harness.model.readiness.unready_reason(harness.now + 30.0) == ""
-    harness.dies(W1)
+    harness.exit_process(W1)
     assert (
         harness.model.readiness.unready_reason(harness.now) == "digits: all workers have exited and are being replaced"
     )
@@ -319,15 +321,15 @@ def test_ready_while_a_worker_has_answered_recently() -> None:
 def test_deadline_error_without_worker_has_reason() -> None:
     harness = ModelHarness(CARD, workers=1, devices=("ascend:0",))
     numbers = harness.submit(request(deadline=1005.0))
-    harness.passes(4.0)
+    harness.advance(4.0)
     assert harness.host.refusals == []
-    harness.passes(1.0)
+    harness.advance(1.0)
     harness.serving()
     numbers += harness.submit(request(deadline=1010.0))
-    harness.passes(5.0)
-    harness.dies(HOLDER)
+    harness.advance(5.0)
+    harness.exit_process(HOLDER)
     numbers += harness.submit(request(deadline=1015.0))
-    harness.goes(1).passes(5.0)
+    harness.exit_all(1).advance(5.0)
     spawned = (
         f"spawned, 0/2 processes up, {HOLDER}: killed by SIGSEGV; the shared weights are invalid without the holder"
     )
@@ -347,33 +349,33 @@ def test_complete_update_takes_over_and_is_acknowledged_once() -> None:
     assert host.requested_snapshots[1:] == [ModelSource("/models/digits.onnx", "/w.npz", 2)]
     with pytest.raises(Unavailable, match="digits is already being updated"):
         harness.update()
-    harness.snapshot_taken().builds(2).says("digits.2.w1", ATTACHED)
-    first, second = harness.some(2)
+    harness.snapshot_taken().builds(2).deliver("digits.2.w1", ATTACHED)
+    first, second = harness.submit_new(2)
     assert (host.predicts(), host.updated) == ([(W1, first), (W2, second)], [])
-    harness.says("digits.2.w2", ATTACHED)
+    harness.deliver("digits.2.w2", ATTACHED)
     path = "/models/digits.onnx"
     assert host.updated == [UpdateResponse("u", "digits", (2,), path, "/w.npz", configured_path=path)]
     assert harness.model.versions.current == host.requested_snapshots[1]
     # New requests go to the new generation; the old workers finish theirs.
-    [third] = harness.some(1)
+    [third] = harness.submit_new(1)
     assert host.predicts() == [("digits.2.w1", third)]
-    harness.answers(W1, first).goes(1).says("digits.2.w1", ATTACHED)
+    harness.answers(W1, first).exit_all(1).deliver("digits.2.w1", ATTACHED)
     assert (host.answers, len(host.updated), host.errors, list(host.seals)) == ([first], 1, [], ["digits.2"])
 
 
 def test_update_changes_accepted_batch_sizes() -> None:
     harness = ModelHarness(workers=1).snapshot_taken().loads(1, dataclasses.replace(BUILT, gears=((2,),))).update()
     with pytest.raises(InvalidArgument, match=r"expected 2, got 5"):
-        harness.some(1)
+        harness.submit_new(1)
     harness.snapshot_taken().loads(2, dataclasses.replace(BUILT, gears=((2,), (5,))))
-    [number] = harness.some(1)
+    [number] = harness.submit_new(1)
     assert harness.host.predicts() == [("digits.2.w1", number)]
 
 
 def fail_all_workers(harness: ModelHarness) -> None:
-    harness.snapshot_taken().builds(2).says(HOLDER_2, ProcessFailed("gone"))
+    harness.snapshot_taken().builds(2).deliver(HOLDER_2, ProcessFailed("gone"))
     for number in (1, 2, 3):
-        harness.dies(f"digits.2.w{number}").passes(1.0)
+        harness.exit_process(f"digits.2.w{number}").advance(1.0)
 
 
 OTHER = Built("/store", (Y,), (Y,), ({"x": (2,)},), "digest", 4096)
@@ -389,11 +391,11 @@ FAILURES: dict[str, tuple[Callable[[ModelHarness], object], str, str]] = {
         "no file",
     ),
     "no build": (
-        lambda it: it.snapshot_taken().says(HOLDER_2, ProcessFailed("no model")),
+        lambda it: it.snapshot_taken().deliver(HOLDER_2, ProcessFailed("no model")),
         PRECONDITION,
         f"{HOLDER_2}: no model",
     ),
-    "killed": (lambda it: it.snapshot_taken().dies(HOLDER_2), UNAVAILABLE, f"{HOLDER_2}: killed by SIGSEGV"),
+    "killed": (lambda it: it.snapshot_taken().exit_process(HOLDER_2), UNAVAILABLE, f"{HOLDER_2}: killed by SIGSEGV"),
     "other inputs": (lambda it: it.snapshot_taken().builds(2, OTHER), PRECONDITION, INCOMPATIBLE),
     "no worker": (fail_all_workers, PRECONDITION, "digits.2.w3: killed by SIGSEGV"),
 }
@@ -408,9 +410,9 @@ def test_failed_update_changes_nothing_and_is_reported_once(
     fail_update(harness)
     assert harness.host.errors == [("u", code, f"not updated: {cause}")]
     assert harness.host.removed_snapshots == ([new] if harness.host.spawned[2:] else [])
-    [number] = harness.some(1)
+    [number] = harness.submit_new(1)
     assert harness.host.predicts() == [(W1, number)]
-    harness.goes(2)
+    harness.exit_all(2)
     assert (len(harness.host.errors), harness.host.updated) == (1, [])
     # The next update may succeed.
     harness.updated(3)
@@ -425,7 +427,7 @@ def test_drain_cancels_update() -> None:
         assert harness.host.errors == [("u", "UNAVAILABLE", "not updated: weightd is stopping")]
         assert harness.host.removed_snapshots == [new]
         harness.model.on_snapshot_failed(new, "killed by SIGKILL", harness.now)
-        harness.goes(1)
+        harness.exit_all(1)
 
 
 SUFFIX = "expected a .onnx file for engine onnxruntime, got "
@@ -452,9 +454,9 @@ def test_rollback_loads_old_snapshot_and_works_once() -> None:
     harness = ModelHarness(workers=1).serving().updated(2)
     first, second = harness.host.requested_snapshots
     # A failed rollback keeps the previous version.
-    harness.rollback().says("digits.3.holder", ProcessFailed("no memory")).goes(3)
+    harness.rollback().deliver("digits.3.holder", ProcessFailed("no memory")).exit_all(3)
     # The snapshot still exists, so the rollback copies no file.
-    harness.rollback().loads(4).goes(2)
+    harness.rollback().loads(4).exit_all(2)
     assert harness.host.requested_snapshots == [first, second]
     assert [(each.generations, each.path) for each in harness.host.updated] == [((2,), second.path), ((4,), first.path)]
     assert (
@@ -478,13 +480,13 @@ def test_rollback_loads_old_snapshot_and_works_once() -> None:
 def test_all_devices_switch_together_or_none() -> None:
     harness = ModelHarness(workers=1, devices=("ascend:0", "ascend:1")).snapshot_taken().loads(1).loads(2)
     host = harness.host
-    harness.update().snapshot_taken().loads(3).says("digits.4.holder", ProcessFailed("no memory"))
+    harness.update().snapshot_taken().loads(3).deliver("digits.4.holder", ProcessFailed("no memory"))
     assert host.errors == [("u", "FAILED_PRECONDITION", "not updated: digits.4.holder: no memory")]
     assert host.orders_of(Stop)[0] == ("digits.3.w1", Stop())
     assert host.removed_snapshots == host.requested_snapshots[1:]
-    harness.goes(3).goes(4).update().snapshot_taken().loads(5)
+    harness.exit_all(3).exit_all(4).update().snapshot_taken().loads(5)
     host.predicts()
-    one, two = harness.some(2)
+    one, two = harness.submit_new(2)
     assert (host.predicts(), host.updated) == ([("digits.1.w1", one), ("digits.2.w1", two)], [])
     harness.loads(6)
     assert [each.generations for each in host.updated] == [(5, 6)]
@@ -499,7 +501,7 @@ def test_full_metadata_queue_rejects_largest_user() -> None:
     for client, user in (("a", "ann"), ("b", "ann"), ("c", "ben")):
         harness.model.dispatcher.metadata.request(MetadataRequest(client.encode(), client, user))
     harness.model.dispatcher.metadata.reject(lambda client: client == b"a", PermissionDenied("not any more"))
-    assert [told[:2] for told in harness.host.errors] == [("b", "RESOURCE_EXHAUSTED"), ("a", "PERMISSION_DENIED")]
+    assert [reply[:2] for reply in harness.host.errors] == [("b", "RESOURCE_EXHAUSTED"), ("a", "PERMISSION_DENIED")]
     harness.snapshot_taken().builds()
     assert [client for client, _ in harness.host.metadata] == [b"c"]
 
@@ -507,13 +509,13 @@ def test_full_metadata_queue_rejects_largest_user() -> None:
 def test_failed_model_rejects_all_requests_with_cause() -> None:
     harness = ModelHarness()
     harness.model.dispatcher.metadata.request(MetadataRequest(b"curious", "7"))
-    [number] = harness.some(1)
+    [number] = harness.submit_new(1)
     harness.model.on_snapshot_failed(harness.host.requested_snapshots[0], "no such file", harness.now)
     text = "digits failed: no such file"
     assert harness.host.refusals == [(number, "FAILED_PRECONDITION", text)]
     assert harness.host.errors == [("7", "FAILED_PRECONDITION", text)]
     with pytest.raises(FailedPrecondition, match=text):
-        harness.some(1)
+        harness.submit_new(1)
     with pytest.raises(FailedPrecondition, match=text):
         harness.model.dispatcher.metadata.request(MetadataRequest(b"curious", "8"))
     assert harness.model.retry_delay_s(harness.now) is None
@@ -537,22 +539,22 @@ def test_transient_failure_is_retried_with_backoff() -> None:
     delays: list[float] = []
     for _ in range(9):
         with pytest.raises(Unavailable, match="digits failed: no such file"):
-            harness.some(1)
+            harness.submit_new(1)
         delay = harness.model.retry_delay_s(harness.now)
         assert delay is not None
         delays.append(delay)
         # An earlier tick does not start the retry.
         assert harness.model.timer.due_at == harness.now + delay
-        harness.passes(0.9 * delay)
+        harness.advance(0.9 * delay)
         assert harness.model.readiness.has_failed
-        harness.passes(0.1 * delay + 1e-6)
+        harness.advance(0.1 * delay + 1e-6)
         assert (harness.model.readiness.has_failed, harness.model.retry_delay_s(harness.now)) == (False, None)
         fail_snapshot(harness)
     assert delays == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
     # Each attempt takes a new snapshot.
     assert [each.number for each in harness.host.requested_snapshots] == list(range(1, 11))
-    harness.passes(60.1)
-    [number] = harness.some(1)
+    harness.advance(60.1)
+    [number] = harness.submit_new(1)
     harness.snapshot_taken().loads(11)
     assert harness.host.predicts() == [("digits.11.w1", number)]
     assert harness.model.retry_delay_s(harness.now) is None
@@ -560,7 +562,7 @@ def test_transient_failure_is_retried_with_backoff() -> None:
 
 def test_permanent_failure_is_retried_only_on_request() -> None:
     harness = fail_snapshot(ModelHarness(workers=1), transient=False)
-    harness.passes(1e6)
+    harness.advance(1e6)
     assert (harness.model.readiness.has_failed, harness.model.may_retry, len(harness.host.requested_snapshots)) == (
         True,
         True,
@@ -587,9 +589,9 @@ def test_killed_or_unstartable_holder_is_retried_later(end: ExitCause) -> None:
         harness.model.deployments.process_events.on_exit(f"digits.{number}.w1", ExitCause(0), harness.now)
         if harness.model.readiness.has_failed:
             break
-        harness.passes(10.0)
+        harness.advance(10.0)
     assert harness.model.retry_delay_s(harness.now) == 1.0
-    harness.passes(1.1)
+    harness.advance(1.1)
     harness.snapshot_taken().loads(number + 1)
     assert harness.model.readiness.is_serving
 
@@ -601,7 +603,7 @@ def test_failed_update_of_failed_model_keeps_retry_mode(transient: bool) -> None
     harness.model.on_snapshot_failed(harness.host.requested_snapshots[-1], "no model", harness.now)
     assert harness.host.errors == [("u", "FAILED_PRECONDITION", "not updated: no model")]
     assert harness.model.readiness.has_failed
-    harness.passes(1.1)
+    harness.advance(1.1)
     assert harness.model.may_retry is not transient
     assert harness.host.requested_snapshots[-1].path == ("/models/digits.onnx" if transient else "/models/new.onnx")
 
@@ -610,7 +612,7 @@ def test_update_of_failed_model_allows_no_rollback() -> None:
     harness = fail_snapshot(ModelHarness(workers=1))
     harness.update()
     # The model does not retry while the update loads.
-    harness.passes(5.0)
+    harness.advance(5.0)
     assert len(harness.host.requested_snapshots) == 2
     harness.snapshot_taken().loads(2)
     assert (harness.model.readiness.is_serving, [each.path for each in harness.host.updated]) == (
@@ -635,28 +637,28 @@ def lose_file(harness: ModelHarness, child: str, lost: MissingFile = MissingFile
 
 def test_missing_snapshot_is_taken_again_while_serving() -> None:
     harness = ModelHarness().serving()
-    lose_file(harness.dies(W1), W3)
+    lose_file(harness.exit_process(W1), W3)
     # The new snapshot must have the same content; the remaining worker still serves.
     assert (harness.host.requested_snapshots, harness.host.expected) == ([ModelSource("/models/digits.onnx")] * 2, SHA)
-    [number] = harness.some(1)
+    [number] = harness.submit_new(1)
     assert harness.host.predicts() == [(W2, number)]
     assert "the copy of the model in the cache directory is missing" in harness.model.readiness.main_generation.cause
     assert harness.host.spawned == [HOLDER, W1, W2, W3]
     harness.answers(W2, number).snapshot_taken().loads(2)
-    [number] = harness.some(1)
+    [number] = harness.submit_new(1)
     assert harness.host.predicts() == [("digits.2.w1", number)]
     assert [each.number for each in harness.model.generations] == [2, 1]
 
 
 def test_changed_file_is_not_loaded_in_place_of_lost_snapshot() -> None:
     harness = ModelHarness().serving()
-    lose_file(harness.dies(W1), W3)
+    lose_file(harness.exit_process(W1), W3)
     harness.model.on_snapshot_failed(harness.host.requested_snapshots[-1], "the file has changed", harness.now)
-    harness.passes(10.0)
+    harness.advance(10.0)
     # The model checks the file repeatedly and still serves.
     assert (len(harness.host.requested_snapshots), harness.host.expected) == (3, SHA)
     assert next(iter(harness.model.deployments)).cause == "the file has changed"
-    [number] = harness.some(1)
+    [number] = harness.submit_new(1)
     assert harness.host.predicts() == [(W2, number)]
     harness.answers(W2, number)
     # An update accepts any content.
@@ -667,7 +669,7 @@ def test_changed_file_is_not_loaded_in_place_of_lost_snapshot() -> None:
 
 def test_missing_page_store_is_rebuilt_from_snapshot() -> None:
     harness = ModelHarness().serving()
-    lose_file(harness.dies(W1), W3, MissingFile.STORE)
+    lose_file(harness.exit_process(W1), W3, MissingFile.STORE)
     assert (len(harness.host.requested_snapshots), harness.host.spawned[4:]) == (
         1,
         ["digits.2.holder", "digits.2.w1", "digits.2.w2"],
@@ -677,20 +679,20 @@ def test_missing_page_store_is_rebuilt_from_snapshot() -> None:
 def test_drained_model_is_not_retried() -> None:
     harness = fail_snapshot(ModelHarness(workers=1))
     harness.model.drain(harness.now)
-    harness.passes(100.0)
+    harness.advance(100.0)
     assert (harness.model.is_gone, len(harness.host.requested_snapshots)) == (True, 1)
 
 
 def test_drain_rejects_queued_and_finishes_running_requests() -> None:
     harness = ModelHarness(workers=1).serving()
     host = harness.host
-    first, second, third = harness.some(3)
+    first, second, third = harness.submit_new(3)
     harness.model.drain(harness.now)
     assert host.refusals == [(third, "UNAVAILABLE", "weightd is stopping")]
     assert host.orders_of(Stop) == [(W1, Stop())]
     with pytest.raises(Unavailable, match="digits is being unloaded"):
-        harness.some(1)
-    harness.answers(W1, first, second).goes(1)
+        harness.submit_new(1)
+    harness.answers(W1, first, second).exit_all(1)
     assert (host.orders_of(Stop)[1:], host.answers, len(host.refusals)) == ([(HOLDER, Stop())], [first, second], 1)
     assert (harness.model.is_gone, harness.model.readiness.main_generation.state) == (True, GenerationState.GONE)
     harness.model.versions.snapshots.drop_all()
@@ -699,7 +701,7 @@ def test_drain_rejects_queued_and_finishes_running_requests() -> None:
 
 def test_drain_while_loading_rejects_all_requests() -> None:
     harness = ModelHarness(workers=1)
-    [number] = harness.some(1)
+    [number] = harness.submit_new(1)
     harness.model.dispatcher.metadata.request(MetadataRequest(b"curious", "7"))
     harness.model.drain(harness.now)
     # The model cancels the pending snapshot.
@@ -710,7 +712,7 @@ def test_drain_while_loading_rejects_all_requests() -> None:
 
 def test_successor_adopts_queued_requests() -> None:
     old, new = ModelHarness(workers=1), ModelHarness(workers=1).serving()
-    numbers = old.some(2)
+    numbers = old.submit_new(2)
     unfit = old.submit(request(BAD))
     old.model.dispatcher.metadata.request(MetadataRequest(b"curious", "7"))
     new.model.adopt_requests(old.model, new.now)
@@ -723,10 +725,10 @@ def test_successor_adopts_queued_requests() -> None:
 @pytest.mark.parametrize("replaced", [True, False])
 def test_successor_adopts_requests_of_killed_worker(replaced: bool) -> None:
     old, new = ModelHarness(workers=1).serving(), ModelHarness(workers=1).serving()
-    numbers = old.some(2)
+    numbers = old.submit_new(2)
     old.model.drain(old.now, timeout_s=60.0, is_replaced=replaced)
     assert (old.model.is_draining, old.model.is_gone) == (True, False)
-    old.dies(W1, signal.SIGKILL)
+    old.exit_process(W1, signal.SIGKILL)
     assert [number for number, _ in old.host.refused()] == ([] if replaced else numbers)
     new.model.adopt_requests(old.model, new.now)
     assert [number for _, number in new.host.predicts()] == (numbers if replaced else [])

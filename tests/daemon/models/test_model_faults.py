@@ -42,7 +42,7 @@ def confined_clients(harness: ModelHarness) -> list[str]:
 
 def restart_workers(harness: ModelHarness) -> None:
     """Let all started workers serve."""
-    harness.passes(40.0).loads(1)
+    harness.advance(40.0).loads(1)
 
 
 def compare_contents(harness: ModelHarness) -> int:
@@ -59,15 +59,15 @@ def compare_contents(harness: ModelHarness) -> int:
 
 def test_hung_worker_is_aborted_killed_and_replaced() -> None:
     harness = ModelHarness().serving()
-    first, second = harness.some(2)
-    harness.passes(59.9).answers(W2, second)
+    first, second = harness.submit_new(2)
+    harness.advance(59.9).answers(W2, second)
     assert harness.host.refusals == []
-    harness.passes(0.2)
+    harness.advance(0.2)
     why = "a predict took longer than predict_timeout (60 s)"
     assert harness.host.refusals == [(first, "DEADLINE_EXCEEDED", f"request id{first}: {why}")]
     assert (harness.host.aborted, harness.host.killed, harness.host.spawned[-1]) == ([W1], [], W3)
     # The worker survives the abort, and the model ignores its late result.
-    harness.passes(2.1).answers(W1, first).dies(W1, signal.SIGKILL)
+    harness.advance(2.1).answers(W1, first).exit_process(W1, signal.SIGKILL)
     assert (harness.host.killed, harness.host.answers, harness.model.deployments.deaths) == ([W1], [second], 1)
     assert len(harness.host.refusals) == 1
 
@@ -78,20 +78,20 @@ def damage_store(harness: ModelHarness) -> ModelHarness:
 
 
 OTHER_REASONS: dict[str, Event] = {
-    "never answers a ping": lambda harness: harness.passes(15.0),
-    "breaks": lambda harness: harness.says(W1, ProcessFailed("the canary fails")),
-    "answers wrongly": lambda harness: harness.says(W1, Pong("another")),
+    "never answers a ping": lambda harness: harness.advance(15.0),
+    "reports a failure": lambda harness: harness.deliver(W1, ProcessFailed("the self-test failed")),
+    "fails the self-test": lambda harness: harness.deliver(W1, Pong("another")),
     "has computed on a damaged store": lambda harness: damage_store(harness).answers(
         W1, harness.host.predicts()[-1][1]
     ),
-    "has died of a damaged store": lambda harness: damage_store(harness).dies(W1, signal.SIGBUS),
+    "has died of a damaged store": lambda harness: damage_store(harness).exit_process(W1, signal.SIGBUS),
 }
 
 
 @pytest.mark.parametrize("fails", OTHER_REASONS.values(), ids=OTHER_REASONS)
 def test_requests_of_faulty_worker_are_requeued_without_blame(fails: Event) -> None:
-    harness = ModelHarness(workers=1).serving().passes(15.0)
-    [number] = harness.some(1)
+    harness = ModelHarness(workers=1).serving().advance(15.0)
+    [number] = harness.submit_new(1)
     fails(harness)
     assert (harness.host.answers, harness.host.refusals) == ([], [])
     [waiting] = harness.model.dispatcher._scheduler.queue
@@ -100,10 +100,10 @@ def test_requests_of_faulty_worker_are_requeued_without_blame(fails: Event) -> N
 
 PINGED: dict[str, tuple[Event, list[str]]] = {
     "idle": (lambda harness: harness, [W1, W2]),
-    "computes": (lambda harness: harness.some(1), [W2]),
-    "dead": (lambda harness: harness.dies(W1, signal.SIGKILL), [W2]),
+    "computes": (lambda harness: harness.submit_new(1), [W2]),
+    "dead": (lambda harness: harness.exit_process(W1, signal.SIGKILL), [W2]),
     "answered": (
-        lambda harness: harness.says(W1, PredictFailed(harness.some(1)[0], "INTERNAL", "", is_exiting=False)),
+        lambda harness: harness.deliver(W1, PredictFailed(harness.submit_new(1)[0], "INTERNAL", "", is_exiting=False)),
         [W2],
     ),
 }
@@ -114,9 +114,9 @@ def test_idle_workers_are_pinged_and_silent_ones_replaced(act: Event, pinged: li
     harness = ModelHarness().serving()
     harness.now += 10.0
     act(harness)
-    harness.passes(5.0)
+    harness.advance(5.0)
     assert harness.host.orders_of(Ping) == [(each, Ping(run_selftest=False)) for each in pinged]
-    harness.says(W1, Pong()).passes(15.0)
+    harness.deliver(W1, Pong()).advance(15.0)
     assert harness.host.aborted == [W2]
 
 
@@ -126,21 +126,21 @@ def test_idle_workers_are_pinged_and_silent_ones_replaced(act: Event, pinged: li
 def test_worker_with_wrong_selftest_answer_is_replaced(built: str, later: str, aborted: list[str]) -> None:
     harness = ModelHarness().snapshot_taken().builds(1, Built("/store", BUILT.inputs, BUILT.outputs, (), built, 4096))
     for worker in (W1, W2):
-        harness.says(worker, Attached(built or "any", 4000))
-    harness.says(W1, Pong(later))
+        harness.deliver(worker, Attached(built or "any", 4000))
+    harness.deliver(W1, Pong(later))
     assert harness.host.aborted == aborted
 
 
 def test_selftest_runs_at_configured_interval() -> None:
     harness = ModelHarness(selftest_interval=10.0).serving()
-    [number] = harness.some(1)
-    harness.passes(10.0)
+    [number] = harness.submit_new(1)
+    harness.advance(10.0)
     assert harness.host.orders_of(Ping) == [(W1, Ping(run_selftest=True)), (W2, Ping(run_selftest=True))]
     # Up to two predicts may run before the self-test.
-    harness.says(W2, Pong("digest")).answers(W1, number)
-    harness.passes(179.9)
+    harness.deliver(W2, Pong("digest")).answers(W1, number)
+    harness.advance(179.9)
     assert harness.host.aborted == []
-    harness.passes(0.1)
+    harness.advance(0.1)
     assert harness.host.aborted == [W1]
 
 
@@ -149,11 +149,11 @@ def test_worker_that_has_answered_is_replaced_at_once(hangs: bool) -> None:
     harness = ModelHarness(workers=1).serving()
     for serial in range(1, 5):
         worker = f"digits.1.w{serial}"
-        harness.loads(1).answers(worker, *harness.some(1))
+        harness.loads(1).answers(worker, *harness.submit_new(1))
         if hangs:
-            harness.says(worker, Pong("another"))
+            harness.deliver(worker, Pong("another"))
         else:
-            harness.dies(worker)
+            harness.exit_process(worker)
         assert harness.host.spawned[-1] == f"digits.1.w{serial + 1}"
 
 
@@ -162,39 +162,39 @@ def test_worker_that_has_answered_is_replaced_at_once(hangs: bool) -> None:
 
 def test_results_from_damaged_store_are_discarded() -> None:
     harness = damage_store(ModelHarness().serving())
-    [number] = harness.some(1)
+    [number] = harness.submit_new(1)
     harness.answers(W1, number)
     assert (harness.host.answers, harness.host.refusals, harness.host.killed) == ([], [], [W1, W2])
-    harness.goes(1).loads(2)
+    harness.exit_all(1).loads(2)
     assert harness.host.predicts()[-1] == ("digits.2.w1", number)
     harness.answers("digits.2.w1", number)
     assert (harness.host.answers, len(harness.host.requested_snapshots)) == ([number], 1)  # the snapshot is still valid
 
 
 def test_damaged_store_is_detected_without_requests() -> None:
-    harness = damage_store(ModelHarness().serving()).passes(15.0)
+    harness = damage_store(ModelHarness().serving()).advance(15.0)
     assert harness.model.generations[0].state is not GenerationState.SERVING
 
 
 @pytest.mark.parametrize("first_event", ["holder", "worker"])
 def test_results_after_loss_of_holder_are_discarded(first_event: str) -> None:
     harness = ModelHarness(CARD, workers=1, devices=("ascend:0",)).serving()
-    [number] = harness.some(1)
+    [number] = harness.submit_new(1)
     for generation in range(1, MAX_LOST_SLOTS + 1):
         holder, worker = f"digits.{generation}.holder", f"digits.{generation}.w1"
         assert harness.host.predicts() == [(worker, number)]
         harness.now += 60.0
         # The kernel reports the exit before the model receives the event.
         harness.host.dead.add(holder)
-        harness.says(worker, PredictFailed(number, "INTERNAL", "spoilt", is_exiting=True))
-        harness.says(worker, PredictFailed(number, "INVALID_ARGUMENT", "no such batch", is_exiting=False))
+        harness.deliver(worker, PredictFailed(number, "INTERNAL", "spoilt", is_exiting=True))
+        harness.deliver(worker, PredictFailed(number, "INVALID_ARGUMENT", "no such batch", is_exiting=False))
         if first_event == "holder":
-            harness.dies(holder).answers(worker, number)
+            harness.exit_process(holder).answers(worker, number)
             assert harness.host.killed[-1] == worker
         else:
-            harness.answers(worker, number).dies(worker)
+            harness.answers(worker, number).exit_process(worker)
         assert (harness.host.answers, harness.host.refusals) == ([], [])
-        harness.goes(generation).loads(generation + 1)
+        harness.exit_all(generation).loads(generation + 1)
     harness.answers(f"digits.{MAX_LOST_SLOTS + 1}.w1", number)
     assert harness.host.answers == [number]
 
@@ -205,9 +205,9 @@ def test_results_after_loss_of_holder_are_discarded(first_event: str) -> None:
 def test_content_that_crashes_workers_is_quarantined() -> None:
     harness = ModelHarness().serving()
     numbers = harness.submit(*equal_requests(1))
-    harness.dies(W1)
+    harness.exit_process(W1)
     numbers += harness.submit(*equal_requests(6))
-    harness.dies(W2)
+    harness.exit_process(W2)
     words = "was on 2 workers when they died, the last one killed by SIGSEGV"
     assert harness.host.refusals[0] == (numbers[0], "INTERNAL", f"request id{numbers[0]} {words}")
     assert sorted(harness.host.refused()) == [(number, "INTERNAL") for number in numbers]
@@ -219,13 +219,13 @@ def test_content_that_crashes_workers_is_quarantined() -> None:
 def test_content_that_hangs_workers_is_quarantined() -> None:
     harness = ModelHarness(workers=1).serving()
     numbers = harness.submit(*equal_requests(1))
-    harness.passes(60.0)
+    harness.advance(60.0)
     numbers += harness.submit(*equal_requests(1))
     harness.loads(1)  # the replacement worker
     assert harness.host.predicts()[-1] == (W2, numbers[1])
     numbers += harness.submit(*equal_requests(1))
     others = harness.submit(request(content=b"other"), request(content=b"longer"))
-    harness.passes(60.0)
+    harness.advance(60.0)
     codes = ["DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED", "INTERNAL"]
     assert harness.host.refused() == list(zip(numbers, codes, strict=True))
     assert [each.number for each in harness.model.dispatcher._scheduler.queue] == others
@@ -248,7 +248,7 @@ def test_external_kills_blame_no_request_but_limit_retries(end: signal.Signals, 
     for _ in range(MAX_LOST_SLOTS):
         assert harness.host.refusals == []
         [(worker, _)] = harness.host.predicts()
-        harness.dies(worker, end, by)
+        harness.exit_process(worker, end, by)
         restart_workers(harness)
     [(refused, how, text)] = harness.host.refusals
     assert (refused, how) == (number, code)
@@ -265,13 +265,13 @@ def test_external_kills_blame_no_request_but_limit_retries(end: signal.Signals, 
 def test_earlier_request_on_crashed_worker_is_not_blamed() -> None:
     """The result of the first request may be lost with the worker that crashed on the second one."""
     harness = ModelHarness(workers=1).serving()
-    [good, bad] = harness.some(2)
+    [good, bad] = harness.submit_new(2)
     assert harness.host.predicts() == [(W1, good), (W1, bad)]
     for worker in (W1, W2, W3):
         given = [number for _, number in harness.host.predicts()]
         if given == [good]:
             harness.answers(worker, good)
-        harness.dies(worker)
+        harness.exit_process(worker)
         restart_workers(harness)
     assert harness.host.answers == [good]
     assert harness.host.refused() == [(bad, "INTERNAL")]
@@ -283,10 +283,10 @@ def test_earlier_request_on_crashed_worker_is_not_blamed() -> None:
 def test_client_that_crashes_workers_is_confined_to_one() -> None:
     harness = ModelHarness(workers=4, max_queue=50).serving()
     hostile = harness.submit(*hostile_requests(12))
-    good = harness.some(12)
+    good = harness.submit_new(12)
     for worker in (W1, W2, W3, W4):
         assert confined_clients(harness) == []
-        harness.dies(worker)
+        harness.exit_process(worker)
     assert confined_clients(harness) == [HOSTILE.peer]
     harness.host.predicts()
     restart_workers(harness)
@@ -305,17 +305,17 @@ def test_confined_client_is_rejected_after_another_crash() -> None:
     for _ in range(MAX_PEER_DEATHS):
         harness.model.dispatcher._isolator._offenses.record_death(HOSTILE, 0.0, harness.now)
     first, *others = harness.submit(*hostile_requests(3))
-    good = harness.some(4)
+    good = harness.submit_new(4)
     given = harness.host.predicts()
     assert [number for _, number in given] == [first, *good]
-    harness.dies(given[0][0])
+    harness.exit_process(given[0][0])
     assert harness.host.refused() == [(first, "INTERNAL"), *((number, "RESOURCE_EXHAUSTED") for number in others)]
     with pytest.raises(
         ResourceExhausted, match=r"^requests of process 13 of user 7 crashed or hung 5 workers"
     ) as error:
         harness.submit(*hostile_requests(1))
     assert error.value.retry_after == 10.0
-    assert len(harness.some(1)) == 1
+    assert len(harness.submit_new(1)) == 1
     harness.now += 10.0
     assert len(harness.submit(*hostile_requests(1))) == 1
 
@@ -332,11 +332,11 @@ def test_confined_client_runs_one_request_after_another() -> None:
 
 
 LOSSES: dict[str, Loss] = {
-    "spoilt": lambda harness, worker, number: harness.says(
+    "spoilt": lambda harness, worker, number: harness.deliver(
         worker, PredictFailed(number, "INTERNAL", "x", is_exiting=True)
     ),
-    "dead": lambda harness, worker, number: harness.dies(worker),
-    "hung": lambda harness, worker, number: harness.passes(1060.0 - harness.now),
+    "dead": lambda harness, worker, number: harness.exit_process(worker),
+    "hung": lambda harness, worker, number: harness.advance(1060.0 - harness.now),
 }
 
 
@@ -383,9 +383,9 @@ def test_large_content_is_compared_in_slices() -> None:
 def test_large_content_is_quarantined_after_comparison() -> None:
     harness = ModelHarness().serving()
     [number] = harness.submit(*equal_requests(1, MEGABYTE))
-    harness.dies(W1)
+    harness.exit_process(W1)
     equal = harness.submit(*equal_requests(3, MEGABYTE))
-    harness.dies(W2)
+    harness.exit_process(W2)
     assert harness.host.refused() == [(number, "INTERNAL")]
     compare_contents(harness)
     assert harness.host.refused() == [(each, "INTERNAL") for each in equal]
@@ -408,7 +408,7 @@ def test_answered_content_is_cleared_of_suspicion(size: int) -> None:
 
 def test_cancels_queued_ready_and_running_requests() -> None:
     harness = ModelHarness(workers=1).serving()
-    running, ready, waiting, other, hangs = harness.some(5)
+    running, ready, waiting, other, hangs = harness.submit_new(5)
     harness.host.predicts()
     for number in (waiting, ready, running) * 2:
         harness.model.dispatcher.cancel(b"client", f"id{number}", harness.now)
@@ -421,18 +421,18 @@ def test_cancels_queued_ready_and_running_requests() -> None:
     assert harness.host.answers == [other]
     # A cancelled request that hangs is rejected once, and its worker is aborted as usual.
     harness.model.dispatcher.cancel(b"client", f"id{hangs}", harness.now)
-    harness.passes(60.0)
+    harness.advance(60.0)
     assert (harness.host.refused()[3:], harness.host.aborted) == ([(hangs, "CANCELLED")], [W1])
 
 
 def test_requests_of_rejected_or_disconnected_client_are_dropped() -> None:
     harness = ModelHarness(workers=1)
-    [shed] = harness.some(1)
+    [shed] = harness.submit_new(1)
     harness.model.dispatcher.shed(
         lambda request: request.client == b"client", ResourceExhausted("it reads nothing"), harness.now
     )
     assert harness.host.refused() == [(shed, "RESOURCE_EXHAUSTED")]
-    harness.some(3)
+    harness.submit_new(3)
     harness.model.dispatcher.metadata.request(MetadataRequest(b"client", "q"))
     harness.model.dispatcher.metadata.request(MetadataRequest(b"another", "r"))
     harness.model.dispatcher.on_disconnect(b"client", harness.now)

@@ -18,13 +18,13 @@ from .fakehost import W1, W2, ModelHarness, request
 
 def region_request() -> Request:
     """Return a request with input and output in a shared memory region."""
-    asked = request()
+    submitted = request()
     memory = SharedRegion(7, os.dup(0), 100, os.close)
-    asked.locations = TensorLocations(
-        {0: TensorLocation(memory, 8, len(asked.frames[0]))}, {0: TensorLocation(memory, 64, 32)}
+    submitted.locations = TensorLocations(
+        {0: TensorLocation(memory, 8, len(submitted.frames[0]))}, {0: TensorLocation(memory, 64, 32)}
     )
-    asked.frames = ()
-    return asked
+    submitted.frames = ()
+    return submitted
 
 
 def mapped_regions(harness: ModelHarness) -> list[MappedRegions]:
@@ -34,31 +34,35 @@ def mapped_regions(harness: ModelHarness) -> list[MappedRegions]:
 
 def test_worker_receives_regions_and_descriptors() -> None:
     harness = ModelHarness().serving()
-    asked = region_request()
-    harness.submit(asked)
+    submitted = region_request()
+    harness.submit(submitted)
     [(_, order)] = harness.host.orders_of(Predict)
     assert isinstance(order, Predict)
     assert order.regions == MappedRegions((MappedInput(0, 7, 8),), (MappedOutput(0, 7, 64, 32),))
-    assert (harness.host.frames, harness.host.memories) == ([], [*asked.locations.regions])
+    assert (harness.host.frames, harness.host.memories) == ([], [*submitted.locations.regions])
 
 
 ENDS: dict[str, Callable[[ModelHarness, int], object]] = {
     "answers": lambda harness, number: harness.answers(W1, number),
-    "fails": lambda harness, number: harness.says(W1, PredictFailed(number, "INTERNAL", "x", is_exiting=False)),
-    "fails and leaves": lambda harness, number: harness.says(
+    "fails": lambda harness, number: harness.deliver(W1, PredictFailed(number, "INTERNAL", "x", is_exiting=False)),
+    "fails and leaves": lambda harness, number: harness.deliver(
         W1, PredictFailed(number, "INTERNAL", "x", is_exiting=True)
     ),
-    "dies": lambda harness, number: harness.dies(W1),
+    "dies": lambda harness, number: harness.exit_process(W1),
 }
 
 
 @pytest.mark.parametrize("end", ENDS)
 def test_release_is_sent_after_cancelled_request_ends(end: str) -> None:
     harness = ModelHarness().serving()
-    asked, other = region_request(), region_request()
-    number, _ = harness.submit(asked, other)
-    harness.model.dispatcher.cancel(asked.client, asked.id, harness.now)
-    assert (asked.may_still_write, harness.host.refused(), harness.host.releases) == (True, [(number, "CANCELLED")], [])
+    submitted, other = region_request(), region_request()
+    number, _ = harness.submit(submitted, other)
+    harness.model.dispatcher.cancel(submitted.client, submitted.id, harness.now)
+    assert (submitted.may_still_write, harness.host.refused(), harness.host.releases) == (
+        True,
+        [(number, "CANCELLED")],
+        [],
+    )
     ENDS[end](harness, number)
     assert harness.host.releases == [number]
     harness.answers(W2, other.number)
@@ -90,7 +94,7 @@ def test_cancelled_request_is_released_after_worker_confirms(begins: bool) -> No
         True,
         [],
     )
-    harness.answers(W1, ahead.number) if begins else harness.says(W1, PredictCancelled(ahead.number))
+    harness.answers(W1, ahead.number) if begins else harness.deliver(W1, PredictCancelled(ahead.number))
     assert harness.host.releases == [ahead.number]
 
 
@@ -101,37 +105,37 @@ def test_only_one_worker_writes_to_a_region() -> None:
     harness.answers(W2, other.number)
     assert [regions.outputs != () for regions in mapped_regions(harness)] == [True, True, True]
     # The request behind the long one is moved to another worker, but the first worker may have started it.
-    harness.passes(MAX_QUICK_S)
+    harness.advance(MAX_QUICK_S)
     assert mapped_regions(harness)[3:] == [MappedRegions((MappedInput(0, 7, 8),), ())]
     harness.answers(W2, ahead.number)
     assert (ahead.may_still_write, harness.host.releases) == (True, [])
-    harness.says(W1, PredictCancelled(ahead.number))
+    harness.deliver(W1, PredictCancelled(ahead.number))
     assert harness.host.releases == [ahead.number]
 
 
 def test_successor_does_not_write_to_region_in_use() -> None:
     old, new = ModelHarness(workers=1).serving(), ModelHarness(workers=1).serving()
-    asked = region_request()
-    [number] = old.submit(asked)
+    submitted = region_request()
+    [number] = old.submit(submitted)
     old.model.drain(old.now, timeout_s=60.0, is_replaced=True)
     old.model.dispatcher.processes.release(W1)
     new.model.adopt_requests(old.model, new.now)
     assert mapped_regions(new) == [MappedRegions((MappedInput(0, 7, 8),), ())]
     new.answers(W1, number)
-    assert (asked.may_still_write, old.host.releases) == (True, [])
-    old.dies(W1)
+    assert (submitted.may_still_write, old.host.releases) == (True, [])
+    old.exit_process(W1)
     assert (old.host.releases, new.host.releases) == ([number], [])
 
 
 def test_hung_request_is_released_after_worker_exits() -> None:
     harness = ModelHarness(predict_timeout=10.0).serving()
-    asked = region_request()
-    [number] = harness.submit(asked)
-    harness.passes(10.0)
-    assert (harness.host.refused(), asked.may_still_write) == ([(number, "DEADLINE_EXCEEDED")], True)
+    submitted = region_request()
+    [number] = harness.submit(submitted)
+    harness.advance(10.0)
+    assert (harness.host.refused(), submitted.may_still_write) == ([(number, "DEADLINE_EXCEEDED")], True)
     # The worker may still reply before the signal arrives.
     assert harness.host.releases == []
-    harness.dies(W1)
+    harness.exit_process(W1)
     assert harness.host.releases == [number]
 
 
@@ -139,13 +143,13 @@ def test_request_moved_to_other_worker_is_released_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     harness = ModelHarness().serving()
-    asked = region_request()
-    [number] = harness.submit(asked)
+    submitted = region_request()
+    [number] = harness.submit(submitted)
     # Simulate a worker that reports a failure: its requests are requeued while it still runs.
     harness.model.dispatcher.processes.release(W1)
     harness.model.tick(harness.now)
     harness.model.dispatcher.dispatch(harness.now)
     harness.answers(W2, number)
-    assert (harness.host.answers, asked.may_still_write, harness.host.releases) == ([number], True, [])
-    harness.dies(W1)
+    assert (harness.host.answers, submitted.may_still_write, harness.host.releases) == ([number], True, [])
+    harness.exit_process(W1)
     assert harness.host.releases == [number]

@@ -93,9 +93,9 @@ class Process:
         self.hello_accepted = False
         self.weights = False  # it has built or attached, or is doing so
         self.killed = False
-        self.dead = False  # its model may not have received the event
+        self.dead = False  # exited; the model may not have received the event
         self.crashes = False  # by itself instead of by a signal
-        self.must_reconnect = False  # it must still reconnect to the next daemon
+        self.must_reconnect = False
 
     @property
     def shares(self) -> bool:

@@ -119,9 +119,9 @@ def test_group_reserves_all_cards_or_none() -> None:
 def test_second_group_needs_another_port(ports: tuple[int, ...]) -> None:
     group, devices = cards(None, None, ports=ports)
     assert group.reserve("big.1", GROUP_NEED) == ""
-    told, has = ("of device_ports 16666 ", "16666") if ports else ("", "its own")
+    reported, has = ("of device_ports 16666 ", "16666") if ports else ("", "its own")
     assert group.rejection_reason("big.2", GROUP_NEED) == (
-        f"no port {told}is free for the communication of big.2: "
+        f"no port {reported}is free for the communication of big.2: "
         f"big.1 has {has} on ascend:0; big.1 has {has} on ascend:1"
     )
     assert group.rejection_reason("big.2", GROUP_NEED, excluding=["big.1"]) == ""
@@ -149,11 +149,11 @@ def test_waiting_deployment_is_woken_by_release_of_all_cards() -> None:
     group.reserve("big.1", GROUP_NEED)
     group.mark_leaving(["big.1"])
     assert (group.leaving, {*devices[1].leaving}) == ({"big.1"}, {"big.1"})
-    told: list[str] = []
-    group.wait_for_release("big.2", lambda: told.append(group.rejection_reason("big.2", GROUP_NEED)))
+    reported: list[str] = []
+    group.wait_for_release("big.2", lambda: reported.append(group.rejection_reason("big.2", GROUP_NEED)))
     assert group.waiting == {"big.2"}
     group.release("big.1")
-    assert (told, group.leaving, group.reserve("big.2", GROUP_NEED), group.waiting) == (["", ""], set(), "", set())
+    assert (reported, group.leaving, group.reserve("big.2", GROUP_NEED), group.waiting) == (["", ""], set(), "", set())
 
 
 def test_card_reports_its_free_memory() -> None:

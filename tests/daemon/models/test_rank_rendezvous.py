@@ -94,7 +94,7 @@ class RankModelHarness:
     def ranks(self, generation: int) -> list[str]:
         return [name for name in self.processes_of(generation) if ".rank" in name]
 
-    def says(self, child: str, message: ChildMessage) -> RankModelHarness:
+    def deliver(self, child: str, message: ChildMessage) -> RankModelHarness:
         self.model.deployments.process_events.on_message(child, message, (), self.now)
         return self
 
@@ -104,18 +104,18 @@ class RankModelHarness:
             if ".rank" in name:
                 rank = int(name[-1])
                 hello = dataclasses.replace(hello, sha256=digest(source, rank), slice=RankSlice(rank, (X,), (Y,)))
-            self.says(name, hello)
+            self.deliver(name, hello)
         return self
 
     def join(self, generation: int = 1, y: TensorSignature = Y, device: DeviceMemory | None = None) -> RankModelHarness:
         for name in self.ranks(generation):
-            self.says(name, JoinedGroup((X,), (y,), device))
+            self.deliver(name, JoinedGroup((X,), (y,), device))
         return self
 
     def loads(self, generation: int = 1, source: int = 1) -> RankModelHarness:
         self.greet(generation, source).join(generation)
         for name in self.ranks(generation):
-            self.says(name, SELFTEST_DONE)
+            self.deliver(name, SELFTEST_DONE)
         return self
 
     def serving(self) -> RankModelHarness:
@@ -124,13 +124,15 @@ class RankModelHarness:
         return self
 
     def submit_request(self) -> int:
-        asked = request()
-        self.model.dispatcher.infer(asked, self.now)
-        return asked.number
+        submitted = request()
+        self.model.dispatcher.infer(submitted, self.now)
+        return submitted.number
 
     def answers(self, number: int, generation: int = 1) -> RankModelHarness:
         first, last = self.ranks(generation)
-        return self.says(first, PredictDone(number)).says(last, PredictResult(number, ResponseDescription("m", (OUT,))))
+        return self.deliver(first, PredictDone(number)).deliver(
+            last, PredictResult(number, ResponseDescription("m", (OUT,)))
+        )
 
     def exit_processes(self, *names: str, end: ExitCause | None = None) -> RankModelHarness:
         for name in names:
@@ -181,51 +183,51 @@ def test_all_processes_of_group_know_broker_port() -> None:
 
 def test_ranks_join_and_run_selftest_before_they_serve() -> None:
     harness = RankModelHarness().started()
-    asked = harness.submit_request()
+    submitted = harness.submit_request()
     harness.greet().join()
     assert harness.host.orders_of(JoinGroup) == [(R0, JoinGroup()), (R1, JoinGroup())]
     assert harness.host.orders_of(RunSelfTest) == [(R0, RunSelfTest()), (R1, RunSelfTest())]
-    harness.says(R1, SELFTEST_DONE)
+    harness.deliver(R1, SELFTEST_DONE)
     assert not harness.model.readiness.is_serving
-    harness.says(R0, SelfTestDone("", ()))
+    harness.deliver(R0, SelfTestDone("", ()))
     assert (
         harness.model.readiness.is_serving,
         harness.model.readiness.is_complete,
         harness.model.readiness.unready_reason(harness.now),
     ) == (True, True, "")
-    assert harness.take_predicts() == [(R0, asked, 1), (R1, asked, 1)]
+    assert harness.take_predicts() == [(R0, submitted, 1), (R1, submitted, 1)]
     second = harness.submit_request()
-    harness.says(R1, PredictResult(asked, ResponseDescription("m", (OUT,))))
+    harness.deliver(R1, PredictResult(submitted, ResponseDescription("m", (OUT,))))
     assert (harness.host.answers, harness.take_predicts()) == ([], [])
-    harness.says(R0, PredictDone(asked))
-    assert (harness.host.answers, harness.take_predicts()) == ([asked], [(R0, second, 2), (R1, second, 2)])
+    harness.deliver(R0, PredictDone(submitted))
+    assert (harness.host.answers, harness.take_predicts()) == ([submitted], [(R0, second, 2), (R1, second, 2)])
 
 
-def exit_rank(harness: RankModelHarness, asked: int) -> None:
+def exit_rank(harness: RankModelHarness, submitted: int) -> None:
     harness.exit_processes(R0, end=ExitCause(-signal.SIGKILL))
 
 
-def fail_rank(harness: RankModelHarness, asked: int) -> None:
-    harness.says(R0, ProcessFailed("step: expected 1, got 2"))
+def fail_rank(harness: RankModelHarness, submitted: int) -> None:
+    harness.deliver(R0, ProcessFailed("step: expected 1, got 2"))
 
 
-def fail_predict(harness: RankModelHarness, asked: int) -> None:
-    harness.says(R0, PredictFailed(asked, "INTERNAL", "predict failed", is_exiting=True))
+def fail_predict(harness: RankModelHarness, submitted: int) -> None:
+    harness.deliver(R0, PredictFailed(submitted, "INTERNAL", "predict failed", is_exiting=True))
 
 
-def report_unknown_request(harness: RankModelHarness, asked: int) -> None:
-    harness.says(R0, PredictDone(asked + 1000))
+def report_unknown_request(harness: RankModelHarness, submitted: int) -> None:
+    harness.deliver(R0, PredictDone(submitted + 1000))
 
 
-def reply_from_wrong_rank(harness: RankModelHarness, asked: int) -> None:
-    harness.says(R0, PredictResult(asked, ResponseDescription("m", (OUT,))))
+def reply_from_wrong_rank(harness: RankModelHarness, submitted: int) -> None:
+    harness.deliver(R0, PredictResult(submitted, ResponseDescription("m", (OUT,))))
 
 
-def send_unexpected_message(harness: RankModelHarness, asked: int) -> None:
-    harness.says(R0, BatchMismatch("rows differ"))
+def send_unexpected_message(harness: RankModelHarness, submitted: int) -> None:
+    harness.deliver(R0, BatchMismatch("rows differ"))
 
 
-def exceed_predict_timeout(harness: RankModelHarness, asked: int) -> None:
+def exceed_predict_timeout(harness: RankModelHarness, submitted: int) -> None:
     harness.now += harness.config.predict_timeout + 1.0
     harness.model.tick(harness.now)
 
@@ -244,9 +246,9 @@ def exceed_predict_timeout(harness: RankModelHarness, asked: int) -> None:
 )
 def test_loss_of_rank_replaces_group_and_requeues_requests(loss: Any) -> None:
     harness = RankModelHarness().serving()
-    asked = harness.submit_request()
+    submitted = harness.submit_request()
     assert len(harness.take_predicts()) == 2
-    loss(harness, asked)
+    loss(harness, submitted)
     alive = [name for name in (R0, R1) if not (loss is exit_rank and name == R0)]
     assert (harness.host.killed, harness.host.aborted, harness.host.answers) == (alive, [], [])
     harness.exit_processes(*alive)
@@ -254,9 +256,9 @@ def test_loss_of_rank_replaces_group_and_requeues_requests(loss: Any) -> None:
     harness.model.tick(harness.now)
     assert harness.processes_of(2) == ["big.2.rank0", "big.2.rank1"]
     harness.loads(2)
-    assert harness.take_predicts() == [("big.2.rank0", asked, 1), ("big.2.rank1", asked, 1)]
-    harness.answers(asked, 2)
-    assert (harness.host.answers, harness.host.refusals, harness.model.deployments.deaths) == ([asked], [], 1)
+    assert harness.take_predicts() == [("big.2.rank0", submitted, 1), ("big.2.rank1", submitted, 1)]
+    harness.answers(submitted, 2)
+    assert (harness.host.answers, harness.host.refusals, harness.model.deployments.deaths) == ([submitted], [], 1)
 
 
 def test_first_cause_is_reported() -> None:
@@ -268,21 +270,21 @@ def test_first_cause_is_reported() -> None:
 
 def test_error_of_all_ranks_is_error_of_request() -> None:
     harness = RankModelHarness().serving()
-    asked = harness.submit_request()
+    submitted = harness.submit_request()
     for name in (R0, R1):
-        harness.says(name, PredictFailed(asked, "INVALID_ARGUMENT", "x: no such shape", is_exiting=False))
-    assert harness.host.refused() == [(asked, "INVALID_ARGUMENT")]
+        harness.deliver(name, PredictFailed(submitted, "INVALID_ARGUMENT", "x: no such shape", is_exiting=False))
+    assert harness.host.refused() == [(submitted, "INVALID_ARGUMENT")]
     assert (harness.model.readiness.is_serving, harness.host.killed) == (True, [])
 
 
 def test_idle_ranks_are_pinged_without_selftest() -> None:
     harness = RankModelHarness(selftest_interval=0.001).serving()
-    told: set[tuple[str, Any]] = set()
+    pings: set[tuple[str, Any]] = set()
     for _ in range(3):
         harness.now = harness.model.timer.due_at
         harness.model.tick(harness.now)
-        told.update(harness.host.orders_of(Ping))
-    assert told == {(name, Ping(run_selftest=False)) for name in (R0, R1)}
+        pings.update(harness.host.orders_of(Ping))
+    assert pings == {(name, Ping(run_selftest=False)) for name in (R0, R1)}
 
 
 def updated(harness: RankModelHarness, path: str = "/new{rank}.mindir", *, rollback: bool = False) -> RankModelHarness:
@@ -322,18 +324,18 @@ def test_update_without_free_port_replaces_old_group(succeeds: bool) -> None:
         [],
         False,
     )
-    asked = harness.submit_request()
+    submitted = harness.submit_request()
     harness.exit_processes(R0, R1, end=ExitCause(0))
     assert harness.processes_of(2) == ["big.2.rank0", "big.2.rank1"]
     if succeeds:
         harness.loads(2, source=2)
         assert harness.host.updated[0].path == "/new{rank}.mindir"
     else:
-        harness.says("big.2.rank0", ProcessFailed("no model")).exit_processes("big.2.rank0", "big.2.rank1")
+        harness.deliver("big.2.rank0", ProcessFailed("no model")).exit_processes("big.2.rank0", "big.2.rank1")
         assert harness.host.errors[0][1:] == ("FAILED_PRECONDITION", "not updated: big.2.rank0: no model")
         harness.loads(3)
     label = "big.2" if succeeds else "big.3"
-    assert harness.take_predicts() == [(f"{label}.rank0", asked, 1), (f"{label}.rank1", asked, 1)]
+    assert harness.take_predicts() == [(f"{label}.rank0", submitted, 1), (f"{label}.rank1", submitted, 1)]
 
 
 def test_overlap_policy_rejects_update_without_free_port() -> None:
@@ -365,22 +367,22 @@ def test_reloaded_model_replaces_old_group_without_free_port() -> None:
     harness = ReloadHarness()
     assert ([name for name, _ in harness.host.orders_of(Stop)], harness.processes_of(2)) == ([R0, R1], [])
     # Requests wait at the old model, because it would serve again if the new one failed to load.
-    asked = request()
-    harness.old.dispatcher.infer(asked, harness.now)
+    submitted = request()
+    harness.old.dispatcher.infer(submitted, harness.now)
     assert (harness.old.readiness.is_serving, harness.old.readiness.may_serve_soon) == (False, True)
     harness.exit_old().model.tick(harness.now)
     assert harness.processes_of(2) == ["big.2.rank0", "big.2.rank1"]
     harness.loads(2, source=2)
     harness.model.adopt_requests(harness.old, harness.now)
     harness.old.drain(harness.now, is_replaced=True)
-    assert [number for _, number, _ in harness.take_predicts()] == [asked.number] * 2
+    assert [number for _, number, _ in harness.take_predicts()] == [submitted.number] * 2
     assert harness.old.is_gone
 
 
 def test_old_model_is_reinstated_if_reload_fails() -> None:
     harness = ReloadHarness()
     harness.exit_old().model.tick(harness.now)
-    harness.says("big.2.rank0", ProcessFailed("no model"))
+    harness.deliver("big.2.rank0", ProcessFailed("no model"))
     assert harness.model.readiness.has_failed
     harness.model.drain(harness.now)
     harness.old.deployments.reinstate(harness.now)
@@ -442,11 +444,11 @@ def test_restarted_daemon_resumes_group_with_equal_steps(steps: tuple[int, int],
     following.host.spawned.clear()
     following.model.resume(written, following.now)
     assert following.devices["ascend:0"].ports == {"big.1": 16666}
-    asked = following.submit_request()
+    submitted = following.submit_request()
     for name, step in zip((R0, R1), steps, strict=True):
-        following.says(name, Reconnected(step))
+        following.deliver(name, Reconnected(step))
     assert following.model.readiness.is_serving == goes_on
-    assert following.take_predicts() == [(R0, asked, 8), (R1, asked, 8)] * goes_on
+    assert following.take_predicts() == [(R0, submitted, 8), (R1, submitted, 8)] * goes_on
     assert following.host.killed == ([] if goes_on else [R0, R1])
     if not goes_on:
         [cause] = [each.cause for each in following.model.generations if each.label == "big.1"]
@@ -455,7 +457,7 @@ def test_restarted_daemon_resumes_group_with_equal_steps(steps: tuple[int, int],
         following.now += 10.0
         following.model.tick(following.now)
         following.loads(2)
-        assert following.take_predicts() == [("big.2.rank0", asked, 1), ("big.2.rank1", asked, 1)]
+        assert following.take_predicts() == [("big.2.rank0", submitted, 1), ("big.2.rank1", submitted, 1)]
 
 
 def test_restarted_daemon_resumes_groups_on_same_device() -> None:

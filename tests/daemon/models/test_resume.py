@@ -113,19 +113,19 @@ def test_model_is_resumed_without_loading() -> None:
         model.dispatcher.infer(request(BAD), daemon.now)
     with pytest.raises(Unavailable, match="m is loading on cpu"):
         daemon.update()
-    asked = request()
-    model.dispatcher.infer(asked, daemon.now)
+    submitted = request()
+    model.dispatcher.infer(submitted, daemon.now)
     daemon.reconnect()
     assert (model.readiness.is_serving, model.readiness.is_complete, model.readiness.unready_reason(daemon.now)) == (
         True,
         True,
         "",
     )
-    assert host.orders_of(Predict) == [("m.1.w1", Predict(asked.number, RequestDescription("digits", (GOOD,))))]
+    assert host.orders_of(Predict) == [("m.1.w1", Predict(submitted.number, RequestDescription("digits", (GOOD,))))]
     model.deployments.process_events.on_message(
-        "m.1.w1", PredictResult(asked.number, ResponseDescription("m", (OUT,))), [], daemon.now
+        "m.1.w1", PredictResult(submitted.number, ResponseDescription("m", (OUT,))), [], daemon.now
     )
-    assert host.answers == [asked.number]
+    assert host.answers == [submitted.number]
 
 
 def test_private_weights_stay_private() -> None:
@@ -210,10 +210,10 @@ def test_devices_without_record_are_loaded() -> None:
 
 def test_hand_over_rejects_running_requests() -> None:
     daemon = DaemonHarness().started(m=ONE)
-    asked = request()
-    daemon.registry.models["m"].dispatcher.infer(asked, daemon.now)
+    submitted = request()
+    daemon.registry.models["m"].dispatcher.infer(submitted, daemon.now)
     daemon.registry.hand_over(daemon.now)
-    assert daemon.host.refusals == [(asked.number, "UNAVAILABLE", "weightd is restarting")]
+    assert daemon.host.refusals == [(submitted.number, "UNAVAILABLE", "weightd is restarting")]
     assert [each.name for each in daemon.records()] == ["m"]
 
 
@@ -221,11 +221,11 @@ def test_hand_over_rejects_running_requests() -> None:
 
 
 def test_restarted_daemon_applies_new_configuration() -> None:
-    daemon = DaemonHarness().started(stays=ONE, changes=ONE, goes=ONE).restarted(comes=TWO, changes=TWO, stays=ONE)
+    daemon = DaemonHarness().started(stays=ONE, changes=ONE, removed=ONE).restarted(added=TWO, changes=TWO, stays=ONE)
     models = daemon.registry.models
-    assert list(models) == ["comes", "changes", "stays"]
-    assert sorted(daemon.host.resumed) == ["changes.1", "goes.1", "stays.1"]
-    assert daemon.devices["cpu"].leaving == {"goes.1"}
+    assert list(models) == ["added", "changes", "stays"]
+    assert sorted(daemon.host.resumed) == ["changes.1", "removed.1", "stays.1"]
+    assert daemon.devices["cpu"].leaving == {"removed.1"}
     assert [source.path for source in daemon.host.requested_snapshots] == ["/models/two.onnx"] * 2
     # The changed model loads even before the workers of the old one have reconnected.
     assert not daemon.reconcile().registry.models["changes"].readiness.is_serving
@@ -235,13 +235,16 @@ def test_restarted_daemon_applies_new_configuration() -> None:
         True,
         ONE,
     )
-    daemon.loaded("changes", "comes")
-    assert (models["comes"].readiness.is_serving, models["changes"].config) == (True, TWO)
+    daemon.loaded("changes", "added")
+    assert (models["added"].readiness.is_serving, models["changes"].config) == (True, TWO)
     assert daemon.generation("changes").label == "changes.2"
     # The removed model first finishes its requests, then all its processes stop.
-    [leaving] = [model for model in daemon.registry.all_models() if model.name == "goes"]
-    assert [name for name, _ in daemon.host.orders_of(Stop) if name.startswith("goes")] == ["goes.1.w1", "goes.1.w2"]
-    for name in ("goes.1.w1", "goes.1.w2", "goes.1.holder"):
+    [leaving] = [model for model in daemon.registry.all_models() if model.name == "removed"]
+    assert [name for name, _ in daemon.host.orders_of(Stop) if name.startswith("removed")] == [
+        "removed.1.w1",
+        "removed.1.w2",
+    ]
+    for name in ("removed.1.w1", "removed.1.w2", "removed.1.holder"):
         leaving.deployments.process_events.on_exit(name, ExitCause(0), daemon.now)
     assert leaving not in daemon.reconcile().registry.all_models()
     assert [source.path for source in daemon.host.removed_snapshots] == ["/models/one.onnx"]
@@ -257,7 +260,7 @@ def test_changed_model_replaces_one_that_does_not_reconnect() -> None:
 
 
 def test_only_serving_models_that_stay_are_recorded() -> None:
-    daemon = DaemonHarness().started(m=ONE, goes=ONE).reload(m=TWO)
+    daemon = DaemonHarness().started(m=ONE, removed=ONE).reload(m=TWO)
     [record] = daemon.records()
     assert (record.name, record.config, record.generations[0].number, record.last_ids) == ("m", ONE, 1, (2, 2))
     daemon = daemon.restarted(m=TWO).reconnect()

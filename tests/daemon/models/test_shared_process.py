@@ -64,16 +64,16 @@ class GroupHarness:
             )
         return self
 
-    def says(self, child: str, message: ChildMessage) -> GroupHarness:
+    def deliver(self, child: str, message: ChildMessage) -> GroupHarness:
         self.models["one"].deployments.process_events.on_message(child, message, (), self.now)
         return self
 
     def loads(self, child: str = P1) -> GroupHarness:
-        self.says(child, Hello("1", joint_digest([DIGESTS[name] for name in NAMES]), {"weightd": VERSION}, CPU))
+        self.deliver(child, Hello("1", joint_digest([DIGESTS[name] for name in NAMES]), {"weightd": VERSION}, CPU))
         members = tuple(GroupModelSignature((TENSORS[name],), (TENSORS[name],)) for name in NAMES)
-        self.says(child, JoinedGroup((), (), None, members))
+        self.deliver(child, JoinedGroup((), (), None, members))
         selftests = tuple(SelfTestResult(name, ({TENSORS[name].name: (1, 2)},)) for name in NAMES)
-        return self.says(child, SelfTestDone("", (), None, None, selftests))
+        return self.deliver(child, SelfTestDone("", (), None, None, selftests))
 
     def serving(self) -> GroupHarness:
         self.snapshot_taken().loads()
@@ -82,12 +82,12 @@ class GroupHarness:
 
     def submit_request(self, name: str) -> int:
         spec = TensorSpec(TENSORS[name].name, "FP32", (5, 2))
-        asked = dataclasses.replace(request(), description=RequestDescription(name, (spec,)))
-        self.models[name].dispatcher.infer(asked, self.now)
-        return asked.number
+        submitted = dataclasses.replace(request(), description=RequestDescription(name, (spec,)))
+        self.models[name].dispatcher.infer(submitted, self.now)
+        return submitted.number
 
     def answers(self, number: int, child: str = P1) -> GroupHarness:
-        return self.says(child, PredictResult(number, ResponseDescription("m", (TensorSpec("y", "FP32", (5, 2)),))))
+        return self.deliver(child, PredictResult(number, ResponseDescription("m", (TensorSpec("y", "FP32", (5, 2)),))))
 
     def exit_process(self, child: str, end: ExitCause) -> GroupHarness:
         self.models["one"].deployments.process_events.on_exit(child, end, self.now)
@@ -113,13 +113,13 @@ def test_process_starts_after_all_snapshots() -> None:
     assert group.host.spawned == []
     group.snapshot_taken("one")
     assert group.host.spawned == [P1]
-    told = json.loads(group.host.programs[P1].members_json)
-    assert (told["share"], [each["model"] for each in told["models"]]) == ("workspace", ["/s/one", "/s/two"])
-    assert [each["snapshot_identity"] for each in told["models"]] == [f"known:{DIGESTS[name]}" for name in NAMES]
+    members = json.loads(group.host.programs[P1].members_json)
+    assert (members["share"], [each["model"] for each in members["models"]]) == ("workspace", ["/s/one", "/s/two"])
+    assert [each["snapshot_identity"] for each in members["models"]] == [f"known:{DIGESTS[name]}" for name in NAMES]
     assert [*group.device.reserved] == ["g@group.1"]
 
 
-@pytest.mark.parametrize("made", [NAMES, NAMES[::-1]], ids=["as in the group", "in another order"])
+@pytest.mark.parametrize("made", [NAMES, NAMES[::-1]], ids=["group order", "reverse order"])
 def test_each_model_has_own_signature_and_turn(made: Sequence[str]) -> None:
     group = GroupHarness(made).serving()
     built = {name: model.readiness.built for name, model in group.models.items()}
@@ -142,13 +142,13 @@ def crash(group: GroupHarness, running: int) -> None:
 
 
 def fail_process(group: GroupHarness, running: int) -> None:
-    group.says(P1, ProcessFailed("it cannot go on")).exit_process(
+    group.deliver(P1, ProcessFailed("it cannot go on")).exit_process(
         P1, ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON)
     )
 
 
 def fail_predict(group: GroupHarness, running: int) -> None:
-    group.says(P1, PredictFailed(running, "INTERNAL", "predict failed", is_exiting=True))
+    group.deliver(P1, PredictFailed(running, "INTERNAL", "predict failed", is_exiting=True))
     group.exit_process(P1, ExitCause(-signal.SIGKILL, initiator=ExitInitiator.DAEMON))
 
 
@@ -210,9 +210,9 @@ def test_process_stops_after_last_model_drained() -> None:
     group = GroupHarness().serving()
     group.models["one"].drain(group.now)
     assert group.models["two"].readiness.is_serving
-    asked = group.submit_request("two")
-    assert group.take_predicts() == [(P1, asked, 1)]
-    group.answers(asked)
+    submitted = group.submit_request("two")
+    assert group.take_predicts() == [(P1, submitted, 1)]
+    group.answers(submitted)
     group.models["two"].drain(group.now)
     group.exit_process(P1, ExitCause(0))
     assert [model.is_gone for model in group.models.values()] == [True, True]

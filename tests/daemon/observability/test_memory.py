@@ -31,7 +31,7 @@ class Kernel:
     """Fake kernel: process N uses N bytes, and the name of a file is its number of resident bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.asked: list[int] = []
+        self.queries: list[int] = []
         monkeypatch.setattr(memory, "read_process_memory", self.read_process_memory)
         monkeypatch.setattr(memory, "resident_bytes", self.resident_bytes)
 
@@ -39,7 +39,7 @@ class Kernel:
         return int(path.name) if path.name != "none" else None
 
     def read_process_memory(self, pid: int) -> ProcessMemory | None:
-        self.asked.append(pid)
+        self.queries.append(pid)
         return ProcessMemory(pid, pid, 0) if pid != 13 else None
 
 
@@ -93,9 +93,9 @@ def test_measures_at_most_once_a_minute(kernel: Kernel) -> None:
     # The sampler starts no second measurement while one runs.
     now = 10 * INTERVAL_S
     assert sampler.poll([7], lambda: subject).footprints == {}
-    assert (len(threads), kernel.asked) == (1, [])
+    assert (len(threads), kernel.queries) == (1, [])
     threads[0]()
-    assert kernel.asked == [7, 1]
+    assert kernel.queries == [7, 1]
     found = sampler.poll([7, 13], dict)
     assert (found.pss_bytes, found.footprints) == (7, {"m": MemoryFootprint(1, 400, 300, 100)})
     assert len(threads) == 2
@@ -163,11 +163,11 @@ class CountingKernel:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.asked: list[int] = []
+        self.queries: list[int] = []
 
     def read_process_memory(self, pid: int) -> ProcessMemory | None:
-        self.asked.append(pid)
-        return None if pid == 7 else ProcessMemory(1000 * pid + len(self.asked), pid, 0)
+        self.queries.append(pid)
+        return None if pid == 7 else ProcessMemory(1000 * pid + len(self.queries), pid, 0)
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def test_process_is_measured_once_within_cache_lifetime(counting_kernel: Countin
     scans = [MemoryScan("", [1, 2, 7], measured) for _ in range(16)]
     # The first scan takes one step for each process, so that the event loop can do other work in between.
     assert [steps(each) for each in scans] == [3] + [1] * 15
-    assert counting_kernel.asked == [7, 2, 1]
+    assert counting_kernel.queries == [7, 2, 1]
     assert [each.memory_by_pid for each in scans] == [{7: None, 2: (2002, 2, 0), 1: (1003, 1, 0)}] * 16
     # Only the process that is new is measured.
     counting_kernel.now = MAX_AGE_S / 2
@@ -198,7 +198,7 @@ def test_process_is_measured_once_within_cache_lifetime(counting_kernel: Countin
     assert (steps(late), late.memory_by_pid) == (2, {2: (2002, 2, 0), 3: (3004, 3, 0), 1: (1003, 1, 0)})
     counting_kernel.now = MAX_AGE_S
     assert steps(MemoryScan("", [1, 2], measured)) == 2
-    assert counting_kernel.asked == [7, 2, 1, 3, 2, 1]
+    assert counting_kernel.queries == [7, 2, 1, 3, 2, 1]
 
 
 def test_expired_values_are_removed(counting_kernel: CountingKernel) -> None:

@@ -163,7 +163,7 @@ def test_limits_pending_requests_per_user(harness: ReportsHarness) -> None:
 
 
 class ServiceHarness:
-    """Status service with fake snapshots, which are tuples of words."""
+    """Status service whose snapshots are tuples of text."""
 
     def __init__(self, log_files: dict[int, GenerationFiles] | None = None) -> None:
         self.replies: list[tuple[bytes, Any]] = []

@@ -112,10 +112,10 @@ class TwoModels:
         self.parts = SnapshotHarness(self.stage.model, self.other.model, counters=counters)
         self.accounts = self.parts.books.usage_table
         self.stage.serving()
-        [first] = self.stage.some(1)
+        [first] = self.stage.submit_new(1)
         self.stage.now += 0.25
         self.stage.answers(W1, first)
-        self.stage.some(4)
+        self.stage.submit_new(4)
 
 
 def add_usage(accounts: UsageTable, tenant: str, model: str, requests: int = 1) -> Usage:
