@@ -87,10 +87,10 @@ class Injector:
     fleet: ClientProcesses
     models: Mapping[str, Model]
     max_queue: int
-    crew: Callable[[int], ClientProcess]
+    start_client: Callable[[int], ClientProcess]
     """Starts the client with this number (again)."""
     members: list[ClientProcess]
-    """The clients of the crew, by number."""
+    """The clients of the start_client, by number."""
     strikes: list[Strike] = field(default_factory=list[Strike])
     skipped: list[Event] = field(default_factory=list[Event])
     problems: list[str] = field(default_factory=list[str])
@@ -338,7 +338,7 @@ class Injector:
         number = rng.randrange(len(self.members))
         self._begin(event, _at_once, self.members[number].name)
         self.members[number].kill()
-        self.members[number] = self.crew(number)
+        self.members[number] = self.start_client(number)
         return True
 
     def _deaf_clients(self, event: Event, rng: random.Random) -> bool:

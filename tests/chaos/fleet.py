@@ -72,10 +72,10 @@ class ClientProcess:
             self._process.wait(END_LIMIT_S)
         except subprocess.TimeoutExpired:
             self.kill()
-            return [f"missing: {self.name} has not ended {END_LIMIT_S:g} s after it was asked to"]
+            return [f"missing: {self.name} did not exit within {END_LIMIT_S:g} s after the request to stop"]
         self._finish()
         if self._problems is None:
-            return [f"{self.name} died with status {self._process.returncode}: {self._log.read_text()[-2000:]}"]
+            return [f"{self.name} exited with status {self._process.returncode}: {self._log.read_text()[-2000:]}"]
         return self._problems
 
     def _finish(self) -> None:

@@ -91,7 +91,7 @@ def make(directory: Path, seed: int, *, real_ranks: bool = False) -> list[Model]
     elif os.environ.get("CI") == "true":
         raise NoEngineError(mindir.HOW_TO_GET_IT)
     else:
-        print(f"WITHOUT MINDSPORE LITE, ONNX Runtime takes its place: {mindir.HOW_TO_GET_IT}", flush=True)
+        print(f"MINDSPORE LITE NOT FOUND, using ONNX Runtime instead: {mindir.HOW_TO_GET_IT}", flush=True)
         mlp = Model("dense", dense, "onnxruntime", here, dense=True)
     chosen = [tiny, elastic, mlp]
     for number, model in enumerate(chosen):

@@ -139,9 +139,9 @@ class Run:
 
     def _warm_up(self) -> None:
         """Put load on the daemon first, so that one-time allocations do not count as growth."""
-        crew = [self._member(number, "warm-up") for number in range(CLIENTS)]
+        clients = [self._member(number, "warm-up") for number in range(CLIENTS)]
         deadline = time.monotonic() + WARM_UP_S
-        while time.monotonic() < deadline and all(member.running for member in crew):
+        while time.monotonic() < deadline and all(member.running for member in clients):
             time.sleep(_LOOK_SOON_S)
         self._problems += self._fleet.end()
         for address in (self._service.unix_address, self._service.zmq_address):
@@ -245,17 +245,17 @@ class Run:
             IN_FLIGHT,
             cancels=Fault.CANCEL in self.faults and not name,
         )
-        return self._fleet.launch(name or f"crew{number}", orders)
+        return self._fleet.launch(name or f"client{number}", orders)
 
     def _check_alive(self, injector: Injector) -> None:
         status = self._service.ended()
         if status is not None:
             # The consequences need no separate verdict.
             injector.strikes.append(Strike(Fault.KILL_DAEMON, "", time.monotonic() - _LOOK_S, note="by itself"))
-            raise ServiceError(f"the daemon died by itself with status {status}: {self._service.log}")
+            raise ServiceError(f"the daemon exited unexpectedly with status {status}; its log: {self._service.log}")
         for member in injector.members:
             if not member.running:
-                raise ServiceError(f"client {member.name} died by itself: {', '.join(member.wait())}")
+                raise ServiceError(f"client {member.name} exited unexpectedly: {', '.join(member.wait())}")
 
     def _status(self) -> StatusResponse | None:
         try:

@@ -222,7 +222,7 @@ class Service:
 
         def check() -> bool:
             if self.ended() is not None:
-                raise ServiceError(f"the daemon has ended with status {self.ended()}")
+                raise ServiceError(f"the daemon exited with status {self.ended()}")
             try:
                 return not self.unhealthy(self.status())
             except RequestError:

@@ -103,14 +103,14 @@ def test_hostile_tenant_affects_no_other_tenant(place: Path) -> None:
         stack.callback(fleet.kill)
         before = len(service.ready().models[0].generations)
         eve.connect(f"unix://{service.address}")
-        crew = [
+        clients = [
             fleet.launch(name, ClientPlan(address, {"slow": str(made["slow"].path)}, name, IN_FLIGHT, uid=UIDS[name]))
             for name, address in zip(WEIGHTS, (f"unix://{service.address}", service.zmq_address), strict=True)
         ]
         loads_of_eve = attacks(service)
         at_first = slot_seconds(service, "slow")
         while not all(at_first.get(name) for name in WEIGHTS):
-            assert all(member.running for member in crew)
+            assert all(member.running for member in clients)
             at_first = slot_seconds(service, "slow")
         for attack in loads_of_eve:
             attack(eve)
@@ -123,9 +123,9 @@ def test_hostile_tenant_affects_no_other_tenant(place: Path) -> None:
         at_last = slot_seconds(service, "slow")
         assert fleet.end() == []
         status = service.ready()
-        print({member.name: dict(member.outcomes) for member in crew}, at_first, at_last)
-        assert all(legal(member) and member.outcomes["OK"] > 100 for member in crew), [
-            member.incidents for member in crew
+        print({member.name: dict(member.outcomes) for member in clients}, at_first, at_last)
+        assert all(legal(member) and member.outcomes["OK"] > 100 for member in clients), [
+            member.incidents for member in clients
         ]
         had = {name: at_last[name] - at_first[name] for name in WEIGHTS}
         share = had["ben"] / sum(had.values())

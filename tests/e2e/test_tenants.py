@@ -61,21 +61,21 @@ def tables(service: Service) -> None:
 
 
 @pytest.fixture(scope="module")
-def crowd(service: Service) -> Iterator[Mapping[int, User]]:
+def user_processes(service: Service) -> Iterator[Mapping[int, User]]:
     with User(ALICE) as ann, User(BOB) as ben, User(CAROL) as stranger:
         yield {ALICE: ann, BOB: ben, CAROL: stranger}
 
 
 @pytest.fixture
-def ann(service: Service, crowd: Mapping[int, User]) -> User:
-    crowd[ALICE].connect(service.address)
-    return crowd[ALICE]
+def ann(service: Service, user_processes: Mapping[int, User]) -> User:
+    user_processes[ALICE].connect(service.address)
+    return user_processes[ALICE]
 
 
 @pytest.fixture
-def ben(service: Service, crowd: Mapping[int, User]) -> User:
-    crowd[BOB].connect(service.address)
-    return crowd[BOB]
+def ben(service: Service, user_processes: Mapping[int, User]) -> User:
+    user_processes[BOB].connect(service.address)
+    return user_processes[BOB]
 
 
 @pytest.fixture
@@ -113,15 +113,17 @@ def codes(outcomes: Sequence[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("address", ["unix://{}", "ipc://{}"])
-def test_error_for_user_without_tenant_has_uid(service: Service, crowd: Mapping[int, User], address: str) -> None:
-    crowd[CAROL].connect(address.format(service.address))
+def test_error_for_user_without_tenant_has_uid(
+    service: Service, user_processes: Mapping[int, User], address: str
+) -> None:
+    user_processes[CAROL].connect(address.format(service.address))
     with pytest.raises(Unauthenticated, match=rf"uid {CAROL} belongs to no tenant: .*\[tenants.NAME\]"):
-        crowd[CAROL].ask("infer", "slow", SOME)
+        user_processes[CAROL].ask("infer", "slow", SOME)
 
 
 @pytest.mark.parametrize("address", ["unix://{}", "ipc://{}"])
-def test_tenant_sees_only_its_models(service: Service, crowd: Mapping[int, User], address: str) -> None:
-    ann, ben = crowd[ALICE], crowd[BOB]
+def test_tenant_sees_only_its_models(service: Service, user_processes: Mapping[int, User], address: str) -> None:
+    ann, ben = user_processes[ALICE], user_processes[BOB]
     for each in (ann, ben):
         each.connect(address.format(service.address))
         assert each.ask("infer", "slow", SOME)["y"].tolist() == [3, 5]
@@ -180,9 +182,9 @@ def test_reload_withdraws_permissions_at_once(service: Service, ann: User, ben: 
 )
 @pytest.mark.usefixtures("ann", "ben")
 def test_quota_rejects_only_requests_of_its_tenant(
-    service: Service, crowd: Mapping[int, User], bound: str, most: int, asked: tuple[Any, Any], refused: int
+    service: Service, user_processes: Mapping[int, User], bound: str, most: int, asked: tuple[Any, Any], refused: int
 ) -> None:
-    ann, ben = crowd[ALICE], crowd[BOB]
+    ann, ben = user_processes[ALICE], user_processes[BOB]
     bounded(service, **{bound: most})
     with stopped_worker(service, ann):
         ann.begin(loads.hold, "slow", *asked)
@@ -215,9 +217,9 @@ def test_rate_limit_counts_all_messages(service: Service, ann: User, ben: User) 
     ids=["connections", "descriptors", "unread answers"],
 )
 def test_attack_on_unix_socket_harms_no_tenant(
-    service: Service, crowd: Mapping[int, User], ben: User, attack: Any, arguments: Sequence[Any], says: str
+    service: Service, user_processes: Mapping[int, User], ben: User, attack: Any, arguments: Sequence[Any], says: str
 ) -> None:
-    stranger = crowd[CAROL]
+    stranger = user_processes[CAROL]
     stranger.begin(attack, f"{service.address}.unix", *arguments)
     stranger.wait_for_report()
     ben.connect(f"unix://{service.address}", timeout=30.0)
@@ -295,8 +297,8 @@ def test_crashing_requests_harm_no_other_tenant(service: Service, ann: User, ben
     assert asked.outcomes[OK] >= 3
 
 
-def test_long_requests_leave_worker_to_other_tenant(crowd: Mapping[int, User], tmp_path: Path) -> None:
-    ann, ben = crowd[ALICE], crowd[BOB]
+def test_long_requests_leave_worker_to_other_tenant(user_processes: Mapping[int, User], tmp_path: Path) -> None:
+    ann, ben = user_processes[ALICE], user_processes[BOB]
     tables = {"slow": {"path": models.patient(tmp_path / "slow.onnx"), "workers": 2}}
     with Service(tables, tenants=TENANTS, gid=users.CLIENTS_GID) as service:
         service.ready()

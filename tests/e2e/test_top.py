@@ -74,7 +74,7 @@ class Terminal:
         """Wait until the check accepts the screen; return its lines."""
         begin = time.monotonic()
         while not check(self.lines):
-            assert time.monotonic() < begin + LIMIT_S, "\n".join([f"waited in vain: {what}", *self.lines])
+            assert time.monotonic() < begin + LIMIT_S, "\n".join([f"time-out: {what}", *self.lines])
             assert self._read() or self.process.poll() is None, "\n".join(["the program has exited", *self.lines])
         return self.lines
 

@@ -27,10 +27,10 @@ class StartedSupervisor:
         )
         assert process.stdin is not None
         assert process.stdout is not None
-        self.leash: IO[bytes] = process.stdin
+        self.stdin: IO[bytes] = process.stdin
         self.reports: IO[bytes] = process.stdout
-        self.leash.write(daemon_supervisor.encode_order({"m": {"path": str(base / "none.onnx")}}))
-        self.leash.flush()
+        self.stdin.write(daemon_supervisor.encode_order({"m": {"path": str(base / "none.onnx")}}))
+        self.stdin.flush()
         process.wait()
         found = json.loads(self.reports.readline())
         self.pid: int = found["pid"]
@@ -40,8 +40,8 @@ class StartedSupervisor:
     def disconnect(self) -> None:
         """Close the supervisor's input, as the exit of the replica does, and wait until the supervisor exits."""
         with contextlib.suppress(OSError):
-            self.leash.close()
-        until(lambda: not there(self.pid), "the supervisor exits")
+            self.stdin.close()
+        until(lambda: not is_running(self.pid), "the supervisor exits")
         self.reports.close()
 
     @property
@@ -59,7 +59,7 @@ def started(tmp_path: Path) -> Iterator[StartedSupervisor]:
     one.disconnect()
 
 
-def there(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -70,14 +70,14 @@ def test_supervisor_cleans_up_when_replica_exits(started: StartedSupervisor) -> 
     assert f"\nPPid:\t{os.getpid()}\n" not in Path(f"/proc/{started.pid}/status").read_text()
     daemon = started.daemon
     started.disconnect()
-    assert not there(daemon)
+    assert not is_running(daemon)
     assert not list(started.socket.parents[1].iterdir())
 
 
 def test_daemon_exits_with_killed_supervisor(started: StartedSupervisor, tmp_path: Path) -> None:
     daemon = started.daemon
     os.kill(started.pid, signal.SIGKILL)
-    until(lambda: not there(daemon), "the daemon exits")
+    until(lambda: not is_running(daemon), "the daemon exits")
     assert started.socket.parent.exists()
 
     def is_removed() -> bool:

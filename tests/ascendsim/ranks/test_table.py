@@ -56,8 +56,8 @@ def set_at(values: Dict[str, Any], where: str, value: Any) -> Dict[str, Any]:
         ("device.rank_id", "0", "EI0004", "0 to n-1"),
         ("device.rank_id", "one", "EI0004", "rank_id"),
         ("device.rank_id", None, "EI0004", "rank_id"),
-        ("device.device_id", "0", "EI0004", "device_id is there twice"),
-        ("device.device_ip", "192.168.100.101", "EI0004", "device_ip is there twice"),
+        ("device.device_id", "0", "EI0004", "duplicate device_id"),
+        ("device.device_ip", "192.168.100.101", "EI0004", "duplicate device_ip"),
         ("device.device_ip", "here", "EI0004", "device_ip 'here'"),
         ("device.device_port", "0", "EI0004", "device_port 0"),
         ("server.server_id", "", "EI0004", "server_id"),  # ranktableConcise.cc:262

@@ -124,9 +124,9 @@ def read(path: Path, key: bytes = b"") -> ModelFile:
     except (ValueError, KeyError, TypeError) as error:
         raise ModelFileError(f"damaged: {error}") from None
     if len(model.weights) != stored:
-        raise ModelFileError("truncated, or with something behind it")
+        raise ModelFileError("truncated, or followed by other data")
     if graph != (_graph(model) + protobuf.data(_PAYLOAD, data)[: -len(data)] if model.exported else b""):
-        raise ModelFileError("another graph than the one that runs")
+        raise ModelFileError("the MindIR graph does not match the simulated model")
     return model
 
 

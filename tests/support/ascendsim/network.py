@@ -55,7 +55,7 @@ def run(model: ModelFile, weights: Floats, inputs: Sequence[Floats]) -> Run:
     rows = len(value)
     for step in model.steps:
         if step[0] == "part" and rows % step[2]:
-            raise ValueError(f"{rows} rows cannot be cut for {step[2]} ranks")
+            raise ValueError(f"{rows} rows cannot be split over {step[2]} ranks")
     for step in model.steps:
         if step[0] == "matmul":
             size = step[1] * step[2]

@@ -172,7 +172,7 @@ class Program(Forked):
             value = self.do(code, **values)
         except ProgramError as error:
             return error
-        raise AssertionError(f"no error, but {value!r}")
+        raise AssertionError(f"expected an error, got {value!r}")
 
     def log(self) -> str:
         """The text that the program has written to stderr."""

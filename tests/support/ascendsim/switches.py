@@ -111,7 +111,7 @@ def check(**values: Any) -> None:
     """Raise an error for an invalid value, because a misspelt one would test nothing."""
     for name, value in values.items():
         if name in _CHOICES and value not in _CHOICES[name]:
-            raise ValueError(f"{name}: {value!r} is none of {', '.join(_CHOICES[name])}")
+            raise ValueError(f"{name}: {value!r} is not one of {', '.join(_CHOICES[name])}")
 
 
 def write(directory: Path, switches: Switches) -> None:

@@ -35,16 +35,16 @@ class IgnoringSink:
         """Called with the error of a request for metadata."""
 
 
-def expire(desk: Dispatcher, now: float) -> None:
+def expire(dispatcher: Dispatcher, now: float) -> None:
     """Fail every request whose deadline has passed. The dispatcher fails a limited number per turn of the loop."""
-    desk.expire(now, lambda error: error)
-    while desk.has_pending_failures or desk._scheduler.deadlines.next_deadline <= now:
-        desk.expire(now, lambda error: error)
+    dispatcher.expire(now, lambda error: error)
+    while dispatcher.has_pending_failures or dispatcher._scheduler.deadlines.next_deadline <= now:
+        dispatcher.expire(now, lambda error: error)
 
 
-def run_turns(desk: Dispatcher, now: float) -> None:
+def run_turns(dispatcher: Dispatcher, now: float) -> None:
     """Run the turns of the loop that the dispatcher needs at once, as if no other message arrived."""
-    while desk.next_event_at == AT_ONCE:
-        desk.expire(now, lambda error: error)
-        desk._isolator.continue_fingerprint(now)
-        desk.dispatch_gathered(now)
+    while dispatcher.next_event_at == AT_ONCE:
+        dispatcher.expire(now, lambda error: error)
+        dispatcher._isolator.continue_fingerprint(now)
+        dispatcher.dispatch_gathered(now)

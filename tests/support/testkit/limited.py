@@ -48,7 +48,7 @@ class MemoryGroup:
         except OSError as error:
             with contextlib.suppress(OSError):
                 self.path.rmdir()
-            raise NoControlGroup(f"a control group with a limit of memory cannot be made: {error}") from None
+            raise NoControlGroup(f"cannot create a control group with a memory limit: {error}") from None
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -87,7 +87,7 @@ class Manager:
 
         with self._news:
             self._news.wait_for(lambda: index() >= 0, deadline - time.monotonic())
-            assert index() >= 0, f"not told {assignment!r}, but {self.notifications[beyond:]}"
+            assert index() >= 0, f"expected notification {assignment!r}, got {self.notifications[beyond:]}"
             return index() + 1
 
     def forget(self) -> None:

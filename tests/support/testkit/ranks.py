@@ -184,7 +184,7 @@ class Group:
 
         Raises:
             RankError: the answer is an error.
-            EOFError: the rank has ended.
+            EOFError: the rank has exited.
         """
         file = self._sockets[rank]
         [length] = _LENGTH.unpack(_exactly(file, _LENGTH.size))
@@ -227,7 +227,7 @@ def _exactly(file: socket.socket, count: int) -> bytes:
     while len(data) < count:
         part = file.recv(count - len(data))
         if not part:
-            raise EOFError("the rank has ended")
+            raise EOFError("the rank has exited")
         data += part
     return data
 

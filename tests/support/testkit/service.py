@@ -169,7 +169,7 @@ class Service:
             except ProcessLookupError:
                 since = time.monotonic()
             if time.monotonic() - begin > REST_LIMIT_S:
-                raise ServiceError(f"the memory of the service goes on changing:\n{self._tail()}")
+                raise ServiceError(f"the memory of the service did not become stable:\n{self._tail()}")
             time.sleep(0.2)
 
     @property
@@ -259,8 +259,8 @@ class Service:
             if result:
                 return result
             if not self._log.wait_beyond(seen, deadline):
-                how = f"ended with status {self._process.wait()}" if self._log.ended else f"took over {timeout} s"
-                raise ServiceError(f"weightd was to {what}, but {how}:\n{self._tail()}")
+                how = f"it exited with status {self._process.wait()}" if self._log.ended else f"not within {timeout} s"
+                raise ServiceError(f"weightd did not {what}: {how}:\n{self._tail()}")
 
     def _tail(self) -> str:
         return "".join(self._log.lines[-TAIL_LINES:])

@@ -15,7 +15,7 @@ if pid:
     print(pid, flush=True)
 time.sleep(1000)
 """
-"""Makes a child of its parent, as a fork server does, and tells which."""
+"""Forks a child whose parent is the parent of this process, as a fork server does, and reports its pid."""
 
 
 def ended(pid: int, seconds: float = LIMIT_S) -> bool:

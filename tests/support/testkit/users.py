@@ -140,7 +140,7 @@ class User:
 
     def _receive(self) -> Any:
         if not self._pipe.poll(_ANSWER_LIMIT_S):
-            raise UserError(f"the process of user {self.uid} says nothing for {_ANSWER_LIMIT_S:g} s")
+            raise UserError(f"the process of user {self.uid} did not reply within {_ANSWER_LIMIT_S:g} s")
         try:
             return self._pipe.recv()
         except (EOFError, OSError):

@@ -48,23 +48,23 @@ def load(path: str, tick: Callable[[], None]) -> RankTable:
     real = os.path.realpath(path)
     # topoinfo_ranktableParser.cc:50: ".json" must occur once, at the end.
     if real.count(".json") != 1 or not real.endswith(".json"):
-        raise _invalid(f"the path {real} of the table is not that of one .json file")
+        raise _invalid(f"the path {real} of the table is not the path of one .json file")
     for _ in range(POLLED_S):
         values = _read(Path(real))
         if values.get("status") == "completed":
             return parse(values)
         tick()
-    raise _invalid(f"its status was not completed within {POLLED_S} s")
+    raise _invalid(f"the status of the table was not completed within {POLLED_S} s")
 
 
 def _read(path: Path) -> Dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise _invalid(f"it cannot be read: {error}") from None
+        raise _invalid(f"the table cannot be read: {error}") from None
     table: Dict[str, Any] = cast("Dict[str, Any]", values) if isinstance(values, dict) else {}
     if not isinstance(table.get("status"), str):
-        raise _invalid("it has no status")
+        raise _invalid("the table has no status")
     return table
 
 
@@ -92,7 +92,7 @@ def parse(values: Dict[str, Any]) -> RankTable:
 def check_process(table: RankTable, rank: int, device: int, ip: str, product: str) -> Device:
     """Check the table against the process of this rank on this physical device, whose card has this address."""
     if not 0 <= rank < len(table.devices):
-        raise _invalid(f"rank {rank} is not in it (ranktableConcise.cc:144)")
+        raise _invalid(f"the table has no rank {rank} (ranktableConcise.cc:144)")
     mine = table.devices[rank]
     if mine.device != device:
         raise _mismatch(f"device_id {mine.device} of rank {rank} is not the process's device {device}")
@@ -182,7 +182,7 @@ def _number(values: Dict[str, Any], name: str, default: Optional[str] = None) ->
 
 def _check_unique(name: str, values: Sequence[Any]) -> None:
     if len(set(values)) != len(values):
-        raise _invalid(f"a {name} is there twice")
+        raise _invalid(f"duplicate {name}")
 
 
 def _invalid(reason: str) -> HcclError:
