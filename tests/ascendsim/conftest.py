@@ -1,7 +1,7 @@
-"""A simulated machine, models, and programs that run on it.
+"""Fixtures: a simulated host, models, and programs that run on it.
 
-What the tests of the engine (worker/engines/test_ascend.py) notice of the simulator is not told again here: here are
-the traps that the engine has to avoid, which it would not notice the loss of, and what only whole services use.
+The engine's tests (worker/engines/test_ascend.py) cover much of the simulator. These tests cover the traps that the
+engine avoids and would not miss, and the features that only whole services use.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ def nursery() -> Generator[ProgramForkServer, None, None]:
 
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
-    """A machine with two cards."""
     return Host(tmp_path / "host", cards=2)
 
 
 @pytest.fixture
 def start(nursery: ProgramForkServer, host: Host, path: Path, x: Any) -> Generator[Start, None, None]:
-    """Start a program on the host, which knows `path` and `x`."""
+    """Return a function that starts a program on the host with the variables `path` and `x`."""
     programs: List[Program] = []
 
     def start(**options: Any) -> Program:
@@ -52,13 +51,13 @@ def program(start: Start) -> Program:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A model with a free batch."""
+    """Return the path of a model with a free batch."""
     return models.mlp(tmp_path / "mlp.mindir")
 
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """A model of the same size with other weights."""
+    """Return the path of a model of the same size with other weights."""
     return models.mlp(tmp_path / "other.mindir", seed=9)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the simulator say of programs."""
+"""Helpers for the tests of the simulator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ATTACH = "build(path, handle=handle)"
 
 
 def errors_of(program: Program, code: str = "build(path)", **values: Any) -> List[str]:
-    """What the log tells of a build that fails without a reason."""
+    """Return the log lines of a build that fails without a reason."""
     before = len(program.errors())
     error = program.refusal(code, **values)
     assert (error.kind, error.text) == ("RuntimeError", "build_from_file failed! Error is Common error code.")
@@ -26,14 +26,14 @@ def errors_of(program: Program, code: str = "build(path)", **values: Any) -> Lis
 def assert_refused(
     program: Program, handle: str, cause: str = "please Keep the main process running", **v: Any
 ) -> None:
-    """The attach fails; the log ends with a wrong cause and begins with the right one."""
+    """Check that the attach fails and that the log ends with a wrong cause and begins with the right one."""
     first, *_, last = errors_of(program, ATTACH, handle=handle, **v)
     assert cause in first
     assert last == "Pre init model resource failed."
 
 
 def share(start: Start, workers: int = 1, attached: int = 1) -> Tuple[Program, List[Program], str]:
-    """A holder, the workers that it lists, some of which have attached, and the handle."""
+    """Return a holder, the workers that it lists (the first of them attached), and the handle."""
     holder, others = start(), [start() for _ in range(workers)]
     handle: str = holder.do("build(path, pids=pids)", pids=",".join(str(other.do("pid()")) for other in others))
     for other in others[:attached]:
@@ -42,11 +42,11 @@ def share(start: Start, workers: int = 1, attached: int = 1) -> Tuple[Program, L
 
 
 def answers(program: Program, path: Path, x: Any, code: str = "predict(x)") -> bool:
-    """Whether the code answers what this model answers to x."""
+    """Return whether the code returns this model's answer to x."""
     return np.array_equal(program.do(code), models.answer(path, x))
 
 
 def kinds(host: Host, device: int = 0) -> List[str]:
-    """What lies on a card, without contexts and workspaces."""
+    """Return the kinds of allocations on a card, without contexts and workspaces."""
     others = (driver_state.CONTEXT, driver_state.WORKSPACE)
     return [each.kind for each in host.card_state(device).allocations if each.kind not in others]

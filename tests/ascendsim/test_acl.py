@@ -1,4 +1,4 @@
-"""The simulated libascendcl.so, by ctypes."""
+"""Tests of the simulated libascendcl.so, called with ctypes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .support import ATTACH, Start, assert_refused, share
 
 @pytest.fixture
 def shared(start: Start) -> Tuple[Program, Program, str]:
-    """A holder, a worker that is listed, and the handle."""
+    """Return a holder, a listed worker, and the handle."""
     holder, (worker,), handle = share(start, attached=0)
     return holder, worker, handle
 
 
-def test_pids_add_up_up_to_a_limit(shared: Any, host: Host) -> None:
+def test_pids_accumulate_up_to_a_limit(shared: Any, host: Host) -> None:
     holder, worker, handle = shared
     assert driver.MAX_PIDS == 65535
     holder.do("import ascendsim.driver\nascendsim.driver.MAX_PIDS = 3")
@@ -27,11 +27,11 @@ def test_pids_add_up_up_to_a_limit(shared: Any, host: Host) -> None:
     listed = sorted([7, 8, worker.do("pid()")])
     assert host.card_state().weights.whitelist == listed
     assert holder.do("set_pids(handle, 9)") == 507899
-    assert holder.do("set_pids(handle, 7)") == 507899  # not even to renew it (v2)
+    assert holder.do("set_pids(handle, 7)") == 507899  # Not even to renew it (v2).
     assert host.card_state().weights.whitelist == listed
 
 
-def test_a_process_is_listed_after_it_has_started(shared: Any, host: Host, start: Start) -> None:
+def test_lists_process_only_after_its_start(shared: Any, host: Host, start: Start) -> None:
     holder, _, handle = shared
     holder.do("set_pids(handle, 555)", handle=handle)
     assert_refused(start(pid=555), handle)
@@ -49,11 +49,11 @@ def test_a_process_is_listed_after_it_has_started(shared: Any, host: Host, start
         ("set_pids('0', 1)", 507899),
         ("set_pids(handle, 0)", 107000),
         ("set_pids(handle)", 107000),
-        ("f(int(handle), (ctypes.c_int32 * 1)(5), 1)", 507899),  # an int is 32 bits, unless ctypes is told otherwise
+        ("f(int(handle), (ctypes.c_int32 * 1)(5), 1)", 507899),  # An int has 32 bits unless ctypes gets another type.
         ("f(ctypes.c_uint64(int(handle)), (ctypes.c_int32 * 1)(5), 1)", 0),
     ],
 )
-def test_arguments_of_the_call_that_lists(shared: Any, call: str, code: int) -> None:
+def test_arguments_of_set_pid_call(shared: Any, call: str, code: int) -> None:
     holder, _, handle = shared
     find = "f = ctypes.CDLL('libascendcl.so').aclrtMemSetPidToShareableHandle\n"
     assert holder.do(find + call, handle=handle) == code
@@ -65,7 +65,7 @@ def test_only_the_exporter_sets_pids(shared: Any, host: Host) -> None:
     assert "EACCES" in host.driver_log()[-1]
 
 
-def test_everything_else_is_loaded_as_before_and_the_library_may_be_missing(program: Program, host: Host) -> None:
+def test_other_libraries_load_as_before(program: Program, host: Host) -> None:
     assert program.do("ctypes.CDLL(None).getpid() == os.getpid()")
     assert program.do("ctypes.cdll.LoadLibrary('libc.so.6').getpid() == os.getpid()")
     assert program.do("ctypes.cdll.LoadLibrary('/opt/acl/libascendcl.so').aclInit(None) == 0")

@@ -1,4 +1,4 @@
-"""What a test can order: crashes, hangs, slowness, a full card, too many processes; and forks."""
+"""Tests of injected faults: crashes, hangs, slowness, a full card, too many processes, and forks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .support import ATTACH, Start, errors_of, share
 
 
 @pytest.mark.parametrize("at", ["start", "loaded"])
-def test_the_second_attach_crashes(start: Start, host: Host, at: str) -> None:
+def test_second_attach_crashes(start: Start, host: Host, at: str) -> None:
     host.fault("build", "crash", who="importer", skip=1, times=1, at=at)
     _, (_, second, third), handle = share(start, workers=3)
     with pytest.raises(Died, match=f"exit status -{int(signal.SIGSEGV)}"):
@@ -28,7 +28,7 @@ def test_the_second_attach_crashes(start: Start, host: Host, at: str) -> None:
 
 
 @pytest.mark.parametrize(("who", "pids", "others"), [("holder", "1", ""), ("private", "", "1")])
-def test_only_those_meant_suffer(program: Program, host: Host, who: str, pids: str, others: str) -> None:
+def test_fault_hits_only_selected_processes(program: Program, host: Host, who: str, pids: str, others: str) -> None:
     host.fault("build", "fail", who=who)
     errors_of(program, "build(path, pids=pids)", pids=pids)
     program.do("build(path, pids=others)", others=others)
@@ -41,7 +41,7 @@ def sleeps(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("operation", ["build", "predict"])
-def test_a_hang_is_not_ended_by_a_handler(program: Program, host: Host, operation: str) -> None:
+def test_signal_handler_does_not_end_hang(program: Program, host: Host, operation: str) -> None:
     program.do("import signal\nsignal.signal(signal.SIGTERM, lambda *_: os._exit(7))\nbuild(path)")
     host.fault(operation, "hang")
     builds = host.count(operation)
@@ -54,7 +54,7 @@ def test_a_hang_is_not_ended_by_a_handler(program: Program, host: Host, operatio
     assert host.card_state().used == 0
 
 
-def test_a_build_on_a_card_can_take_long(program: Program, host: Host) -> None:
+def test_build_can_be_slow(program: Program, host: Host) -> None:
     host.fault("build", "slow", seconds=0.2)
     begin = time.monotonic()
     program.do("build(path)")
@@ -63,7 +63,7 @@ def test_a_build_on_a_card_can_take_long(program: Program, host: Host) -> None:
     assert host.count("build") == 1
 
 
-def test_a_card_takes_so_many_processes(start: Start, host: Host) -> None:
+def test_card_limits_processes(start: Start, host: Host) -> None:
     assert Switches().max_processes == 63
     host.switch(max_processes=1)
     first, second = start(), start()
@@ -87,7 +87,7 @@ def child(code):
 """
 
 
-def test_a_forked_child_cannot_use_the_card_that_its_parent_has_used(program: Program, host: Host) -> None:
+def test_forked_child_cannot_use_card_of_parent(program: Program, host: Host) -> None:
     program.do(f"{FORK}\npid()")
     assert program.do("child('build(path)')") == 0
     program.do("build(path)")
@@ -109,12 +109,12 @@ def test_a_forked_child_cannot_use_the_card_that_its_parent_has_used(program: Pr
         ("count", ("misspelt",), {}),
     ],
 )
-def test_a_switch_that_does_not_exist_is_an_error(host: Host, name: str, arguments: Any, options: Any) -> None:
+def test_unknown_switch_is_an_error(host: Host, name: str, arguments: Any, options: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         getattr(host, name)(*arguments, **options)
 
 
-def test_many_processes_change_the_ledger_at_once(start: Start, host: Host) -> None:
+def test_concurrent_changes_of_state(start: Start, host: Host) -> None:
     programs = [start() for _ in range(6)]
     for program in programs:
         program.begin("for _ in range(4): build(path); lib.model = None\nbuild(path)")

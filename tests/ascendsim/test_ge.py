@@ -1,4 +1,4 @@
-"""The provider "ge": which files it takes, and who chooses it."""
+"""Tests of the provider "ge": accepted files, and its selection."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .support import answers, errors_of
 
 @pytest.fixture
 def exported(tmp_path: Path) -> Path:
-    """The model of `path`, as the framework exports it."""
+    """Return the path of the model as the framework exports it."""
     return models.mlp(tmp_path / "exported.mindir", exported=True)
 
 
-def test_a_file_is_for_one_of_the_two_providers(program: Program, path: Path, exported: Path, x: Any) -> None:
-    """ge_graph_executor.cc:1357; and single_op_session.cc wants exactly one node of the type Custom."""
+def test_file_fits_only_one_provider(program: Program, path: Path, exported: Path, x: Any) -> None:
+    """See ge_graph_executor.cc:1357; single_op_session.cc expects exactly one node of the type Custom."""
     assert errors_of(program, "build(path, provider='ge')") == ["Offline converted MindIR is not supported currently"]
     refused = errors_of(program, "build(exported)", exported=exported)
     assert refused == ["The graph does not have exactly one node of the type Custom."]
@@ -28,10 +28,9 @@ def test_a_file_is_for_one_of_the_two_providers(program: Program, path: Path, ex
     assert answers(program, path, x)
 
 
-def test_a_config_file_can_choose_the_provider_and_thereby_switch_sharing_off(
-    program: Program, host: Host, exported: Path, tmp_path: Path
-) -> None:
-    """UpdateProvider (model_impl.cc:436, infer_session.cc:132): only where the attribute is empty."""
+def test_config_file_may_select_provider(program: Program, host: Host, exported: Path, tmp_path: Path) -> None:
+    """UpdateProvider (model_impl.cc:436, infer_session.cc:132) applies only if the attribute is empty; it disables
+    sharing."""
     file = tmp_path / "config.ini"
     file.write_text("[ascend_context]\nprovider=ge\n", encoding="ascii")
     build = "build(path, pids='1', options={'config_path': file}, provider=provider)"

@@ -1,4 +1,4 @@
-"""`ModelGroup`: what models of one process share on a card, and every way in which they silently do not."""
+"""Tests of `ModelGroup`: what models of one process share on a card, and the cases in which they silently do not."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ FAILED = "ModelGroup's cal max size of workspace failed."
 
 @pytest.fixture
 def grouped(program: Program) -> Program:
-    """A program that knows `group` and the flags."""
+    """Return a program with the function `group` and the flags."""
     program.do(HELPERS)
     return program
 
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A model of 1 row, with a workspace of 10 MiB."""
+    """Return the path of a model of 1 row with a workspace of 10 MiB."""
     return models.mlp(tmp_path / "small.mindir", batch=1, workspace_mib=10)
 
 
@@ -64,11 +64,11 @@ def x() -> Any:
 
 
 def workspaces(host: Host, device: int = 0) -> List[int]:
-    """The MiB of each workspace on a card."""
+    """Return the size of each workspace on a card in MiB."""
     return [each.bytes // MIB for each in host.card_state(device).allocations if each.kind == driver_state.WORKSPACE]
 
 
-# --- Types ------------------------------------------------------------------------------------------------------
+# --- types ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def workspaces(host: Host, device: int = 0) -> List[int]:
         ("group(path, target='cpu')", "RuntimeError", FAILED),
     ],
 )
-def test_what_is_refused(grouped: Program, code: str, kind: str, text: str) -> None:
+def test_rejects_invalid_calls(grouped: Program, code: str, kind: str, text: str) -> None:
     error = grouped.refusal(code)
     assert error.kind == kind
     assert error.text.startswith(text) or text in error.text
@@ -101,23 +101,21 @@ def test_what_is_refused(grouped: Program, code: str, kind: str, text: str) -> N
 @pytest.mark.parametrize(
     "code",
     [
-        "ms.ModelGroup().add_model(('a', 'b'))",  # nobody looks for the files
+        "ms.ModelGroup().add_model(('a', 'b'))",  # The library does not check that the files exist.
         "ms.ModelGroup(WEIGHT).add_model((ms.Model(), ms.Model()))",
         "ms.ModelGroup(WEIGHT).add_model(['a'])",
-        "ms.ModelGroup().cal_max_size_of_workspace(ms.ModelType.MINDIR, context())",  # of nothing
+        "ms.ModelGroup().cal_max_size_of_workspace(ms.ModelType.MINDIR, context())",  # The group is empty.
         "ms.ModelGroupFlag.SHARE_WEIGHT_WORKSPACE.value",
     ],
 )
-def test_what_is_taken(grouped: Program, code: str) -> None:
+def test_accepts_valid_calls(grouped: Program, code: str) -> None:
     grouped.do(code)
 
 
-# --- Workspaces -------------------------------------------------------------------------------------------------
+# --- workspaces -------------------------------------------------------------------------------------------------
 
 
-def test_models_share_a_workspace_as_large_as_the_largest(
-    grouped: Program, host: Host, small: Path, large: Path, x: Any
-) -> None:
+def test_models_share_the_largest_workspace(grouped: Program, host: Host, small: Path, large: Path, x: Any) -> None:
     grouped.do("group(large, small)\nbuild(small)\nfirst = lib.model\nbuild(large)", small=small, large=large)
     assert workspaces(host) == [30]
     assert kinds(host) == ["private weights"] * 2
@@ -126,44 +124,42 @@ def test_models_share_a_workspace_as_large_as_the_largest(
     assert answers(grouped, small, x)
 
 
-def test_without_a_group_each_has_its_own(grouped: Program, host: Host, small: Path, large: Path) -> None:
+def test_separate_workspaces_without_a_group(grouped: Program, host: Host, small: Path, large: Path) -> None:
     grouped.do("build(small)\nfirst = lib.model\nbuild(large)", small=small, large=large)
     assert workspaces(host) == [10, 30]
 
 
-def test_adding_alone_does_nothing(grouped: Program, host: Host, small: Path, large: Path) -> None:
-    """model_group_impl.cc:97: a path counts only once it was calculated."""
+def test_adding_without_calculation_has_no_effect(grouped: Program, host: Host, small: Path, large: Path) -> None:
+    """model_group_impl.cc:97: a path counts only after the calculation."""
     grouped.do("g = ms.ModelGroup()\ng.add_model([str(small), str(large)])", small=small, large=large)
     grouped.do("build(small)\nfirst = lib.model\nbuild(large)")
     assert workspaces(host) == [10, 30]
 
 
-def test_a_calculation_builds_each_once_and_takes_no_memory(
+def test_calculation_builds_each_model_and_uses_no_memory(
     grouped: Program, host: Host, small: Path, large: Path
 ) -> None:
     grouped.do("group(small, large)", small=small, large=large)
     assert (host.count("build"), host.card_state().used) == (2, 0)
 
 
-def test_a_path_is_a_text(grouped: Program, host: Host, small: Path) -> None:
-    """Another text for the same file is another model."""
+def test_paths_are_compared_as_strings(grouped: Program, host: Host, small: Path) -> None:
+    """Another path to the same file is another model."""
     grouped.do("group(small)\nbuild(other)", small=small, other=f"{small.parent}/./{small.name}")
     assert workspaces(host) == [10]
     grouped.do("kept = lib.model\nbuild(small)")
     assert workspaces(host) == [10, 10]
 
 
-def test_a_size_that_was_not_calculated_for_the_card_is_missing(grouped: Program, host: Host, small: Path) -> None:
-    """acl_mem_manager.cc:97."""
+def test_build_needs_calculation_on_its_card(grouped: Program, host: Host, small: Path) -> None:
+    """See acl_mem_manager.cc:97."""
     grouped.do("group(small)", small=small)
     assert grouped.refusal("build(small, device=1)").kind == "RuntimeError"
     assert "Get work mem failed!" in grouped.log()
 
 
-def test_after_a_build_nothing_more_is_calculated_there_for_ever(
-    grouped: Program, host: Host, small: Path, large: Path
-) -> None:
-    """acl_mem_manager.cc:62; and the failure clears the groups that were there."""
+def test_no_calculation_after_a_build(grouped: Program, host: Host, small: Path, large: Path) -> None:
+    """See acl_mem_manager.cc:62; the failure clears the existing groups."""
     grouped.do("group(small)\nbuild(small)", small=small)
     for _ in range(2):
         assert grouped.refusal("group(large)", large=large).text == FAILED
@@ -173,17 +169,15 @@ def test_after_a_build_nothing_more_is_calculated_there_for_ever(
     grouped.do("group(large, device=1)")
 
 
-def test_one_failed_build_clears_every_group_of_the_process(
-    grouped: Program, host: Host, small: Path, large: Path
-) -> None:
-    """ModelManager::ClearModel."""
+def test_failed_build_clears_all_groups(grouped: Program, host: Host, small: Path, large: Path) -> None:
+    """See ModelManager::ClearModel."""
     grouped.do("group(small, large)", small=small, large=large)
     assert grouped.refusal("group('/nowhere')").text == FAILED
     grouped.do("build(small)\nfirst = lib.model\nbuild(large)")
     assert workspaces(host) == [10, 30]
 
 
-def test_a_model_of_any_size_shares_no_workspace(grouped: Program, host: Host, path: Path, small: Path) -> None:
+def test_dynamic_model_shares_no_workspace(grouped: Program, host: Host, path: Path, small: Path) -> None:
     """model_process.cc:635, :657: the OM reports work_size 0."""
     host.switch(workspace_mib=20)
     grouped.do("group(path, small)\nbuild(path)\nfirst = lib.model\nbuild(small)", path=path, small=small)
@@ -191,8 +185,8 @@ def test_a_model_of_any_size_shares_no_workspace(grouped: Program, host: Host, p
     assert "Dynamic input model not support share workspace" in grouped.log()
 
 
-def test_a_bundle_is_refused_and_exported_models_are_for_the_other_provider(grouped: Program, tmp_path: Path) -> None:
-    """model_process.cc:776."""
+def test_rejects_bundles_and_exported_models(grouped: Program, tmp_path: Path) -> None:
+    """See model_process.cc:776."""
     bundle = models.mlp(tmp_path / "bundle.mindir", bundle=True)
     assert grouped.refusal("group(bundle)", bundle=bundle).text == FAILED
     assert "Update weight model don't support mem share!" in grouped.log()
@@ -200,7 +194,7 @@ def test_a_bundle_is_refused_and_exported_models_are_for_the_other_provider(grou
 
 
 def test_contexts_are_not_shared(grouped: Program, small: Path, large: Path) -> None:
-    """docs runtime_cpp.md: N + 1 of them."""
+    """docs runtime_cpp.md: N models have N + 1 contexts."""
     grouped.do("c = context()\ng = ms.ModelGroup()\ng.add_model([str(small)])", small=small)
     grouped.do("g.cal_max_size_of_workspace(ms.ModelType.MINDIR, c)")
     again = "ms.Model().build_from_file(str(small), ms.ModelType.MINDIR, c)"
@@ -209,8 +203,8 @@ def test_contexts_are_not_shared(grouped: Program, small: Path, large: Path) -> 
     assert grouped.refusal(again.replace("c)", "d)")).kind == "RuntimeError"
 
 
-def test_the_calculation_holds_the_gil(grouped: Program, host: Host, small: Path) -> None:
-    """model_pybind.cc:334; a build does not."""
+def test_calculation_holds_the_gil(grouped: Program, host: Host, small: Path) -> None:
+    """See model_pybind.cc:334; a build releases the GIL."""
     host.fault("build", "slow", seconds=0.2)
     tick = "def tick():\n    while not done:\n        ticks.append(time.monotonic())\n        time.sleep(.001)\n"
     grouped.do(f"import threading, time\n{tick}done, ticks = [], []\nthreading.Thread(target=tick).start()")
@@ -222,10 +216,10 @@ def test_the_calculation_holds_the_gil(grouped: Program, host: Host, small: Path
 
 
 @pytest.mark.parametrize(("flags", "running"), [("WORKSPACE", 1), ("BOTH", 1), ("WEIGHT", 2)])
-def test_models_with_a_common_workspace_never_run_at_once(
+def test_models_with_shared_workspace_run_alternately(
     grouped: Program, host: Host, small: Path, large: Path, flags: str, running: int
 ) -> None:
-    """model_process.cc:1501; SHARE_WEIGHT alone locks nothing."""
+    """See model_process.cc:1501; SHARE_WEIGHT alone takes no lock."""
     grouped.do(f"import threading\n{AT_ONCE}\ngroup(small, large, flags={flags})", small=small, large=large)
     host.fault("predict", "hang")
     grouped.begin("at_once(small, large)")
@@ -235,7 +229,7 @@ def test_models_with_a_common_workspace_never_run_at_once(
     assert host.count("predict") == running
 
 
-# --- Weights ----------------------------------------------------------------------------------------------------
+# --- weights ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("flags", "expected"), [("WEIGHT", (1, 2)), ("BOTH", (1, 1)), ("WORKSPACE", (2, 1))])
@@ -247,7 +241,7 @@ def test_models_of_one_path_share_weights(
     assert answers(grouped, small, x)
 
 
-def test_two_groups_over_one_path_merge_their_flags(grouped: Program, host: Host, small: Path) -> None:
+def test_groups_with_the_same_path_merge_flags(grouped: Program, host: Host, small: Path) -> None:
     grouped.do("group(small, flags=WEIGHT)\ngroup(small)\nbuild(small)\nfirst = lib.model\nbuild(small)", small=small)
     assert (host.copies_of_weights(), len(workspaces(host))) == (1, 1)
 
@@ -259,28 +253,22 @@ def test_two_files_never_share_weights(grouped: Program, host: Host, small: Path
     assert host.copies_of_weights() == 2
 
 
-def test_a_file_that_has_changed_changes_all_that_share_its_path(
-    grouped: Program, small: Path, large: Path, x: Any
-) -> None:
+def test_changed_file_affects_all_models_of_its_path(grouped: Program, small: Path, large: Path, x: Any) -> None:
     grouped.do("group(path, flags=WEIGHT)\nbuild(path)\nfirst = lib.model", path=small)
     small.write_bytes(large.read_bytes())
     grouped.do("build(path)\nlib.model = first")
     assert answers(grouped, large, x)
 
 
-def test_a_group_switches_sharing_between_processes_off_without_a_word(
-    grouped: Program, host: Host, small: Path
-) -> None:
-    """model_process.cc:828: the group is looked at first."""
+def test_group_silently_disables_process_sharing(grouped: Program, host: Host, small: Path) -> None:
+    """model_process.cc:828 looks at the group first."""
     host.fault("build", "crash", who="holder", at="loaded")
     assert grouped.do("group(small)\nbuild(small, pids='1')", small=small) == ""
     assert kinds(host) == ["private weights"]
 
 
-def test_memory_comes_back_with_the_last_model_but_for_the_weights_of_other_paths(
-    grouped: Program, host: Host, small: Path, large: Path
-) -> None:
-    """model_infer.cc:140, acl_mem_manager.cc:223."""
+def test_last_model_frees_memory_except_other_weights(grouped: Program, host: Host, small: Path, large: Path) -> None:
+    """See model_infer.cc:140 and acl_mem_manager.cc:223."""
     grouped.do("group(small, large, flags=BOTH)", small=small, large=large)
     grouped.do("build(small)\nfirst = lib.model\nbuild(large)")
     grouped.do("first = None")
@@ -291,7 +279,7 @@ def test_memory_comes_back_with_the_last_model_but_for_the_weights_of_other_path
     assert host.card_state().used == 0
 
 
-# --- The graph engine -------------------------------------------------------------------------------------------
+# --- graph engine -----------------------------------------------------------------------------------------------
 
 GE = """
 def pair(first, second, options=({}, {}), order='add'):
@@ -314,7 +302,8 @@ EXTERNAL = {'ge.externalWeight': '1'}
 
 @pytest.fixture
 def graphs(tmp_path: Path) -> List[Path]:
-    """Exported: one for single rows, one for any, with the same parameters; a third with others of the same names."""
+    """Return exported models: for single rows and for any number with equal parameters, and a third with other
+    parameters of the same names."""
     path = tmp_path
     return [
         models.mlp(path / "one.mindir", batch=1, exported=True, size_mib=64),
@@ -331,14 +320,14 @@ def weight_mib(host: Host) -> int:
     ("call", "mib"),
     [
         ("pair(a, b, (EXTERNAL, EXTERNAL))", 64),
-        ("pair(a, b)", 128),  # constants are not shared without it
+        ("pair(a, b)", 128),  # Without the option, constants are not shared.
         ("pair(a, b, (EXTERNAL, EXTERNAL), order='late')", 128),
     ],
 )
-def test_graphs_share_parameters_of_one_name(
+def test_graphs_share_parameters_by_name(
     program: Program, host: Host, graphs: List[Path], x: Any, call: str, mib: int
 ) -> None:
-    """ge_graph_executor.cc:705, :889."""
+    """See ge_graph_executor.cc:705, :889."""
     values: Any = {"a": graphs[0], "b": graphs[1], "x": x}
     assert all(np.array_equal(each, models.answer(graphs[0], x)) for each in program.do(f"{GE}\n{call}", **values))
     assert weight_mib(host) == mib
@@ -346,14 +335,14 @@ def test_graphs_share_parameters_of_one_name(
     assert host.card_state().used == 0
 
 
-def test_who_is_loaded_first_gives_a_name_its_values(program: Program, graphs: List[Path], x: Any) -> None:
+def test_first_loaded_graph_determines_values(program: Program, graphs: List[Path], x: Any) -> None:
     call = "pair(a, b, (EXTERNAL, EXTERNAL))"
     first, second = program.do(f"{GE}\n{call}", a=graphs[0], b=graphs[2], x=x)
     assert np.array_equal(first, second)
     assert not np.array_equal(second, models.answer(graphs[2], x))
 
 
-def test_a_name_with_another_size_is_an_error(program: Program, graphs: List[Path], tmp_path: Path, x: Any) -> None:
+def test_parameter_of_another_size_is_an_error(program: Program, graphs: List[Path], tmp_path: Path, x: Any) -> None:
     wide = models.mlp(tmp_path / "wide.mindir", width=32, exported=True)
     fitting = GE.replace("predict(x)", "predict(x[:, :lib.model.get_inputs()[0].shape[1]])")
     call = f"{fitting}\npair(a, b, (EXTERNAL, EXTERNAL))"
@@ -361,14 +350,14 @@ def test_a_name_with_another_size_is_an_error(program: Program, graphs: List[Pat
     assert "w0 is there with another size" in program.errors()[-2]
 
 
-def test_graphs_of_a_group_have_equal_session_options(program: Program, graphs: List[Path], x: Any) -> None:
-    """ge_graph_executor.cc:2001."""
+def test_group_needs_equal_session_options(program: Program, graphs: List[Path], x: Any) -> None:
+    """See ge_graph_executor.cc:2001."""
     error = program.refusal(f"{GE}\npair(a, b, (EXTERNAL, {{}}))", a=graphs[0], b=graphs[1], x=x)
     assert error.kind == "RuntimeError"
     assert "session options" in program.errors()[-1]
 
 
-def test_a_crash_in_the_calculation(grouped: Program, host: Host, small: Path, start: Start) -> None:
+def test_crash_during_calculation(grouped: Program, host: Host, small: Path, start: Start) -> None:
     host.fault("build", "crash", who="group")
     start().do("build(small)", small=small)
     with pytest.raises(Died):

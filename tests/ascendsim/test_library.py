@@ -1,4 +1,5 @@
-"""The Python API of 2.7.0: its types, its failures without a reason, and what it ignores without a word."""
+"""Tests of the simulated Python API of 2.7.0: its types, its failures without a reason, and the arguments that it
+ignores."""
 
 from __future__ import annotations
 
@@ -27,10 +28,10 @@ def any_program(nursery: Any, tmp_path_factory: pytest.TempPathFactory) -> Progr
     return program
 
 
-# --- Processes and logs -----------------------------------------------------------------------------------------
+# --- processes and logs -----------------------------------------------------------------------------------------
 
 
-def test_a_process_finds_it_by_its_environment(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_selects_simulator(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     command = [
         sys.executable,
@@ -41,14 +42,14 @@ def test_a_process_finds_it_by_its_environment(host: Host, monkeypatch: pytest.M
     assert done.stdout.decode() == "2.7.0 True\n"
 
 
-def test_a_build_gives_the_root_logger_a_handler(program: Program) -> None:
+def test_build_adds_handler_to_root_logger(program: Program) -> None:
     assert program.do("import logging\nlen(logging.root.handlers)") == 0
     program.do("build(path)")
     assert program.do("len(logging.root.handlers)") == 1
     assert "Ascend custom operator path not found" in program.log()
 
 
-# --- Types ------------------------------------------------------------------------------------------------------
+# --- types ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_a_build_gives_the_root_logger_a_handler(program: Program) -> None:
         ("ms.Tensor(np.ones(1)).name = 1", "TypeError"),
     ],
 )
-def test_the_wrong_type_or_value(any_program: Program, code: str, kind: str) -> None:
+def test_rejects_wrong_types_and_values(any_program: Program, code: str, kind: str) -> None:
     assert any_program.refusal(code).kind == kind
 
 
@@ -109,11 +110,11 @@ def test_the_wrong_type_or_value(any_program: Program, code: str, kind: str) -> 
         "ms.Tensor(np.ones((2, 3), np.int32)).dtype is ms.DataType.INT32",
     ],
 )
-def test_what_is_taken(any_program: Program, code: str) -> None:
+def test_accepts_valid_arguments(any_program: Program, code: str) -> None:
     assert any_program.do(code) is True
 
 
-# --- Pids and handles -------------------------------------------------------------------------------------------
+# --- pids and handles -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -127,25 +128,26 @@ def test_what_is_taken(any_program: Program, code: str) -> None:
         {"ascend_context": {"shareable_weight_mem_handle": 5}},
     ],
 )
-def test_every_level_of_the_configuration_is_checked(any_program: Program, path: Path, wrong: Any) -> None:
+def test_checks_every_level_of_configuration(any_program: Program, path: Path, wrong: Any) -> None:
     assert any_program.refusal(CONFIGURED, path=path, config=wrong).kind == "TypeError"
 
 
 @pytest.mark.parametrize(
     "config",
     [
-        {"ascend_context": {"pids": "1", "shared_mem_handle": "2"}, "other": {"a": "b"}},  # as in the release notes
+        # This is the spelling in the release notes.
+        {"ascend_context": {"pids": "1", "shared_mem_handle": "2"}, "other": {"a": "b"}},
         {"ascend_context": {"shareable_weight_pid_list": "", "shareable_weight_mem_handle": ""}},
         *({"ascend_context": {"shareable_weight_mem_handle": handle}} for handle in ("0", "0x55", "00", " +0")),
     ],
 )
-def test_what_is_silently_a_private_load(program: Program, host: Host, config: Any) -> None:
+def test_configurations_that_silently_load_privately(program: Program, host: Host, config: Any) -> None:
     program.do(CONFIGURED, config=config)
     assert (program.do(HANDLE), kinds(host)) == ("", ["private weights"])
 
 
 @pytest.mark.parametrize("target", ["cpu", "ascend"])
-def test_both_keys_are_refused_even_on_the_cpu(program: Program, target: str) -> None:
+def test_rejects_pids_with_handle_even_on_cpu(program: Program, target: str) -> None:
     errors = errors_of(program, "build(path, pids='1', handle='2', target=target)", target=target)
     assert errors == ["You can only set pids or sharable_handle, but not set both of them!"]
 
@@ -162,13 +164,13 @@ def test_both_keys_are_refused_even_on_the_cpu(program: Program, target: str) ->
         ("0,5", [5]),
     ],
 )
-def test_lists_of_pids_that_are_taken(program: Program, host: Host, pids: str, listed: Any) -> None:
+def test_accepts_pid_lists(program: Program, host: Host, pids: str, listed: Any) -> None:
     assert program.do("build(path, pids=pids)", pids=pids) != ""
     assert host.card_state().weights.whitelist == listed
 
 
 @pytest.mark.parametrize("pids", [" 1", "1 ,2", ",", "-1", "1;2", "1,,2", "x", "2147483648", "1\n", "0"])
-def test_lists_of_pids_that_are_refused_and_leak(program: Program, host: Host, pids: str) -> None:
+def test_rejected_pid_lists_leak_memory(program: Program, host: Host, pids: str) -> None:
     errors_of(program, "build(path, pids=pids)", pids=pids)
     assert kinds(host) == ["weights"]
 
@@ -180,16 +182,16 @@ def test_lists_of_pids_that_are_refused_and_leak(program: Program, host: Host, p
         *((each, "acl rt mem import from shareable handle failed!") for each in ("12abc", "-1", " 12")),
     ],
 )
-def test_a_handle_that_is_no_number_or_another_one(program: Program, handle: str, error: str) -> None:
+def test_rejects_invalid_and_unknown_handles(program: Program, handle: str, error: str) -> None:
     assert errors_of(program, ATTACH, handle=handle)[0].startswith(error)
 
 
-def test_what_follows_the_number_is_ignored(start: Start) -> None:
+def test_ignores_text_behind_handle(start: Start) -> None:
     _, (worker,), handle = share(start, attached=0)
     worker.do(ATTACH, handle=handle + "abc")
 
 
-def test_a_config_file_says_the_same_and_the_dict_wins(start: Start, host: Host, tmp_path: Path) -> None:
+def test_dict_takes_precedence_over_config_file(start: Start, host: Host, tmp_path: Path) -> None:
     file = tmp_path / "config.ini"
     file.write_text("garbage\n[ascend_context]\nshareable_weight_pid_list=41\n", encoding="ascii")
     for card, (pids, listed) in enumerate((("", [41]), ("42", [42]))):
@@ -200,16 +202,16 @@ def test_a_config_file_says_the_same_and_the_dict_wins(start: Start, host: Host,
     assert error.text == "build_from_file failed, config_path does not exist!"
 
 
-# --- Where there is no handle -----------------------------------------------------------------------------------
+# --- models without a handle ------------------------------------------------------------------------------------
 
 
-def test_what_a_model_does_not_know_of_itself(program: Program) -> None:
+def test_unknown_model_info_is_empty(program: Program) -> None:
     keys = ("user_info", "input_shape", "dynamic_dims", "shareable_weight_mem_handle", "x")
     assert program.do("m = ms.Model()\n[m.get_model_info(key) for key in keys]", keys=keys) == [""] * 5
     assert program.log().count("[WARNING]") == 1
 
 
-def test_only_the_first_target_decides(program: Program, host: Host) -> None:
+def test_first_target_decides(program: Program, host: Host) -> None:
     program.do("c = ms.Context()\nc.target = ['cpu', 'ascend']\nm = ms.Model()")
     program.do("m.build_from_file(str(path), ms.ModelType.MINDIR, c)")
     assert host.card_state().used == 0
@@ -217,7 +219,7 @@ def test_only_the_first_target_decides(program: Program, host: Host) -> None:
     errors_of(program, "ms.Model().build_from_file(str(path), ms.ModelType.MINDIR_LITE, context())")
 
 
-def test_an_encrypted_model_can_attach_but_not_hold(
+def test_encrypted_model_can_attach_but_not_export(
     start: Start, host: Host, path: Path, tmp_path: Path, x: Any
 ) -> None:
     locked = {"path": models.mlp(tmp_path / "locked.mindir", key=KEY), "key": {"dec_key": KEY}}
@@ -230,17 +232,17 @@ def test_an_encrypted_model_can_attach_but_not_hold(
         assert start().refusal("build(path, handle=handle, options=key)", **locked, handle=wrong).kind == kind
 
 
-# --- Model files ------------------------------------------------------------------------------------------------
+# --- model files ------------------------------------------------------------------------------------------------
 
 
-def test_a_seed_is_a_file_and_the_answer_that_of_a_matrix_product(tmp_path: Path, x: Any) -> None:
+def test_models_are_reproducible_matrix_products(tmp_path: Path, x: Any) -> None:
     path, again, other = (models.mlp(tmp_path / f"{i}.mindir", layers=1, seed=seed) for i, seed in enumerate((5, 5, 6)))
     assert path.read_bytes() == again.read_bytes() != other.read_bytes()
     weights = np.frombuffer(modelfile.read(path).weights, np.float32).reshape(64, 64)
     np.testing.assert_allclose(models.answer(path, x), np.maximum(x @ weights, 0), rtol=1e-4, atol=1e-5)
 
 
-def test_a_damaged_file_is_refused(program: Program, path: Path) -> None:
+def test_rejects_damaged_file(program: Program, path: Path) -> None:
     data = path.read_bytes()
     for damaged in (b"", data[:-1], data + b"x", data[: len(data) // 2], b"text"):
         path.write_bytes(damaged)

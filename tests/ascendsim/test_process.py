@@ -1,4 +1,4 @@
-"""When a simulated process started: before anything that happened after it, however soon."""
+"""Test of a simulated process's start time, which precedes every later event even within one clock tick."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ for _ in range(10):
 """
 
 
-def test_a_process_may_be_listed_in_the_tick_it_started_in(tmp_path: Path) -> None:
+def test_lists_process_in_the_tick_of_its_start(tmp_path: Path) -> None:
     (tmp_path / "processes").mkdir()
     support = Path(__file__).parents[1] / "support"
     subprocess.run(

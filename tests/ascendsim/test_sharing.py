@@ -1,4 +1,4 @@
-"""Weights that several processes share, and every way in which the vendor's library gets that wrong."""
+"""Tests of weights shared between processes, and of the library's defects in sharing."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from .support import ATTACH, Start, answers, assert_refused, errors_of, kinds, s
 
 MIB = 1024 * 1024
 
-# --- Shared memory, and who pays for it ------------------------------------------------------------------------
+# --- shared memory and its costs --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("mib", "granules"), [(0, 1), (1, 1), (2, 2), (3, 2), (64, 33)])
-def test_shared_weights_take_one_granule_more(
+def test_shared_weights_use_one_more_granule(
     program: Program, host: Host, tmp_path: Path, mib: int, granules: int
 ) -> None:
     program.do("build(path, pids='1')", path=models.mlp(tmp_path / "m.mindir", size_mib=mib))
     assert host.card_state().weights.bytes == granules * 2 * MIB
 
 
-def test_every_process_pays_for_workspace_and_context(start: Start, host: Host) -> None:
+def test_every_process_has_workspace_and_context(start: Start, host: Host) -> None:
     host.switch(workspace_mib=30, context_mib=100, capacity_mib=1000)
     share(start, workers=2, attached=2)
     assert (host.card_state().capacity, host.card_state().used) == (1000 * MIB, (2 + 3 * 130) * MIB)
@@ -35,28 +35,28 @@ def test_every_process_pays_for_workspace_and_context(start: Start, host: Host) 
 
 
 @pytest.mark.parametrize("end", ["kill", "wait"])
-def test_a_process_that_ends_leaves_nothing(program: Program, host: Host, end: str) -> None:
+def test_ended_process_leaves_nothing(program: Program, host: Host, end: str) -> None:
     program.do("build(path, pids='1')")
     assert kinds(host) == ["weights"]
     getattr(program, end)()
     assert (host.card_state().used, host.card_state().processes) == (0, ())
 
 
-def test_letting_go_of_a_model_gives_its_memory_back(start: Start, host: Host) -> None:
+def test_deleting_model_frees_memory(start: Start, host: Host) -> None:
     holder, (worker,), handle = share(start)
     worker.do("lib.model = None")
     assert host.card_state().weights.importers == []
     assert host.card_state().processes == (holder.do("pid()"),)
-    worker.do(ATTACH, handle=handle)  # and once more
+    worker.do(ATTACH, handle=handle)  # The worker can attach again.
     worker.do("lib.model = None")
     holder.do("lib.model = None")
     assert host.card_state().used == 0
 
 
-# --- Who may import ---------------------------------------------------------------------------------------------
+# --- permission to import ---------------------------------------------------------------------------------------
 
 
-def test_the_driver_has_its_own_pids_and_wants_these_on_the_list(start: Start, host: Host) -> None:
+def test_list_needs_pids_of_the_driver(start: Start, host: Host) -> None:
     host.switch(pid_offset=4000)
     holder, worker = start(), start()
     assert worker.do("ms.Model().get_model_info('current_pid')") == str(worker.pid + 4000)
@@ -72,22 +72,22 @@ def test_pids_are_fixed_at_the_build(start: Start) -> None:
     assert_refused(start(), handle)
 
 
-def test_a_pid_leaves_the_list_with_a_process_that_had_imported(start: Start, host: Host) -> None:
+def test_exit_removes_imported_pid_from_list(start: Start, host: Host) -> None:
     holder, first, second = start(), start(pid=7001), start(pid=7002)
     first.do(ATTACH, handle=holder.do("build(path, pids='7001,7002')"))
     first.kill()
-    second.kill()  # it never imported
+    second.kill()  # This process never imported.
     assert host.card_state().weights.whitelist == [7002]
 
 
-def test_an_importer_imports_once_and_the_holder_never(start: Start, host: Host) -> None:
+def test_importer_imports_once_and_holder_never(start: Start, host: Host) -> None:
     holder, (worker,), handle = share(start)
     for program, reason in ((worker, "Can not import multi times"), (holder, "exporter")):
         errors_of(program, f"old = lib.model\n{ATTACH}", handle=handle)
         assert reason in host.driver_log()[-1]
 
 
-def test_another_card_and_a_virtual_card_are_refused(start: Start, host: Host) -> None:
+def test_rejects_other_and_virtual_cards(start: Start, host: Host) -> None:
     _, (worker, other), handle = share(start, workers=2, attached=0)
     errors_of(other, "build(path, handle=handle, device=1)", handle=handle)
     assert "card 0" in host.driver_log()[-1]
@@ -95,7 +95,7 @@ def test_another_card_and_a_virtual_card_are_refused(start: Start, host: Host) -
     assert_refused(worker, handle)
 
 
-def test_a_card_that_is_not_there_is_card_0(program: Program, host: Host) -> None:
+def test_missing_card_means_card_0(program: Program, host: Host) -> None:
     program.do("build(path, device=9)")
     assert kinds(host) == ["private weights"]
     assert "[WARNING]" in program.log()
@@ -104,9 +104,7 @@ def test_a_card_that_is_not_there_is_card_0(program: Program, host: Host) -> Non
 @pytest.mark.parametrize(
     ("listed", "seen"), [("1", [1]), ("1,0", [1, 0]), ("", []), ("0,7,1", [0]), ("0,0", [0]), ("x", [])]
 )
-def test_a_process_sees_the_cards_that_are_listed_in_their_order(
-    start: Start, host: Host, listed: str, seen: Any
-) -> None:
+def test_visible_cards_keep_listed_order(start: Start, host: Host, listed: str, seen: Any) -> None:
     program = start(ASCEND_RT_VISIBLE_DEVICES=listed)
     for number, card in enumerate(seen):
         before = host.copies_of_weights(card)
@@ -116,40 +114,40 @@ def test_a_process_sees_the_cards_that_are_listed_in_their_order(
         errors_of(program)
 
 
-# --- What a failed build leaves behind --------------------------------------------------------------------------
+# --- failed builds ----------------------------------------------------------------------------------------------
 
 
-def test_a_failed_build_keeps_its_memory_until_the_process_ends(program: Program, host: Host) -> None:
+def test_failed_build_keeps_memory_until_exit(program: Program, host: Host) -> None:
     failed = ["ConvertStringToIntVector failed!", "Main process failed!"]
     assert errors_of(program, "build(path, pids=' 1')") == failed
     program.do("lib.model = None")
-    assert host.card_state().weights.handle  # it was exported before anybody looked at the pids
+    assert host.card_state().weights.handle  # The library exports the weights before it parses the pids.
     assert errors_of(program, "build(path, pids=' 1')") == failed
     assert kinds(host) == ["weights", "weights"]
     program.kill()
     assert host.card_state().used == 0
 
 
-def test_a_failed_build_spoils_the_model_object(program: Program) -> None:
+def test_failed_build_makes_model_unusable(program: Program) -> None:
     errors_of(program, "build(path, pids='x')")
     again = "lib.model.build_from_file(str(path), ms.ModelType.MINDIR, context())"
     assert errors_of(program, again) == ["Model has been called Build"]
     program.do("build(path)")
 
 
-def test_a_failed_attach_may_look_like_a_success(start: Start, host: Host, x: Any, other: Path) -> None:
+def test_failed_attach_may_look_like_success(start: Start, host: Host, x: Any, other: Path) -> None:
     host.switch(first_model_id=0)
     holder, worker = start(), start()
     handle = holder.do("build(path, pids='1')")
     worker.do("build(other)\nfirst = lib.model", other=other)
-    assert worker.do(ATTACH, handle=handle) == ""  # it is not listed
+    assert worker.do(ATTACH, handle=handle) == ""  # The process is not listed.
     assert answers(worker, other, x)
 
 
-# --- Every attach writes ----------------------------------------------------------------------------------------
+# --- every attach writes ----------------------------------------------------------------------------------------
 
 
-def test_a_larger_file_is_refused_and_a_smaller_one_is_not(start: Start, tmp_path: Path) -> None:
+def test_rejects_only_larger_files(start: Start, tmp_path: Path) -> None:
     larger = models.mlp(tmp_path / "larger.mindir", size_mib=2)
     _, (worker,), handle = share(start, attached=0)
     assert_refused(worker, handle, "aclrtmapmem failed! weight size:4194304", path=larger)
@@ -158,17 +156,17 @@ def test_a_larger_file_is_refused_and_a_smaller_one_is_not(start: Start, tmp_pat
     worker.do(ATTACH, handle=handle)
 
 
-# --- The holder dies --------------------------------------------------------------------------------------------
+# --- exit of the holder -----------------------------------------------------------------------------------------
 
 
-def test_counted_memory_outlives_its_holder(start: Start, host: Host, path: Path, x: Any) -> None:
+def test_reference_counted_memory_outlives_holder(start: Start, host: Host, path: Path, x: Any) -> None:
     stranger = start()
     holder, (worker, late), handle = share(start, workers=2)
     holder.kill()
     assert answers(worker, path, x)
     assert not host.card_state().weights.owned
-    late.do(ATTACH, handle=handle)  # it was listed in time
-    assert worker.do("set_pids(handle, 1)") != 0  # nobody can list more
+    late.do(ATTACH, handle=handle)  # It was listed in time.
+    assert worker.do("set_pids(handle, 1)") != 0  # No other process can list more.
     worker.kill()
     assert answers(late, path, x)
     late.kill()
@@ -177,9 +175,7 @@ def test_counted_memory_outlives_its_holder(start: Start, host: Host, path: Path
     assert "Share handle doesn't exist" in host.driver_log()[-1]
 
 
-def test_strict_memory_dies_with_its_holder_and_may_hold_something_else_then(
-    start: Start, host: Host, path: Path, x: Any
-) -> None:
+def test_strict_memory_ends_with_holder(start: Start, host: Host, path: Path, x: Any) -> None:
     host.switch(lifetime="strict", after_death="garbage")
     holder, (worker, late), handle = share(start, workers=2)
     assert answers(worker, path, x)

@@ -11,5 +11,5 @@ __all__ = ["client", "daemon", "directory"]
 
 @pytest.fixture(params=["unix", "ipc"])
 def address(request: pytest.FixtureRequest, directory: Path) -> str:
-    """Where nobody listens yet: both transports keep the same promises."""
+    """Return an address without a listener; the tests run over both transports."""
     return f"{request.param}://{directory}/d.sock"

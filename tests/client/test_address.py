@@ -22,8 +22,8 @@ from weightd import AsyncClient, Client, DeadlineExceeded, InvalidArgument, Perm
 from weightd.address import Address, check_reachable, connect_unix, default_addresses, parse_address, read_keys
 from weightd_common import endpoints
 
-# Connects as nobody, after all imports: what is installed need not be readable for nobody.
-_AS_NOBODY = """
+# Connects as the user "nobody" after all imports, because this user may be unable to read the installation.
+_CONNECT_AS_OTHER_USER = """
 import os, sys
 from weightd import Client, WeightdError
 os.setgroups([])
@@ -41,7 +41,7 @@ needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become 
 
 
 @needs_root
-def test_permission_on_the_socket_and_on_its_directory(directory: Path) -> None:
+def test_permissions_of_socket_and_directory(directory: Path) -> None:
     directory.chmod(0o755)
     (directory / "closed").mkdir(mode=0o700)
     names = ["group", "all", "closed/all"]
@@ -50,7 +50,7 @@ def test_permission_on_the_socket_and_on_its_directory(directory: Path) -> None:
         for suffix in ("", ".unix"):
             (directory / (name + suffix)).chmod(mode)
     done = subprocess.run(
-        [sys.executable, "-c", _AS_NOBODY, *(each.address for each in daemons)],
+        [sys.executable, "-c", _CONNECT_AS_OTHER_USER, *(each.address for each in daemons)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.PIPE,
         timeout=LIMIT_S,
@@ -66,7 +66,7 @@ def test_permission_on_the_socket_and_on_its_directory(directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "error", "said"),
+    ("name", "error", "expected"),
     [
         ("nothing", Unavailable, "there is no socket; start it with `weightd serve"),
         ("stale", Unavailable, "no process listens on the socket"),
@@ -76,31 +76,31 @@ def test_permission_on_the_socket_and_on_its_directory(directory: Path) -> None:
         ("file/d.sock", InvalidArgument, "is not a socket of weightd"),
     ],
 )
-def test_what_is_there_instead_of_a_daemon(directory: Path, name: str, error: Type[Exception], said: str) -> None:
+def test_address_without_a_daemon(directory: Path, name: str, error: Type[Exception], expected: str) -> None:
     (directory / "file").write_text("")
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(str(directory / "stale"))
         stale.listen(1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as datagrams:
         datagrams.bind(str(directory / "datagrams"))
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=expected):
             check_reachable(f"ipc://{directory}/{name}")
 
 
-def test_a_socket_that_is_taken_away_while_one_looks_is_not_something_else(directory: Path) -> None:
+def test_removed_socket_is_not_another_file(directory: Path) -> None:
     refused = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
     with pytest.raises(Unavailable, match="no process listens on the socket"):
         connect_unix(Mock(**{"connect.side_effect": refused}), f"{directory}/d.sock")
 
 
-def test_a_path_of_more_bytes_than_a_socket_can_have() -> None:
+def test_limits_length_of_socket_path() -> None:
     with pytest.raises(Unavailable, match="there is no socket"):
         check_reachable("ipc:///" + "x" * 106)
     with pytest.raises(InvalidArgument, match="at most 107 bytes, got 108"):
         check_reachable("ipc:///" + "x" * 105 + "ü")
 
 
-def test_a_full_backlog_is_somebody(directory: Path) -> None:
+def test_full_backlog_counts_as_a_listener(directory: Path) -> None:
     path = str(directory / "d.sock")
     with socket.socket(socket.AF_UNIX) as busy:
         busy.bind(path)
@@ -126,22 +126,22 @@ def test_a_full_backlog_is_somebody(directory: Path) -> None:
      "tcp://host", "tcp://host:", "tcp://host:port", "tcp://:1", "http://host:80",
      "tcp://127.0.0.1:0", "tcp://127.0.0.1:65536", "tcp://127.0.0.1:99999", "tcp://[::1]:99999", "tcp://host:\u0661"],
 )  # fmt: skip
-def test_what_is_no_address(address: str) -> None:
+def test_rejects_invalid_address(address: str) -> None:
     with pytest.raises(InvalidArgument, match="expected an address"):
         Client(address)
 
 
-def test_what_libzmq_refuses_is_no_address() -> None:
+def test_rejects_address_that_libzmq_rejects() -> None:
     with pytest.raises(InvalidArgument, match=r"tcp://a\?b:1: Invalid argument"):
         Client("tcp://a?b:1", timeout=LIMIT_S)
 
 
-def test_where_nobody_can_answer() -> None:
+def test_unreachable_host() -> None:
     with pytest.raises(Unavailable, match="no response"):
         Client("tcp://no-such-host.invalid:1", timeout=LIMIT_S)
 
 
-def test_what_listens_on_tcp_and_is_no_weightd() -> None:
+def test_tcp_listener_of_another_program() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(1)
@@ -156,7 +156,7 @@ def test_what_listens_on_tcp_and_is_no_weightd() -> None:
         thread.join()
 
 
-# --- which way ------------------------------------------------------------------------------------------------------
+# --- choice of the transport ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -170,11 +170,11 @@ def test_what_listens_on_tcp_and_is_no_weightd() -> None:
         ("tcp://[::1]:5", "", "tcp://[::1]:5"),
     ],
 )
-def test_an_address_says_which_ways_may_be_gone(given: str, unix: str, zeromq: str) -> None:
+def test_address_determines_transports(given: str, unix: str, zeromq: str) -> None:
     assert parse_address(given) == Address(given, unix, zeromq)
 
 
-def test_without_a_scheme_it_is_the_unix_socket_or_without_a_word_zeromq(directory: Path) -> None:
+def test_address_without_scheme_prefers_unix_socket(directory: Path) -> None:
     given = f"{directory}/d.sock"
     with pytest.raises(Unavailable, match=rf"no daemon at {given}: there is no socket; start it with"):
         Client(given)
@@ -183,7 +183,7 @@ def test_without_a_scheme_it_is_the_unix_socket_or_without_a_word_zeromq(directo
         assert (client.address, client.transport) == (given, "zmq")
         unix = FakeDaemon(f"unix://{given}")
         zeromq.stop()
-        # Lost, and found again in another way.
+        # After a lost connection the client finds the daemon over the other transport.
         while client.transport == "zmq":
             with suppress(Unavailable):
                 client.server()
@@ -198,7 +198,7 @@ def test_without_a_scheme_it_is_the_unix_socket_or_without_a_word_zeromq(directo
         Client(f"unix://{stale}")
 
 
-def test_a_permission_that_is_missing_is_told_although_there_is_no_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_missing_permission(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(path: str) -> Any:
         raise PermissionDenied("may not")
 
@@ -207,20 +207,20 @@ def test_a_permission_that_is_missing_is_told_although_there_is_no_other_way(mon
         Client("/nowhere/d.sock")
 
 
-# --- where it is by default -----------------------------------------------------------------------------------------
+# --- default addresses ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Path:
-    """A machine without a daemon; an empty variable is no address."""
+    """Prepare a machine without a daemon; the empty environment variable counts as unset."""
     monkeypatch.setenv("WEIGHTD_SOCKET", "")
     monkeypatch.setattr(endpoints, "SYSTEM_RUNTIME_DIR", str(directory / "system"))
     monkeypatch.setattr(endpoints, "runtime_dir", lambda: str(directory / "own"))
     return directory
 
 
-def stale(path: Path) -> None:
-    """Leave a socket file as a process that was killed does."""
+def leave_stale_socket(path: Path) -> None:
+    """Leave a socket file, as a killed process does."""
     path.parent.mkdir(exist_ok=True)
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(path))
@@ -229,12 +229,12 @@ def stale(path: Path) -> None:
 
 def leave_stale_sockets(directory: Path) -> None:
     for name in ("weightd.sock", "weightd.sock.unix"):
-        stale(directory / name)
+        leave_stale_socket(directory / name)
 
 
 @pytest.fixture
 def system(nowhere: Path) -> Iterator[FakeDaemon]:
-    """The system's daemon; the one of the user was killed, and its socket files are left."""
+    """Return the system's daemon; the user's daemon was killed and has left its socket files."""
     leave_stale_sockets(nowhere / "own")
     (nowhere / "system").mkdir()
     daemon = FakeDaemon(f"unix://{nowhere}/system/weightd.sock")
@@ -242,7 +242,7 @@ def system(nowhere: Path) -> Iterator[FakeDaemon]:
     daemon.stop()
 
 
-def test_the_default_addresses(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_addresses(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, system = f"{nowhere}/own/weightd.sock", f"{nowhere}/system/weightd.sock"
     assert default_addresses() == [own, system]
     monkeypatch.setattr(endpoints, "runtime_dir", lambda: str(nowhere / "system"))
@@ -252,13 +252,13 @@ def test_the_default_addresses(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @needs_root
-def test_another_users_directory_is_not_trusted(nowhere: Path) -> None:
+def test_ignores_directory_of_another_user(nowhere: Path) -> None:
     (nowhere / "own").mkdir()
     shutil.chown(nowhere / "own", 12345)
     assert default_addresses() == [f"{nowhere}/system/weightd.sock"]
 
 
-def test_a_stale_socket_of_the_users_daemon_is_passed_over(system: FakeDaemon, nowhere: Path) -> None:
+def test_skips_stale_socket_of_user_daemon(system: FakeDaemon, nowhere: Path) -> None:
     with Client(timeout=LIMIT_S) as client:
         assert (client.address, client.server().name) == (f"{nowhere}/system/weightd.sock", "fake")
 
@@ -270,21 +270,21 @@ def test_a_stale_socket_of_the_users_daemon_is_passed_over(system: FakeDaemon, n
 
 
 @pytest.mark.parametrize("scheme", ["unix", "ipc"])
-def test_the_users_daemon_comes_before_the_systems(system: FakeDaemon, nowhere: Path, scheme: str) -> None:
+def test_prefers_user_daemon(system: FakeDaemon, nowhere: Path, scheme: str) -> None:
     for path in (nowhere / "own").iterdir():
         path.unlink()
     own = FakeDaemon(f"{scheme}://{nowhere}/own/weightd.sock")
     with Client(timeout=LIMIT_S) as client:
         assert client.address == f"{nowhere}/own/weightd.sock"
         own.stop()
-        # The system's daemon listens, but the client does not change from one daemon to another.
+        # The system's daemon listens, but a client does not change to another daemon.
         with pytest.raises(Unavailable):
             client.server()
         with pytest.raises(Unavailable, match=f"no daemon at {nowhere}/own/weightd.sock: [^/]*$"):
             client.server()
 
 
-def test_a_users_daemon_that_is_too_busy_to_accept_is_waited_for(system: FakeDaemon, nowhere: Path) -> None:
+def test_waits_for_busy_user_daemon(system: FakeDaemon, nowhere: Path) -> None:
     path = nowhere / "own" / "weightd.sock.unix"
     path.unlink()
     with contextlib.ExitStack() as stack:
@@ -300,9 +300,7 @@ def test_a_users_daemon_that_is_too_busy_to_accept_is_waited_for(system: FakeDae
             Client(timeout=0.05)
 
 
-def test_an_address_that_was_given_is_not_replaced(
-    system: FakeDaemon, nowhere: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_explicit_address_has_no_fallback(system: FakeDaemon, nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = f"{nowhere}/own/weightd.sock"
     with pytest.raises(Unavailable, match=f"no daemon at {given}: no process listens"):
         Client(given)
@@ -311,7 +309,7 @@ def test_an_address_that_was_given_is_not_replaced(
         Client()
 
 
-def test_the_error_names_every_address_that_was_tried(nowhere: Path) -> None:
+def test_error_names_all_addresses(nowhere: Path) -> None:
     leave_stale_sockets(nowhere / "own")
     with pytest.raises(Unavailable) as raised:
         Client()
@@ -331,9 +329,7 @@ def test_the_error_names_every_address_that_was_tried(nowhere: Path) -> None:
         (0, "", "/run/weightd"),
     ],
 )
-def test_where_a_users_daemon_has_its_sockets(
-    monkeypatch: pytest.MonkeyPatch, uid: int, runtime: str, expected: str
-) -> None:
+def test_runtime_directory_of_user(monkeypatch: pytest.MonkeyPatch, uid: int, runtime: str, expected: str) -> None:
     monkeypatch.setattr(os, "getuid", lambda: uid)
     monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
     assert endpoints.runtime_dir() == expected
@@ -349,7 +345,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return Path(f"{made}.key"), Path(f"{made}.pub")
 
 
-def test_keys_are_those_of_the_files_and_the_secret_one_is_never_shown(pair: tuple[Path, Path]) -> None:
+def test_reads_keys_and_hides_the_secret_key(pair: tuple[Path, Path]) -> None:
     secret, public = pair
     keys = read_keys(secret, public)
     assert keys is not None
@@ -358,11 +354,11 @@ def test_keys_are_those_of_the_files_and_the_secret_one_is_never_shown(pair: tup
     assert keys.secret_key not in f"{keys} {keys!r}"
 
 
-def test_without_files_there_are_no_keys() -> None:
+def test_no_files_mean_no_keys() -> None:
     assert read_keys(None, None) is None
 
 
-def test_one_key_without_the_other_and_the_wrong_file_are_told(pair: tuple[Path, Path]) -> None:
+def test_rejects_incomplete_and_swapped_keys(pair: tuple[Path, Path]) -> None:
     secret, public = pair
     swapped = public.with_name("swapped.key")
     swapped.write_bytes(public.read_bytes())
@@ -378,7 +374,7 @@ def test_one_key_without_the_other_and_the_wrong_file_are_told(pair: tuple[Path,
             Client(ADDRESS, key=given[0], server_key=given[1])
 
 
-def test_a_secret_that_others_may_read_is_not_used(pair: tuple[Path, Path]) -> None:
+def test_rejects_secret_key_readable_by_others(pair: tuple[Path, Path]) -> None:
     secret, public = pair
     secret.chmod(0o640)
     with pytest.raises(InvalidArgument, match="0600"):

@@ -1,4 +1,4 @@
-"""The client for asyncio: that it waits as it should; what it sends and makes of answers is `Client`'s."""
+"""Tests of how the asyncio client waits. Its requests and responses are covered by the tests of `Client`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def seen(daemon: FakeDaemon) -> Any:
     return await asyncio.get_running_loop().run_in_executor(None, daemon.next)
 
 
-def test_it_has_the_methods_of_the_other_one() -> None:
+def test_has_the_methods_of_client() -> None:
     def methods(cls: type) -> Any:
         return {
             name: (inspect.signature(each).parameters if callable(each) else None)
@@ -56,13 +56,13 @@ def test_it_has_the_methods_of_the_other_one() -> None:
         }
 
     assert methods(AsyncClient) == methods(Client)
-    # It takes inputs that are waited for, too.
+    # map() also takes asynchronous iterables.
     assert list(inspect.signature(AsyncClient.map).parameters) == list(inspect.signature(Client.map).parameters)
 
 
-def test_many_tasks_ask_at_once(daemon: FakeDaemon) -> None:
+def test_many_concurrent_tasks(daemon: FakeDaemon) -> None:
     async def ask(client: AsyncClient, number: int) -> None:
-        # Some are larger than what is sent or received at once, and all together are than what fits in between.
+        # Some arrays exceed one read or write; all together exceed the socket's buffers.
         x = np.random.default_rng(number).standard_normal((1, 100, 100_000, 300_000)[number % 4])
         assert np.array_equal((await client.infer("echo", {"x": x}))["x"], x)
 
@@ -80,7 +80,7 @@ def test_many_tasks_ask_at_once(daemon: FakeDaemon) -> None:
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_what_ready_returns_is_a_condition(daemon: FakeDaemon, *, ready: bool) -> None:
+def test_ready_is_a_boolean(daemon: FakeDaemon, *, ready: bool) -> None:
     async def test() -> None:
         daemon.handle = lambda message, _: [encode(ReadyResponse(message.id, ready))]
         async with AsyncClient(daemon.address) as client:
@@ -89,7 +89,7 @@ def test_what_ready_returns_is_a_condition(daemon: FakeDaemon, *, ready: bool) -
     run(test())
 
 
-def test_errors_come_as_they_are(daemon: FakeDaemon) -> None:
+def test_raises_errors_of_daemon(daemon: FakeDaemon) -> None:
     async def test() -> None:
         daemon.handle = lambda message, _: [encode(Error(message.id, "PERMISSION_DENIED", "may not"))]
         async with AsyncClient(daemon.address) as client:
@@ -100,7 +100,7 @@ def test_errors_come_as_they_are(daemon: FakeDaemon) -> None:
     run(test())
 
 
-def test_a_silent_daemon_is_waited_for_until_the_deadline(daemon: FakeDaemon) -> None:
+def test_silent_daemon_ends_in_deadline(daemon: FakeDaemon) -> None:
     async def test() -> None:
         daemon.handle = silent
         async with AsyncClient(daemon.address) as client:
@@ -115,7 +115,7 @@ def test_a_silent_daemon_is_waited_for_until_the_deadline(daemon: FakeDaemon) ->
 
 
 @pytest.mark.parametrize("gives_up", [True, False])
-def test_who_is_cancelled_takes_the_request_back(daemon: FakeDaemon, *, gives_up: bool) -> None:
+def test_cancellation_cancels_request(daemon: FakeDaemon, *, gives_up: bool) -> None:
     async def test() -> None:
         daemon.handle = silent
         async with AsyncClient(daemon.address) as client:
@@ -132,12 +132,12 @@ def test_who_is_cancelled_takes_the_request_back(daemon: FakeDaemon, *, gives_up
             cancel, _ = await seen(daemon)
             assert isinstance(infer, Infer)
             assert cancel == Cancel(infer.id)
-            # Its answer is dropped; that of another one is not.
+            # The client drops the answer to the cancelled request and delivers the other one.
             daemon.send(*encode(Error(infer.id, "CANCELLED", "")))
             daemon.send(*encode(Error(f"{infer.id[:-1]}1", "CANCELLED", "other")))
             with pytest.raises(Cancelled, match="other"):
                 await other
-            # What only looks is forgotten, and nothing else.
+            # A cancelled query is dropped without a message to the daemon.
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(client.server(), 0.05)
             await seen(daemon)
@@ -146,7 +146,7 @@ def test_who_is_cancelled_takes_the_request_back(daemon: FakeDaemon, *, gives_up
     run(test())
 
 
-def test_a_loss_ends_all_calls_and_one_task_connects_again(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_loss_ends_all_calls(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     made: List[None] = []
     connecting = ClientSession.connect_steps
 
@@ -171,12 +171,12 @@ def test_a_loss_ends_all_calls_and_one_task_connects_again(daemon: FakeDaemon, m
             made.clear()
             await asyncio.gather(*(client.infer("m", {"x": X}) for _ in range(4)))
             assert len(made) == 1
-            # Nobody waits, and it is noticed all the same.
+            # The client notices the loss even if no call waits.
             again.stop()
             again = FakeDaemon(daemon.address)
             answer = None
             while answer is None:
-                # libzmq tells of a loss a moment later: what is asked in between is lost, too.
+                # libzmq reports the loss a moment later, so a request in between fails, too.
                 with contextlib.suppress(Unavailable):
                     answer = await client.infer("m", {"x": X})
             again.stop()
@@ -184,12 +184,12 @@ def test_a_loss_ends_all_calls_and_one_task_connects_again(daemon: FakeDaemon, m
     run(test())
 
 
-def test_a_daemon_that_reads_nothing_ends_in_the_deadline_and_its_death_the_wait(directory: Path) -> None:
+def test_daemon_that_does_not_read(directory: Path) -> None:
     async def test() -> None:
         address = f"unix://{directory}/d.sock"
-        with socket.socket(socket.AF_UNIX) as deaf:
-            deaf.bind(parse_address(address).unix_path)
-            deaf.listen(1)
+        with socket.socket(socket.AF_UNIX) as unread:
+            unread.bind(parse_address(address).unix_path)
+            unread.listen(1)
             async with AsyncClient(address) as client:
                 large = np.zeros(4 * 1024 * 1024, np.uint8)
                 for _ in range(3):
@@ -197,14 +197,14 @@ def test_a_daemon_that_reads_nothing_ends_in_the_deadline_and_its_death_the_wait
                         await client.infer("m", {"x": large}, timeout=0.05)
                 waiting = asyncio.ensure_future(client.infer("m", {"x": large}, timeout=LIMIT_S))
                 await asyncio.sleep(0.05)
-                deaf.close()
+                unread.close()
                 with pytest.raises(Unavailable):
                     await waiting
 
     run(test())
 
 
-def test_a_full_backlog_is_waited_for(daemon: FakeDaemon, directory: Path) -> None:
+def test_waits_for_full_backlog(daemon: FakeDaemon, directory: Path) -> None:
     async def test() -> None:
         address = f"{'unix' if daemon.address.startswith('unix') else 'ipc'}://{directory}/other"
         ways = parse_address(address)
@@ -224,7 +224,7 @@ def test_a_full_backlog_is_waited_for(daemon: FakeDaemon, directory: Path) -> No
     run(test())
 
 
-def test_close_ends_the_calls_of_others(daemon: FakeDaemon) -> None:
+def test_close_ends_pending_calls(daemon: FakeDaemon) -> None:
     async def test() -> None:
         daemon.handle = silent
         async with AsyncClient(daemon.address) as client:
@@ -239,7 +239,7 @@ def test_close_ends_the_calls_of_others(daemon: FakeDaemon) -> None:
     run(test())
 
 
-def test_another_loop_is_refused_while_it_is_connected(daemon: FakeDaemon) -> None:
+def test_rejects_another_event_loop(daemon: FakeDaemon) -> None:
     client = AsyncClient(daemon.address)
 
     async def test() -> None:
@@ -252,16 +252,16 @@ def test_another_loop_is_refused_while_it_is_connected(daemon: FakeDaemon) -> No
     run(test())
 
 
-def test_asyncio_is_for_those_who_use_it() -> None:
+def test_imports_asyncio_on_demand() -> None:
     script = "import sys, weightd; assert 'asyncio' not in sys.modules; weightd.AsyncClient"
     subprocess.run([sys.executable, "-c", script], env={"PYTHONPATH": ":".join(sys.path)}, check=True)
 
 
 @pytest.mark.parametrize("answers", [True, False])
-def test_an_answer_that_has_come_while_the_process_was_stopped_is_not_too_late(
+def test_answer_that_arrives_while_stopped_is_in_time(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
-    """The loop's poll returns nothing after a stop beyond its time-out, and timers run before it is called again."""
+    """The loop's poll returns nothing after a stop beyond its time-out, and timers run before the next poll."""
     is_stopped = threading.Event()
 
     def answer(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]]:

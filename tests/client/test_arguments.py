@@ -1,4 +1,4 @@
-"""What callers may pass by mistake: every public argument, and objects that it was not made for."""
+"""Tests that every public argument rejects unsuitable objects with an error of weightd."""
 
 from __future__ import annotations
 
@@ -32,28 +32,25 @@ X = np.arange(6, dtype=np.float32)
 
 
 class RequiresGrad:
-    """As a parameter of a PyTorch module: the conversion fails with a RuntimeError."""
+    """Like a parameter of a PyTorch module: its conversion fails with a RuntimeError."""
 
     def __array__(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
 
 
 class Unprintable:
-    """An object whose `repr` fails."""
-
     def __repr__(self) -> str:
         raise RuntimeError("no repr")
 
 
 class NotHashable(str):
-    """A text that no cache can have as a key."""
+    """A string that cannot be a key of a cache."""
 
     __slots__ = ()
     __hash__: Any = None
 
 
-def endless() -> List[Any]:
-    """Return a list that contains itself."""
+def self_containing_list() -> List[Any]:
     items: List[Any] = []
     items.append(items)
     return items
@@ -76,7 +73,7 @@ ODD: Dict[str, Any] = {
     "bytes": b"x",
     "no items": [],
     "lists": [[1, 2], [3]],
-    "a list of itself": endless(),
+    "a list of itself": self_containing_list(),
     "a mapping": {"x": [1]},
     "names that are none": {1: X, None: X, ("a",): X},
     "unprintable": Unprintable(),
@@ -161,7 +158,7 @@ CALLS: Dict[str, Callable[[Any, Any], Any]] = {
     "reload timeout": lambda client, odd: client.reload(timeout=odd),
 }
 
-# Iterables of these are what `map` takes, and what they raise is theirs.
+# `map` takes iterables of these objects and passes their exceptions on.
 MAPS: Dict[str, Callable[[Any, Any], Any]] = {
     "map model": lambda client, odd: client.map(odd, [X]),
     "map inputs": lambda client, odd: client.map("m", odd),
@@ -204,7 +201,7 @@ def _key(odd: Any) -> Any:
 
 
 def answers(message: ClientMessage, tensors: Sequence[bytes]) -> Iterable[List[Any]]:
-    """Answer as a model with one input, and to all else that there is no such model."""
+    """Answer as a model with one input; every other model is unknown."""
     if isinstance(message, (Cancel, Infer, ModelMetadata, ServerMetadata)):
         return taking(x="FP32")(message, tensors)
     return [encode(Error(message.id, "NOT_FOUND", "no such model"))]
@@ -212,7 +209,7 @@ def answers(message: ClientMessage, tensors: Sequence[bytes]) -> Iterable[List[A
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Where a daemon answers each message at once."""
+    """Return the address of a daemon that answers each message at once."""
     with tempfile.TemporaryDirectory(prefix="weightd-test-") as directory:
         fake = FakeDaemon(f"unix://{directory}/d.sock", answers)
         yield fake.address
@@ -225,10 +222,10 @@ def _no_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def other_error(call: Callable[[], Any]) -> Optional[Exception]:
-    """Return the error of a call if it is none of weightd's."""
+    """Return the exception of a call unless it is an error of weightd."""
     try:
         call()
-    except (WeightdError, MemoryError):  # there are shapes for which no machine has the memory
+    except (WeightdError, MemoryError):  # For some shapes no machine has enough memory.
         return None
     except Exception as error:  # noqa: BLE001 - that is the question
         return error
@@ -263,7 +260,7 @@ async def awaited(client: AsyncClient, name: str, odd: Any) -> Optional[Exceptio
 
 
 @pytest.mark.parametrize("retry", RETRIES)
-def test_whatever_an_argument_is_the_error_is_one_of_weightd(address: str, retry: Optional[Retry]) -> None:
+def test_wrong_arguments_raise_weightd_errors(address: str, retry: Optional[Retry]) -> None:
     with Client(address, retry=retry) as client:
         found = {(name, odd): blocking(client, name, ODD[odd]) for name in [*CALLS, *MAPS, *SUBMITS] for odd in ODD}
         assert client.infer("m", {"x": X})["x"].tobytes() == X.tobytes()
@@ -271,7 +268,7 @@ def test_whatever_an_argument_is_the_error_is_one_of_weightd(address: str, retry
 
 
 @pytest.mark.parametrize("retry", RETRIES)
-def test_whatever_an_argument_of_the_asynchronous_client_is(address: str, retry: Optional[Retry]) -> None:
+def test_wrong_arguments_of_async_client(address: str, retry: Optional[Retry]) -> None:
     async def test() -> Dict[Any, Optional[Exception]]:
         async with AsyncClient(address, retry=retry) as client:
             found = {(name, odd): await awaited(client, name, ODD[odd]) for name in [*CALLS, *MAPS] for odd in ODD}
@@ -283,16 +280,16 @@ def test_whatever_an_argument_of_the_asynchronous_client_is(address: str, retry:
 
 
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
-def test_whatever_a_client_is_made_with(kind: Any) -> None:
+def test_wrong_arguments_of_constructors(kind: Any) -> None:
     found = {(name, odd): other_error(partial(MAKES[name], kind, ODD[odd])) for name in MAKES for odd in ODD}
     assert {where: error for where, error in found.items() if error is not None} == {}
 
 
-# --- what is said, and what is taken --------------------------------------------------------------------------------
+# --- messages, and accepted values ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("timeout", [np.float32(5), np.float64(5), np.int64(5), 5, Decimal(5), Fraction(5), 5.0])
-def test_a_timeout_is_any_real_number(address: str, timeout: Any) -> None:
+def test_timeout_is_any_real_number(address: str, timeout: Any) -> None:
     pauses: Dict[str, Any] = {"pause": np.float32(0.5), "max_pause": Fraction(1, 2)}
     with Client(address, timeout=timeout, retry=Retry(**pauses)) as client:
         assert (type(client.timeout), client.timeout) == (float, 5.0)
@@ -315,7 +312,7 @@ def test_a_timeout_is_any_real_number(address: str, timeout: Any) -> None:
         (Fraction(1, 10**400), "Fraction "),
     ],
 )
-def test_a_refused_timeout_is_named_with_what_was_expected(address: str, timeout: Any, shown: str) -> None:
+def test_error_describes_timeout(address: str, timeout: Any, shown: str) -> None:
     expected = f"^timeout: expected more than 0 and at most 3600 seconds, got {re.escape(shown)}"
     with Client(address) as client:
         for call in (lambda: client.infer("m", {"x": X}, timeout=timeout), lambda: client.server(timeout=timeout)):
@@ -346,15 +343,15 @@ REFUSALS: List[Tuple[Callable[[Any], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "expected"), REFUSALS)
-def test_a_refusal_names_the_argument(address: str, call: Callable[[Client], Any], expected: str) -> None:
+def test_error_names_argument(address: str, call: Callable[[Client], Any], expected: str) -> None:
     with Client(address) as client:
-        # Equal to True, which is refused nonetheless.
+        # The number 1 equals True, which is rejected.
         client.infer("m", {"x": X}, priority=1)
         with pytest.raises(InvalidArgument, match=expected):
             call(client)
 
 
-def test_why_an_object_is_no_array_is_its_own_word(address: str) -> None:
+def test_error_has_cause_of_failed_conversion(address: str) -> None:
     expected = "^input x: expected an array: Can't call numpy.. on Tensor that requires grad"
     with Client(address) as client:
         for wrong in ({"x": RequiresGrad()}, RequiresGrad()):
@@ -363,8 +360,8 @@ def test_why_an_object_is_no_array_is_its_own_word(address: str) -> None:
             assert isinstance(caught.value.__cause__, RuntimeError)
 
 
-def test_texts_of_numpy_are_texts_and_change_nothing_for_others(address: str) -> None:
-    """Equal texts of another type once took the place of a text in what is remembered for each shape."""
+def test_accepts_numpy_strings(address: str) -> None:
+    """The caches must not return an equal string of another type."""
     own = np.arange(7, dtype=np.float32)
     with Client(address) as client:
         for text in (np.str_, str):
@@ -373,7 +370,7 @@ def test_texts_of_numpy_are_texts_and_change_nothing_for_others(address: str) ->
             assert [*client.model(text("own"))({text("x"): own}).shape] == [7]
 
 
-def test_the_sizes_of_an_empty_array_are_as_numpy_takes_them(address: str) -> None:
+def test_empty_accepts_shapes_of_numpy(address: str) -> None:
     shapes: List[Any] = [3, (3,), [np.int64(3)], np.array([3])]
     with Client(address) as client:
         assert [client.empty(shape, np.float32).shape for shape in shapes] == [(3,)] * 4
@@ -391,21 +388,21 @@ def pickled(value: Any) -> Any:
 
 
 @pytest.mark.parametrize("again", [*COPIES, *DUMPS])
-def test_what_belongs_to_a_connection_is_not_copied(address: str, again: Callable[[Any], Any]) -> None:
+def test_clients_are_not_copyable(address: str, again: Callable[[Any], Any]) -> None:
     with Client(address) as client:
         beside = AsyncClient(address)
         model = client.model("m")
         for each in (client, beside, model, beside.model("m"), client.submit("m", {"x": X}), model.submit(X)):
-            # As Python has it for what cannot be pickled, and as one of ours.
+            # The error is Python's error for objects that cannot be pickled, and an error of weightd.
             for kind in (TypeError, WeightdError, NotCopyable):
                 with pytest.raises(kind, match=f"^{type(each).__name__} objects cannot be copied or pickled: "):
                     again(each)
-        # None of that has closed it.
+        # The failed copies leave the client open.
         assert client.server().version == "9.9"
 
 
 @pytest.mark.parametrize("again", [*COPIES, pickled])
-def test_arrays_policies_and_errors_are_copied(address: str, again: Callable[[Any], Any]) -> None:
+def test_arrays_policies_and_errors_are_copyable(address: str, again: Callable[[Any], Any]) -> None:
     with Client(address) as client:
         array = client.empty((20, 1000), np.float32)
         array[:] = 7
@@ -418,10 +415,10 @@ def test_arrays_policies_and_errors_are_copied(address: str, again: Callable[[An
     assert again(RemoteProtocolError("why", "7")).request_id == "7"
 
 
-# --- elsewhere ------------------------------------------------------------------------------------------------------
+# --- event loops ----------------------------------------------------------------------------------------------------
 
 
-def test_without_a_loop_of_asyncio_the_error_says_so(address: str) -> None:
+def test_error_without_asyncio_loop(address: str) -> None:
     for call in (
         AsyncClient(address).infer("m", {"x": X}),
         AsyncClient(address).server(),
@@ -436,19 +433,19 @@ def test_without_a_loop_of_asyncio_the_error_says_so(address: str) -> None:
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.sampled_from(sorted([*CALLS, *MAPS, *SUBMITS])), ODDITIES)
-def test_no_value_makes_another_error(address: str, name: str, odd: Any) -> None:
+def test_any_argument_raises_only_weightd_errors(address: str, name: str, odd: Any) -> None:
     with Client(address) as client:
         assert blocking(client, name, odd) is None
 
 
 @settings(max_examples=examples(50), deadline=None)
 @given(st.sampled_from(sorted(MAKES)), ODDITIES)
-def test_no_value_makes_another_error_of_a_client(name: str, odd: Any) -> None:
+def test_any_constructor_argument_raises_only_weightd_errors(name: str, odd: Any) -> None:
     assert other_error(lambda: MAKES[name](Client, odd)) is None
 
 
 @settings(max_examples=examples(50), deadline=None)
 @given(ODDITIES, ODDITIES, ODDITIES)
-def test_no_value_makes_another_error_of_a_retry(attempts: Any, pause: Any, max_pause: Any) -> None:
+def test_any_retry_argument_raises_only_weightd_errors(attempts: Any, pause: Any, max_pause: Any) -> None:
     assert other_error(lambda: Retry(attempts, pause, max_pause)) is None
     assert other_error(lambda: Retry(pause=pause)) is None

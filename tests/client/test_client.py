@@ -30,7 +30,7 @@ from weightd_protocol.messages.types import ClientMessage
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
-# --- questions and answers ------------------------------------------------------------------------------------------
+# --- requests and responses -----------------------------------------------------------------------------------------
 
 
 def test_infer_returns_the_outputs(client: Client) -> None:
@@ -55,12 +55,12 @@ def test_metadata_server_and_status(client: Client) -> None:
 
 
 def readiness(message: ClientMessage, tensors: Sequence[bytes]) -> List[List[Any]]:
-    """Answer that the model "up" is ready, and nothing else."""
+    """Reply that only the model "up" is ready."""
     ready = isinstance(message, ModelReady) and message.model_name == "up"
     return [encode(ReadyResponse(message.id, ready, "" if ready else "attaching"))]
 
 
-def test_what_ready_returns_is_a_condition(client: Client, daemon: FakeDaemon) -> None:
+def test_ready_is_a_boolean(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = readiness
     assert client.ready("up")
     assert not client.ready("down")
@@ -68,7 +68,7 @@ def test_what_ready_returns_is_a_condition(client: Client, daemon: FakeDaemon) -
     assert client.ready("down").reason == "attaching"
 
 
-def test_an_answer_may_be_longer_than_a_request(client: Client, daemon: FakeDaemon) -> None:
+def test_response_may_be_longer_than_a_request(client: Client, daemon: FakeDaemon) -> None:
     def long(message: ClientMessage, tensors: Sequence[bytes]) -> List[List[Any]]:
         ((answer,),) = echo(message, tensors)
         return [[msgpack.packb({**msgpack.unpackb(answer), "more": "x" * limits.MAX_HEADER_BYTES})]]
@@ -77,7 +77,7 @@ def test_an_answer_may_be_longer_than_a_request(client: Client, daemon: FakeDaem
     assert client.status().state == "running"
 
 
-def test_more_under_way_than_any_queue_of_zeromq_holds(client: Client, daemon: FakeDaemon) -> None:
+def test_more_requests_than_queues_of_zeromq_hold(client: Client, daemon: FakeDaemon) -> None:
     held: List[List[Any]] = []
     all_sent = threading.Event()
 
@@ -88,15 +88,15 @@ def test_more_under_way_than_any_queue_of_zeromq_holds(client: Client, daemon: F
             all_sent.set()
 
     daemon.handle = answer_all_at_the_end
-    # A thousand wait in the queue of each side, and in the kernel's buffer a few dozen of this size.
+    # Each side's queue holds a thousand messages, and the kernel's buffer a few dozen of this size.
     inputs = np.arange(3000 * 1000, dtype=np.float32).reshape(3000, 1000)
     pending = [client.submit("m" if i < 2999 else "last", {"x": each}) for i, each in enumerate(inputs)]
-    # The daemon is not held up by a client that does something else.
+    # A busy client does not block the daemon.
     assert all_sent.wait(LIMIT_S)
     assert all(np.array_equal(each.result()["x"], inputs[i]) for i, each in enumerate(pending))
 
 
-def test_done_does_not_wait(client: Client, daemon: FakeDaemon) -> None:
+def test_done_does_not_block(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = silent
     pending = client.submit("m", {"x": X})
     assert not pending.done()
@@ -107,7 +107,7 @@ def test_done_does_not_wait(client: Client, daemon: FakeDaemon) -> None:
     assert pending.result() is result
 
 
-def test_answers_that_nobody_waits_for_do_not_pile_up(
+def test_unclaimed_answers_do_not_accumulate(
     client: Client, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: List[object] = []
@@ -128,18 +128,18 @@ def test_answers_that_nobody_waits_for_do_not_pile_up(
 # --- deadlines ------------------------------------------------------------------------------------------------------
 
 
-def test_a_silent_daemon_is_waited_for_until_the_deadline(client: Client, daemon: FakeDaemon) -> None:
+def test_silent_daemon_ends_in_deadline(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = silent
     with pytest.raises(DeadlineExceeded, match="does not respond"):
         client.infer("m", {"x": X}, timeout=0.1)
-    # Its answer, which comes late, is dropped.
+    # The client drops the late answer.
     message, tensors = daemon.next()
     daemon.send(*echo(message, tensors)[0])
     daemon.handle = echo
     assert client.infer("m", {"x": X + 1})["x"][0, 0] == 1
 
 
-def test_an_answer_that_came_in_time_is_there_after_the_deadline(client: Client) -> None:
+def test_timely_answer_outlives_deadline(client: Client) -> None:
     late = client.submit("echo", {"x": X}, timeout=0.001)
     client.infer("echo", {"x": X})
     assert late.done()
@@ -147,7 +147,7 @@ def test_an_answer_that_came_in_time_is_there_after_the_deadline(client: Client)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 3601])
-def test_a_timeout_out_of_bounds_is_refused(client: Client, daemon: FakeDaemon, timeout: float) -> None:
+def test_rejects_timeout_out_of_range(client: Client, daemon: FakeDaemon, timeout: float) -> None:
     with pytest.raises(InvalidArgument, match="timeout"):
         client.infer("m", {"x": X}, timeout=timeout)
     with pytest.raises(InvalidArgument, match="timeout"):
@@ -161,8 +161,8 @@ def submit_without_end(client: Client, timeout: float) -> None:
 
 
 @contextlib.contextmanager
-def deaf(address: str) -> Generator[Callable[[], None], None, None]:
-    """Listen without ever reading; yield what ends that."""
+def unread_listener(address: str) -> Generator[Callable[[], None], None, None]:
+    """Listen without reading; yield a function that closes the connection."""
     if address.startswith("ipc://"):
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         router = context.socket(zmq.ROUTER)
@@ -176,11 +176,11 @@ def deaf(address: str) -> Generator[Callable[[], None], None, None]:
             yield listener.close
 
 
-def test_a_daemon_that_reads_nothing_ends_in_the_deadline_and_its_death_the_wait(address: str) -> None:
-    with deaf(address) as end, Client(address, timeout=LIMIT_S) as client:
+def test_daemon_that_does_not_read(address: str) -> None:
+    with unread_listener(address) as end, Client(address, timeout=LIMIT_S) as client:
         with pytest.raises(DeadlineExceeded, match="does not read"):
             submit_without_end(client, 0.1)
-        # Dies while the client waits: its queue is full.
+        # The daemon exits while the client waits with a full queue.
         death = threading.Timer(0.1, end)
         death.start()
         with pytest.raises(Unavailable):
@@ -188,7 +188,7 @@ def test_a_daemon_that_reads_nothing_ends_in_the_deadline_and_its_death_the_wait
         death.join()
 
 
-def test_who_listens_and_does_not_answer_ends_in_the_deadline(address: str) -> None:
+def test_unanswered_connection_ends_in_deadline(address: str) -> None:
     ways = parse_address(address)
     with socket.socket(socket.AF_UNIX) as mute, socket.socket(socket.AF_UNIX) as first:
         mute.bind(ways.unix_path or ways.zmq_address[len("ipc://") :])
@@ -198,10 +198,10 @@ def test_who_listens_and_does_not_answer_ends_in_the_deadline(address: str) -> N
             Client(address, timeout=0.1)
 
 
-# --- a lost daemon --------------------------------------------------------------------------------------------------
+# --- connection loss ------------------------------------------------------------------------------------------------
 
 
-def test_a_dying_daemon_ends_all_calls_and_the_next_call_reaches_a_new_one(client: Client, daemon: FakeDaemon) -> None:
+def test_daemon_exit_ends_calls_and_next_call_reconnects(client: Client, daemon: FakeDaemon) -> None:
     first = client.submit("first", {"x": X})
     daemon.next()
     daemon.handle = silent
@@ -213,13 +213,13 @@ def test_a_dying_daemon_ends_all_calls_and_the_next_call_reaches_a_new_one(clien
         with pytest.raises(Unavailable, match="lost the connection to "):
             each.result()
     assert all(each.done() for each in pending)
-    # What had come before the loss counts.
+    # Answers that arrived before the loss are valid.
     assert np.array_equal(first.result()["x"], X)
     with pytest.raises(Unavailable, match="no daemon at "):
         client.infer("new", {"x": X})
     new = FakeDaemon(daemon.address)
     assert np.array_equal(client.infer("new", {"x": X})["x"], X)
-    # It is not sent the old one's requests.
+    # The new daemon does not receive the requests for the old one.
     message, _ = new.next()
     assert isinstance(message, Infer)
     assert message.description.model_name == "new"
@@ -227,7 +227,7 @@ def test_a_dying_daemon_ends_all_calls_and_the_next_call_reaches_a_new_one(clien
     new.stop()
 
 
-def test_an_idle_client_does_not_notice(client: Client, daemon: FakeDaemon) -> None:
+def test_idle_client_survives_daemon_restart(client: Client, daemon: FakeDaemon) -> None:
     assert client.infer("echo", {"x": X})
     daemon.stop()
     new = FakeDaemon(daemon.address)
@@ -237,7 +237,7 @@ def test_an_idle_client_does_not_notice(client: Client, daemon: FakeDaemon) -> N
     new.stop()
 
 
-def test_a_daemon_that_ends_while_one_connects_with_zeromq(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_daemon_exit_during_zeromq_connect(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: List[str] = []
 
     def there_at_the_first_look(where: str) -> None:
@@ -250,9 +250,7 @@ def test_a_daemon_that_ends_while_one_connects_with_zeromq(directory: Path, monk
         Client(f"ipc://{directory}/d.sock", timeout=LIMIT_S)
 
 
-def test_a_loss_over_zeromq_that_is_seen_before_the_last_answer_is_told_after_it(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zeromq_loss_is_reported_after_last_answer(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = FakeDaemon(f"ipc://{directory}/d.sock", silent)
     with Client(daemon.address, timeout=LIMIT_S) as client:
         first, second = (client.submit("echo", {"x": X}) for _ in range(2))
@@ -264,7 +262,7 @@ def test_a_loss_over_zeromq_that_is_seen_before_the_last_answer_is_told_after_it
         select.select([connection.descriptors[0]], [], [], LIMIT_S)
         daemon.stop()
         select.select([connection.descriptors[1]], [], [], LIMIT_S)
-        # It comes just after it was looked for.
+        # The answer arrives just after the client has polled.
         seen = connection._receive_available
 
         def nothing_yet() -> List[Any]:
@@ -279,7 +277,7 @@ def test_a_loss_over_zeromq_that_is_seen_before_the_last_answer_is_told_after_it
         assert time.monotonic() - begin < LIMIT_S / 10
 
 
-def test_tcp_is_reached_lost_and_refused() -> None:
+def test_tcp_connection_loss_and_refusal() -> None:
     fake = FakeDaemon("tcp://127.0.0.1:*", silent)
     with Client(fake.address, timeout=LIMIT_S) as client:
         pending = client.submit("m", {"x": X})
@@ -293,7 +291,7 @@ def test_tcp_is_reached_lost_and_refused() -> None:
         Client(fake.address, timeout=LIMIT_S)
 
 
-def test_a_connection_that_broke_the_protocol_is_not_used_again(client: Client, daemon: FakeDaemon) -> None:
+def test_closes_connection_after_protocol_error(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = silent
     pending = [client.submit("m", {"x": X}) for _ in range(2)]
     for _ in pending:
@@ -306,9 +304,7 @@ def test_a_connection_that_broke_the_protocol_is_not_used_again(client: Client, 
     assert client.infer("m", {"x": X})
 
 
-def test_ctrl_c_in_the_middle_of_a_message_costs_the_connection_only(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_during_message_closes_connection(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     pending = client.submit("echo", {"x": X})
 
     def interrupted(*_: object) -> None:
@@ -323,7 +319,7 @@ def test_ctrl_c_in_the_middle_of_a_message_costs_the_connection_only(
         pending.result()
 
 
-def test_what_is_no_weightd_is_told(directory: Path) -> None:
+def test_reports_other_program_on_socket(directory: Path) -> None:
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(f"{directory}/d.sock.unix")
         other.listen(1)
@@ -339,7 +335,7 @@ def test_what_is_no_weightd_is_told(directory: Path) -> None:
 # --- ownership ------------------------------------------------------------------------------------------------------
 
 
-def test_a_forked_process_is_refused_harms_nothing_and_can_have_a_client_of_its_own(daemon: FakeDaemon) -> None:
+def test_forked_process_needs_a_new_client(daemon: FakeDaemon) -> None:
     script = f"""
 import os, sys
 from weightd import Client, WrongProcess
@@ -365,11 +361,11 @@ sys.exit(status)
     command = [sys.executable, "-W", "always::ResourceWarning", "-c", script]
     done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, timeout=LIMIT_S, check=False)
     assert done.returncode == 42
-    # One that is dropped unclosed is a warning, and no hang.
+    # Dropping an open client in the child causes a warning and does not hang.
     assert b"ResourceWarning: " in done.stderr.partition(b"unclosed\n")[2]
 
 
-def test_a_closed_client_says_so(client: Client) -> None:
+def test_closed_client_raises_error(client: Client) -> None:
     pending = client.submit("echo", {"x": X})
     client.close()
     client.close()
@@ -381,7 +377,7 @@ def test_a_closed_client_says_so(client: Client) -> None:
 # --- leaks ----------------------------------------------------------------------------------------------------------
 
 
-def test_another_client_costs_no_thread(client: Client, daemon: FakeDaemon) -> None:
+def test_clients_start_no_threads(client: Client, daemon: FakeDaemon) -> None:
     def threads() -> int:
         return len(os.listdir("/proc/self/task"))  # noqa: PTH208 - Python 3.7
 
@@ -392,7 +388,7 @@ def test_another_client_costs_no_thread(client: Client, daemon: FakeDaemon) -> N
         assert threads() == before
 
 
-def test_nothing_leaks_descriptors(address: str) -> None:
+def test_leaks_no_descriptors(address: str) -> None:
     def round_trip() -> None:
         fake = FakeDaemon(address)
         client = Client(address, timeout=LIMIT_S)
@@ -419,15 +415,15 @@ def test_nothing_leaks_descriptors(address: str) -> None:
 
 
 def cancels(message: ClientMessage, _: Sequence[bytes]) -> List[List[Any]]:
-    return [encode(Error(message.id, "CANCELLED", "taken back"))] if isinstance(message, Cancel) else []
+    return [encode(Error(message.id, "CANCELLED", "cancelled by the client"))] if isinstance(message, Cancel) else []
 
 
-def test_a_request_that_is_taken_back_ends_in_cancelled(client: Client, daemon: FakeDaemon) -> None:
+def test_cancelled_request_raises_cancelled(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = cancels
     pending = client.submit("m", {"x": X})
     other = client.submit("m", {"x": X})
     pending.cancel()
-    with pytest.raises(Cancelled, match=r"^taken back$"):
+    with pytest.raises(Cancelled, match=r"^cancelled by the client$"):
         pending.result()
     assert not other.done()
     (infer, _), _, (cancel, _) = daemon.next(), daemon.next(), daemon.next()
@@ -435,7 +431,7 @@ def test_a_request_that_is_taken_back_ends_in_cancelled(client: Client, daemon: 
     assert cancel == Cancel(infer.id)
 
 
-def test_what_has_ended_is_not_taken_back(client: Client, daemon: FakeDaemon) -> None:
+def test_finished_request_is_not_cancelled(client: Client, daemon: FakeDaemon) -> None:
     pending = client.submit("echo", {"x": X})
     assert pending.result()
     pending.cancel()
@@ -445,7 +441,7 @@ def test_what_has_ended_is_not_taken_back(client: Client, daemon: FakeDaemon) ->
     assert isinstance(daemon.next()[0], Infer), "no cancel was sent"
 
 
-def test_an_answer_that_was_on_its_way_counts(client: Client, daemon: FakeDaemon) -> None:
+def test_answer_beats_late_cancellation(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = silent
     pending = client.submit("echo", {"x": X})
     message, tensors = daemon.next()
@@ -455,7 +451,7 @@ def test_an_answer_that_was_on_its_way_counts(client: Client, daemon: FakeDaemon
     assert np.array_equal(pending.result()["x"], X)
 
 
-def test_taking_back_from_a_daemon_that_is_gone_ends_in_unavailable(client: Client, daemon: FakeDaemon) -> None:
+def test_cancel_after_daemon_exit_is_unavailable(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = silent
     pending = client.submit("m", {"x": X})
     daemon.next()
@@ -465,8 +461,8 @@ def test_taking_back_from_a_daemon_that_is_gone_ends_in_unavailable(client: Clie
         pending.result()
 
 
-def test_a_read_goes_on_in_the_middle_of_which_something_is_taken_back(client: Client, daemon: FakeDaemon) -> None:
-    """As the collector of garbage does with what a `map` has left."""
+def test_cancel_during_a_read(client: Client, daemon: FakeDaemon) -> None:
+    """The garbage collector cancels the remaining requests of a `map` in this way."""
     daemon.handle = lambda message, tensors: [] if isinstance(message, Cancel) else echo(message, tensors)
     pending = client.submit("echo", {"x": X})
     connection = client._session.connection  # pyright: ignore[reportPrivateUsage]
@@ -490,7 +486,7 @@ def test_a_read_goes_on_in_the_middle_of_which_something_is_taken_back(client: C
     assert client.infer("echo", {"x": X})
 
 
-def test_what_is_taken_back_in_the_middle_of_a_message_goes_after_it(client: Client, daemon: FakeDaemon) -> None:
+def test_cancel_during_a_send_follows_the_message(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = lambda message, tensors: [] if isinstance(message, Cancel) else echo(message, tensors)
     pending = client.submit("echo", {"x": X})
     connection = client._session.connection  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""Lists and numbers become arrays of what a model takes: each value as it is, or an error that says where it is."""
+"""Tests of the conversion of lists and numbers to arrays: each value is exact, or the error names its position."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def bounds(datatype: str) -> Any:
 
 @pytest.mark.parametrize("datatype", ITEM_BYTES)
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 0, 3), (1,) * limits.MAX_RANK])
-def test_nested_lists_are_what_numpy_makes_of_them(datatype: str, shape: Any) -> None:
+def test_nested_lists_convert_as_in_numpy(datatype: str, shape: Any) -> None:
     expected = np.resize(np.array([1, 0, 1], NUMPY_DTYPE[datatype]), shape)
     array = array_of(expected.tolist(), datatype)
     assert array.dtype == expected.dtype
     assert array.flags.c_contiguous
-    # What a list has no item of says nothing of the dimensions within.
+    # An empty list does not show the sizes of its inner dimensions.
     assert np.array_equal(array, np.array(expected.tolist(), expected.dtype))
     assert array.shape == np.shape(expected.tolist())
 
 
 @given(st.sampled_from(INTEGERS), st.lists(st.integers(-(2**65), 2**65), min_size=1))
-def test_an_integer_arrives_as_it_is_or_not_at_all(datatype: str, values: List[int]) -> None:
+def test_integer_is_exact_or_rejected(datatype: str, values: List[int]) -> None:
     low, high = bounds(datatype).min, bounds(datatype).max
     wrong = [index for index, each in enumerate(values) if not low <= each <= high]
     if wrong:
@@ -57,7 +57,7 @@ def test_an_integer_arrives_as_it_is_or_not_at_all(datatype: str, values: List[i
 
 
 @pytest.mark.parametrize("datatype", INTEGERS)
-def test_the_bounds_of_an_integer_are_in_it(datatype: str) -> None:
+def test_integer_bounds_are_inclusive(datatype: str) -> None:
     low, high = int(bounds(datatype).min), int(bounds(datatype).max)
     assert array_of([low, high], datatype).tolist() == [low, high]
     for beyond in (low - 1, high + 1):
@@ -66,7 +66,7 @@ def test_the_bounds_of_an_integer_are_in_it(datatype: str) -> None:
 
 
 @given(st.sampled_from(["FP16", "FP32", "FP64"]), st.lists(st.floats() | st.integers(-(2**1025), 2**1025), min_size=1))
-def test_a_number_is_rounded_and_never_becomes_infinite(datatype: str, values: List[float]) -> None:
+def test_rounds_numbers_but_never_to_infinity(datatype: str, values: List[float]) -> None:
     form = np.finfo(NUMPY_DTYPE[datatype])
     beyond = int(form.max) + 2 ** (form.maxexp - form.nmant - 2)
     if any((isinstance(each, int) or math.isfinite(each)) and abs(each) >= beyond for each in map(double, values)):
@@ -79,7 +79,7 @@ def test_a_number_is_rounded_and_never_becomes_infinite(datatype: str, values: L
 
 
 def double(value: float) -> Any:
-    """As a double, where there is one."""
+    """Convert to a double, if the value has one."""
     try:
         return float(value)
     except OverflowError:
@@ -123,38 +123,38 @@ def double(value: float) -> Any:
         ([1.0, np.zeros(())], "FP64", r"^input x\[0\]: expected an array of float64 \[\], .*, got float 1.0$"),
     ],
 )
-def test_what_is_none_of_the_datatype_is_told_with_its_place(value: object, datatype: str, expected: str) -> None:
+def test_error_names_position_of_wrong_value(value: object, datatype: str, expected: str) -> None:
     with pytest.raises(InvalidArgument, match=expected):
         array_of(value, datatype)
 
 
-def test_numpys_own_numbers_are_numbers() -> None:
+def test_accepts_numpy_scalars() -> None:
     assert array_of(list(np.arange(3, dtype=np.int64)), "INT8").tolist() == [0, 1, 2]
     assert array_of(np.float64(0.1), "FP32") == np.float32(0.1)
     assert array_of([np.float32(0.5), 1, np.uint8(2)], "FP64").tolist() == [0.5, 1.0, 2.0]
     assert array_of([np.bool_(1), False], "BOOL").tolist() == [True, False]
-    # Compared as they are: numpy would compare these two as doubles, which are equal.
+    # numpy would compare these two numbers as doubles, which are equal.
     with pytest.raises(InvalidArgument, match=rf"\[1\]: .*{2**63}\)?$"):
         array_of([np.int64(1), np.uint64(2**63)], "INT64")
 
 
 @pytest.mark.parametrize("datatype", ["INT8", "UINT8", "INT64", "UINT64"])
-def test_whole_numbers_of_floating_point_are_integers(datatype: str) -> None:
+def test_accepts_whole_floats_as_integers(datatype: str) -> None:
     made = array_of([[1.0, 2], [np.float32(3), 0.0]], datatype)
     assert (made.tolist(), datatype) == ([[1, 2], [3, 0]], made.dtype.name.upper())
 
 
-def test_ranges_and_tuples_are_lists() -> None:
+def test_accepts_ranges_and_tuples() -> None:
     assert array_of((range(2), [2, 3]), "INT16").tolist() == [[0, 1], [2, 3]]
 
 
-def test_a_list_of_arrays_keeps_their_datatype() -> None:
+def test_list_of_arrays_keeps_datatype() -> None:
     arrays = [[np.full((2, 3), each, np.float64)] for each in range(4)]
     assert array_of(arrays, "FP32").dtype == np.float64
     assert np.array_equal(array_of(arrays, "FP32"), np.array(arrays))
 
 
-def test_lists_are_bounded_before_there_is_memory_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_lists_before_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     endless: List[Any] = [0]
     endless[0] = endless
     with pytest.raises(InvalidArgument, match=f"expected at most {limits.MAX_RANK} levels of lists"):
@@ -169,7 +169,7 @@ def test_lists_are_bounded_before_there_is_memory_for_them(monkeypatch: pytest.M
         array_of([1, 2, 3], "FP32")
 
 
-def test_each_input_has_the_datatype_that_the_model_says_and_arrays_stay_as_they_are() -> None:
+def test_converts_lists_but_not_arrays() -> None:
     given_ = np.zeros(2, np.float64)
     named = to_typed_inputs({"a": [1], "b": 2}, "m", TWO)
     assert {name: array.dtype for name, array in named.items()} == {"a": np.int8, "b": np.float64}
@@ -191,6 +191,6 @@ def test_each_input_has_the_datatype_that_the_model_says_and_arrays_stay_as_they
         ({7: 1}, TWO, "^input 7: model m has no input of this name"),
     ],
 )
-def test_inputs_that_cannot_be_told_apart_are_refused_with_their_names(inputs: Any, takes: Any, expected: str) -> None:
+def test_rejects_ambiguous_inputs(inputs: Any, takes: Any, expected: str) -> None:
     with pytest.raises(InvalidArgument, match=expected):
         to_typed_inputs(inputs, "m", takes)

@@ -1,4 +1,4 @@
-"""Models as functions, and inputs that need to know what a model takes."""
+"""Tests of model objects, and of inputs that need the model's metadata."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ def run(test: Coroutine[Any, Any, T]) -> T:
 
 
 def until_lost(client: Client) -> None:
-    """libzmq tells of a loss a moment later: what is asked in between is lost, too."""
+    """Wait until the client has noticed the loss; libzmq reports it a moment later, and requests in between fail."""
     if client.transport == "zmq":
         select.select([client._session.connection.descriptors[1]], [], [], LIMIT_S)  # pyright: ignore[reportPrivateUsage]
 
 
 def asked(daemon: FakeDaemon) -> List[str]:
-    """The types of what has come, in order."""
+    """Return the types of the received messages in order."""
     return [type(daemon.seen.get_nowait()[0]).__name__ for _ in range(daemon.seen.qsize())]
 
 
 # --- inputs without names, or without a datatype --------------------------------------------------------------------
 
 
-def test_an_array_alone_is_the_only_input_and_stays_as_it_is(client: Client, daemon: FakeDaemon) -> None:
+def test_single_array_is_the_only_input(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = taking(image="FP64")
     outputs = client.infer("m", X)
-    # The model's datatype is another: that is the daemon's to refuse.
+    # The model has another datatype; only the daemon rejects that.
     assert outputs["image"].dtype == np.float32
     assert np.array_equal(outputs["image"], X)
     assert client.submit("m", X).result()["image"].shape == (6,)
     assert asked(daemon) == ["ModelMetadata", "Infer", "Infer"]
 
 
-def test_lists_and_numbers_get_the_datatype_of_the_model(client: Client, daemon: FakeDaemon) -> None:
+def test_lists_get_datatype_of_model(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = taking(ids="INT16", scale="FP16")
     outputs = client.infer("m", {"ids": [[1, 2]], "scale": 0.1})
     assert outputs["ids"].dtype == np.int16
@@ -62,13 +62,13 @@ def test_lists_and_numbers_get_the_datatype_of_the_model(client: Client, daemon:
         client.submit("m", {"ids": [40000], "scale": 0.1})
 
 
-def test_with_arrays_by_name_nobody_asks(client: Client, daemon: FakeDaemon) -> None:
+def test_named_arrays_need_no_metadata(client: Client, daemon: FakeDaemon) -> None:
     client.infer("m", {"x": X})
     client.submit("m", {"x": X}).result()
     assert asked(daemon) == ["Infer", "Infer"]
 
 
-def test_what_a_model_takes_is_asked_again_on_another_connection(client: Client, daemon: FakeDaemon) -> None:
+def test_new_connection_requests_metadata_again(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = taking(x="INT8")
     assert client.infer("m", [1])["x"].dtype == np.int8
     daemon.stop()
@@ -78,7 +78,7 @@ def test_what_a_model_takes_is_asked_again_on_another_connection(client: Client,
     again.stop()
 
 
-def test_a_model_that_takes_something_else_now_is_found_out_by_one_refusal(client: Client, daemon: FakeDaemon) -> None:
+def test_rejected_request_refreshes_metadata(client: Client, daemon: FakeDaemon) -> None:
     def refuses_int8(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
         if isinstance(message, Infer) and message.description.inputs[0].datatype == "INT8":
             return [encode(Error(message.id, "INVALID_ARGUMENT", "x: expected INT32, got INT8"))]
@@ -90,23 +90,23 @@ def test_a_model_that_takes_something_else_now_is_found_out_by_one_refusal(clien
     with pytest.raises(InvalidArgument, match="expected INT32"):
         client.infer("m", [1])
     assert client.infer("m", [1])["x"].dtype == np.int32
-    # What does not even fit what is known is not refused before that is looked at again.
+    # An input that does not fit the cached metadata is rejected only after a refresh.
     daemon.handle = taking(x="INT64")
     assert client.infer("m", [2**40])["x"].dtype == np.int64
 
 
-def test_what_cannot_be_told_ends_in_the_error_of_the_question(client: Client, daemon: FakeDaemon) -> None:
+def test_failed_metadata_request_is_the_error(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = lambda message, _: [encode(Error(message.id, "NOT_FOUND", "no such model"))]
     with pytest.raises(NotFound, match="no such model") as caught:
         client.infer("m", [1.0])
-    # What happens within is nothing to tell of.
+    # The internal exception does not appear as context.
     assert caught.value.__context__ is None
     daemon.handle = lambda message, _: []
     with pytest.raises(DeadlineExceeded):
         client.infer("m", [1.0], timeout=0.05)
 
 
-def test_threads_that_need_the_same_wait_for_one_question(client: Client, daemon: FakeDaemon) -> None:
+def test_threads_share_one_metadata_request(client: Client, daemon: FakeDaemon) -> None:
     answer = taking(x="INT8")
     questions: List[ClientMessage] = []
     first = threading.Event()
@@ -132,14 +132,14 @@ def test_threads_that_need_the_same_wait_for_one_question(client: Client, daemon
     assert len(questions) == 1
 
 
-def test_tasks_that_need_the_same_wait_for_one_question(daemon: FakeDaemon) -> None:
+def test_tasks_share_one_metadata_request(daemon: FakeDaemon) -> None:
     async def test() -> None:
         daemon.handle = taking(x="INT8")
         async with AsyncClient(daemon.address) as client:
             answers = await asyncio.gather(*(client.infer("m", [number]) for number in range(20)))
             assert [each["x"].tolist() for each in answers] == [[number] for number in range(20)]
             assert asked(daemon).count("ModelMetadata") == 1
-            # Who asked may go: the others still get the answer.
+            # If the task that sent the request is cancelled, the others still get the answer.
             daemon.handle = lambda message, _: []
             first = asyncio.ensure_future(client.infer("other", [1]))
             await asyncio.sleep(0)
@@ -156,14 +156,14 @@ def test_tasks_that_need_the_same_wait_for_one_question(daemon: FakeDaemon) -> N
     run(test())
 
 
-# --- as a function --------------------------------------------------------------------------------------------------
+# --- models as functions --------------------------------------------------------------------------------------------
 
 
-def test_a_model_is_called_with_its_input_or_with_names(client: Client, daemon: FakeDaemon) -> None:
+def test_calls_model_with_array_or_names(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = taking(x="FP32")
     model = client.model("m")
     assert model.name == "m"
-    # One output, and it is alone.
+    # A single output is returned without its name.
     assert np.array_equal(model(X), X)
     assert np.array_equal(model(x=X), X)
     assert np.array_equal(model({"x": X}), X)
@@ -171,13 +171,13 @@ def test_a_model_is_called_with_its_input_or_with_names(client: Client, daemon: 
     assert np.array_equal(model.submit(X).result(), X)
     assert model.metadata().platform == "echo"
     assert [each[0] for each in model.map(X + each for each in range(3))] == [0, 1, 2]
-    # Two outputs, by their names.
+    # Two outputs are returned by name.
     daemon.handle = taking(a="FP32", b="FP32")
     assert {*model(a=X, b=[1.0])} == {"a", "b"}
     assert {*model.submit(a=X, b=X).result()} == {"a", "b"}
 
 
-def test_more_than_one_input_without_a_name_is_refused(client: Client, daemon: FakeDaemon) -> None:
+def test_rejects_several_unnamed_inputs(client: Client, daemon: FakeDaemon) -> None:
     call: Any = client.model("m")
     for arguments, names in (((X, X), {}), ((X,), {"y": X})):
         with pytest.raises(InvalidArgument, match=r"^inputs: expected inputs by name, as in model\(x=array\), or one"):
@@ -185,7 +185,7 @@ def test_more_than_one_input_without_a_name_is_refused(client: Client, daemon: F
     assert asked(daemon) == []
 
 
-def test_what_it_was_made_with_goes_with_each_request(client: Client, daemon: FakeDaemon) -> None:
+def test_model_options_apply_to_each_request(client: Client, daemon: FakeDaemon) -> None:
     model = client.model("m", outputs=["x"], timeout=7.0, priority=2)
     model(x=X)
     model.submit(x=X).result()
@@ -197,7 +197,7 @@ def test_what_it_was_made_with_goes_with_each_request(client: Client, daemon: Fa
         assert (message.parameters.timeout_us, message.parameters.priority) == (7_000_000, 2)
 
 
-def test_a_model_for_asyncio(daemon: FakeDaemon) -> None:
+def test_async_model(daemon: FakeDaemon) -> None:
     async def test() -> None:
         daemon.handle = taking(x="FP32")
         async with AsyncClient(daemon.address) as client:
@@ -215,7 +215,7 @@ def number(value: float) -> Any:
 
 
 class Backwards:
-    """Answers so many requests at a time, the last one first."""
+    """A daemon that answers requests in groups of this size, in reverse order."""
 
     def __init__(self, together: int) -> None:
         self._together = together
@@ -230,11 +230,11 @@ class Backwards:
 
 
 class Stuck:
-    """Answers until so many have come, then holds them; when there are `held` of these, the first one is answered.
+    """A daemon that answers a number of requests and then holds them; with `held` requests it answers the first one.
 
     Attributes:
-        ids: of all requests.
-        cancelled: of those that were taken back.
+        ids: the ids of all requests.
+        cancelled: the ids of the cancelled requests.
     """
 
     def __init__(self, answered: int, held: int, code: str = "") -> None:
@@ -258,16 +258,16 @@ class Stuck:
             )
         return self._first if len(self.ids) == self._answered + self._held else []
 
-    def until_taken_back(self, daemon: FakeDaemon) -> None:
-        """Wait until all that were not answered are taken back; nothing else is."""
+    def wait_until_cancelled(self, daemon: FakeDaemon) -> None:
+        """Wait until exactly the unanswered requests have been cancelled."""
         for _ in range(len(self.ids) + self._held - 1):
             daemon.next()
         assert sorted(self.cancelled) == sorted(self.ids[self._answered + 1 :])
         assert len(self.cancelled) == self._held - 1
 
 
-class Taken:
-    """Inputs, and how many of them were taken."""
+class CountedInputs:
+    """An iterable of inputs that counts how many have been consumed."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -287,10 +287,10 @@ class Taken:
 # --- for threads ----------------------------------------------------------------------------------------------------
 
 
-def test_outputs_come_in_order_and_so_many_are_under_way(client: Client, daemon: FakeDaemon) -> None:
-    # It answers nothing before all eight are there.
+def test_map_keeps_order_and_limits_requests(client: Client, daemon: FakeDaemon) -> None:
+    # The daemon answers nothing before it has all eight requests.
     daemon.handle = Backwards(8)
-    inputs = Taken(80)
+    inputs = CountedInputs(80)
     taken: List[int] = []
     for index, outputs in enumerate(client.map("m", inputs, in_flight=8)):
         assert outputs["x"].tolist() == [index]
@@ -299,17 +299,17 @@ def test_outputs_come_in_order_and_so_many_are_under_way(client: Client, daemon:
     assert max(taken) == 8
 
 
-def test_no_inputs_are_no_outputs(client: Client) -> None:
+def test_map_without_inputs(client: Client) -> None:
     assert [*client.map("m", [])] == []
 
 
-def test_rows_of_an_array_are_inputs(client: Client, daemon: FakeDaemon) -> None:
+def test_maps_rows_of_an_array(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = taking(x="FP32")
     rows = np.arange(6, dtype=np.float32).reshape(3, 2)
     assert np.array_equal([outputs["x"] for outputs in client.map("m", rows)], rows)
 
 
-def test_an_output_that_is_there_is_not_kept_back_for_inputs_to_come(client: Client) -> None:
+def test_map_yields_output_before_next_input(client: Client) -> None:
     given: List[int] = []
 
     def inputs() -> Iterator[Any]:
@@ -322,28 +322,26 @@ def test_an_output_that_is_there_is_not_kept_back_for_inputs_to_come(client: Cli
     assert len(given) < MAX_IN_FLIGHT
 
 
-def test_a_failure_ends_it_and_takes_the_others_back(client: Client, daemon: FakeDaemon) -> None:
+def test_failure_cancels_other_requests(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = stuck = Stuck(13, 4, "INTERNAL")
     outputs: List[float] = []
     with pytest.raises(Internal, match="unlucky"):
         outputs.extend(each["x"][0] for each in client.map("m", (number(each) for each in range(100)), in_flight=4))
     assert outputs == [*range(13)]
-    stuck.until_taken_back(daemon)
+    stuck.wait_until_cancelled(daemon)
 
 
-def test_what_is_under_way_when_it_is_closed_is_taken_back(client: Client, daemon: FakeDaemon) -> None:
+def test_close_cancels_requests_of_map(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = stuck = Stuck(0, 3)
     flow = client.map("m", (number(each) for each in range(100)), in_flight=3)
     next(flow)
     flow.close()
-    stuck.until_taken_back(daemon)
+    stuck.wait_until_cancelled(daemon)
     with pytest.raises(StopIteration):
         next(flow)
 
 
-def test_a_failure_of_the_inputs_is_the_users_and_takes_back_what_is_under_way(
-    client: Client, daemon: FakeDaemon
-) -> None:
+def test_exception_of_inputs_cancels_requests(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = stuck = Stuck(0, 4)
 
     def inputs() -> Iterator[Any]:
@@ -359,7 +357,7 @@ def test_a_failure_of_the_inputs_is_the_users_and_takes_back_what_is_under_way(
 
 
 @pytest.mark.parametrize("in_flight", [0, -1, MAX_IN_FLIGHT + 1, 2.0, True])
-def test_bounds_are_told_at_once(client: Client, daemon: FakeDaemon, in_flight: Any) -> None:
+def test_rejects_wrong_in_flight_at_once(client: Client, daemon: FakeDaemon, in_flight: Any) -> None:
     with pytest.raises(InvalidArgument, match=f"^in_flight: expected an integer from 1 to {MAX_IN_FLIGHT}, got"):
         client.map("m", [], in_flight=in_flight)
     with pytest.raises(InvalidArgument, match=r"^in_flight"):
@@ -367,7 +365,7 @@ def test_bounds_are_told_at_once(client: Client, daemon: FakeDaemon, in_flight: 
 
 
 @pytest.mark.parametrize("inputs", [{"x": [1]}, "x", 7, None])
-def test_what_is_no_row_of_inputs_is_refused(client: Client, inputs: Any) -> None:
+def test_map_rejects_other_than_iterables(client: Client, inputs: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"^inputs: expected an iterable of inputs, as in \[array, array\], got "):
         client.map("m", inputs)
 
@@ -385,10 +383,10 @@ async def collect(flow: AsyncIterator[Any], outputs: List[float]) -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_outputs_come_in_order_for_asyncio(daemon: FakeDaemon, *, waits: bool) -> None:
+def test_async_map_keeps_order(daemon: FakeDaemon, *, waits: bool) -> None:
     async def test() -> None:
         daemon.handle = Backwards(8)
-        inputs = Taken(80)
+        inputs = CountedInputs(80)
         source: Any = inputs.__aiter__() if waits else inputs.__iter__()
         async with AsyncClient(daemon.address) as client:
             index = 0
@@ -401,7 +399,7 @@ def test_outputs_come_in_order_for_asyncio(daemon: FakeDaemon, *, waits: bool) -
     run(test())
 
 
-def test_an_input_may_depend_on_the_output_before(daemon: FakeDaemon) -> None:
+def test_async_input_may_depend_on_last_output(daemon: FakeDaemon) -> None:
     async def test() -> None:
         answered: asyncio.Queue[float] = asyncio.Queue()
 
@@ -420,7 +418,7 @@ def test_an_input_may_depend_on_the_output_before(daemon: FakeDaemon) -> None:
     run(test())
 
 
-def test_all_inputs_are_taken_in_one_task(daemon: FakeDaemon) -> None:
+def test_async_map_reads_inputs_in_one_task(daemon: FakeDaemon) -> None:
     async def test() -> None:
         tasks: List[Any] = []
 
@@ -437,7 +435,7 @@ def test_all_inputs_are_taken_in_one_task(daemon: FakeDaemon) -> None:
     run(test())
 
 
-def test_a_failure_for_asyncio_leaves_no_task_and_nothing_under_way(daemon: FakeDaemon) -> None:
+def test_async_failure_leaves_no_tasks_or_requests(daemon: FakeDaemon) -> None:
     async def test() -> None:
         daemon.handle = stuck = Stuck(13, 4, "INTERNAL")
         outputs: List[float] = []
@@ -448,12 +446,12 @@ def test_a_failure_for_asyncio_leaves_no_task_and_nothing_under_way(daemon: Fake
                 await collect(flow, outputs)
             assert asyncio.all_tasks() == tasks
             assert outputs == [*range(13)]
-            await in_thread(stuck.until_taken_back, daemon)
+            await in_thread(stuck.wait_until_cancelled, daemon)
 
     run(test())
 
 
-def test_inputs_for_asyncio_that_fail_do_so_in_their_turn(daemon: FakeDaemon) -> None:
+def test_async_inputs_raise_in_order(daemon: FakeDaemon) -> None:
     async def test() -> None:
         async def inputs() -> AsyncIterator[Any]:
             yield number(0)
@@ -472,7 +470,7 @@ def test_inputs_for_asyncio_that_fail_do_so_in_their_turn(daemon: FakeDaemon) ->
 
 
 @pytest.mark.parametrize("how", ["aclose", "cancel"])
-def test_who_leaves_takes_back_what_is_under_way(daemon: FakeDaemon, how: str) -> None:
+def test_leaving_async_map_cancels_requests(daemon: FakeDaemon, how: str) -> None:
     async def test() -> None:
         daemon.handle = stuck = Stuck(0, 3) if how == "aclose" else Stuck(1, 4)
         tasks = asyncio.all_tasks()
@@ -489,7 +487,7 @@ def test_who_leaves_takes_back_what_is_under_way(daemon: FakeDaemon, how: str) -
                     await waiting
             assert asyncio.all_tasks() == tasks
             if how == "aclose":
-                await in_thread(stuck.until_taken_back, daemon)
+                await in_thread(stuck.wait_until_cancelled, daemon)
             else:
                 await in_thread(lambda: [daemon.next() for _ in range(3)])
                 assert sorted(stuck.cancelled) == sorted(stuck.ids[1:])
@@ -497,7 +495,7 @@ def test_who_leaves_takes_back_what_is_under_way(daemon: FakeDaemon, how: str) -
     run(test())
 
 
-def test_a_policy_holds_for_each_of_them(daemon: FakeDaemon) -> None:
+def test_retry_policy_applies_to_each_request(daemon: FakeDaemon) -> None:
     refused: List[str] = []
 
     def sometimes(message: ClientMessage, tensors: Sequence[bytes]) -> Any:

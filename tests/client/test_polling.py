@@ -1,4 +1,4 @@
-"""Waiting where eventlet has taken `select.poll` away, as its `monkey_patch` does."""
+"""Tests without `select.poll`, which eventlet's `monkey_patch` removes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weightd.polling import READ, WRITE, SelectPoller, new_poller
 from weightd.threaded import ReaderElection
 from weightd_protocol.messages.control import ReadyResponse
 
-# Above 64 KiB, from where on frames over ZeroMQ are not copied.
+# Above 64 KiB, where ZeroMQ frames are not copied.
 LARGE = np.arange(100_000, dtype=np.float32)
 
 
@@ -37,11 +37,9 @@ def found(poller: Any, milliseconds: float) -> List[Any]:
 
 
 @pytest.mark.parametrize("wait", [0, 1])
-def test_it_finds_what_the_other_one_finds(
-    monkeypatch: pytest.MonkeyPatch, pair: List[socket.socket], wait: int
-) -> None:
+def test_select_poller_equals_poll(monkeypatch: pytest.MonkeyPatch, pair: List[socket.socket], wait: int) -> None:
     if not wait:
-        # eventlet's refuses a descriptor for which a green thread waits.
+        # eventlet's select rejects a descriptor for which a green thread waits.
         monkeypatch.delattr(select, "select")
     near, far = pair
     both: List[Any] = [select.poll(), SelectPoller()]
@@ -57,13 +55,13 @@ def test_it_finds_what_the_other_one_finds(
     assert found(both[1], wait) == [(near.fileno(), READ), (near.fileno(), WRITE)]
 
 
-def test_the_poller_of_the_kernel_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefers_poll_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not isinstance(new_poller(()), SelectPoller)
     monkeypatch.delattr(select, "poll")
     assert isinstance(new_poller(()), SelectPoller)
 
 
-def test_a_client_works_without(monkeypatch: pytest.MonkeyPatch, daemon: FakeDaemon) -> None:
+def test_client_works_without_poll(monkeypatch: pytest.MonkeyPatch, daemon: FakeDaemon) -> None:
     monkeypatch.delattr(select, "poll")
     with Client(daemon.address, timeout=LIMIT_S) as client, ThreadPoolExecutor(8) as pool:
         answers = pool.map(lambda n: client.infer("m", {"x": LARGE + n})["x"][0], range(32))
@@ -77,8 +75,8 @@ def test_a_client_works_without(monkeypatch: pytest.MonkeyPatch, daemon: FakeDae
         assert client.server().version == "9.9"
 
 
-def test_no_thread_keeps_account_of_what_zeromq_has_not_copied(daemon: FakeDaemon) -> None:
-    """As a green thread it would stop the whole program."""
+def test_starts_no_thread_for_uncopied_frames(daemon: FakeDaemon) -> None:
+    """As a green thread, it would stop the whole program."""
     program = f"""
 import select, threading
 del select.poll
@@ -94,8 +92,8 @@ with Client({daemon.address!r}) as client:
     assert printed.stdout == "1\n"
 
 
-def test_threads_are_told_apart_as_they_are_when_a_client_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gevent and eventlet replace `get_ident`, perhaps after the client was imported."""
+def test_uses_current_get_ident(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gevent and eventlet may replace `get_ident` after the client was imported."""
     green = 1
     monkeypatch.setattr(threading, "get_ident", lambda: green)
     turns = ReaderElection()

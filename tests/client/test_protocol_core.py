@@ -55,7 +55,7 @@ def failure(request_id: str, code: str = "INTERNAL") -> List[Any]:
     return encode(Error(request_id, code, "why", 500_000))
 
 
-def test_a_request_is_what_the_wire_wants(core: ClientCore) -> None:
+def test_encodes_request(core: ClientCore) -> None:
     inputs = MappingProxyType({"a": np.ones((2, 3), ">f4"), "b": np.array(7, np.int64)})
     call, frames = core.prepare_infer("m", inputs, 1.5)
     message = decode(frames, FROM_CLIENT)
@@ -73,13 +73,13 @@ def test_a_request_is_what_the_wire_wants(core: ClientCore) -> None:
     assert decode(frames, FROM_CLIENT) == Status(call.id)
 
 
-def test_answers_come_in_any_order_and_leave_nothing_behind(core: ClientCore) -> None:
+def test_accepts_answers_in_any_order(core: ClientCore) -> None:
     calls = [ask(core) for _ in range(5)]
     assert len({call.id for call in calls}) == 5
     for call in reversed(calls):
         assert not call.done
         core.on_message(answer(call, float(calls.index(call))))
-        # A second answer changes nothing.
+        # A second answer has no effect.
         core.on_message(failure(call.id))
         assert call.done
     results: List[Any] = [call.result() for call in calls]
@@ -89,7 +89,7 @@ def test_answers_come_in_any_order_and_leave_nothing_behind(core: ClientCore) ->
 
 
 @pytest.mark.parametrize("code", sorted(ERRORS))
-def test_each_code_is_its_own_exception(core: ClientCore, code: str) -> None:
+def test_each_code_has_an_exception(core: ClientCore, code: str) -> None:
     call = ask(core)
     core.on_message(failure(call.id, code))
     with pytest.raises(RequestError, match=r"^why$") as caught:
@@ -101,14 +101,14 @@ def test_each_code_is_its_own_exception(core: ClientCore, code: str) -> None:
 @pytest.mark.parametrize(
     "frames", [failure("no-such-id"), encode(ServerMetadataResponse("no-such-id", "n", "v", (), ()))]
 )
-def test_an_answer_to_nobody_is_dropped(core: ClientCore, frames: List[Any]) -> None:
+def test_drops_answer_to_unknown_request(core: ClientCore, frames: List[Any]) -> None:
     call = ask(core)
     core.on_message(frames)
     assert not call.done
     assert core.pending_count == 1
 
 
-def test_what_was_given_up_leaves_nothing_behind(core: ClientCore) -> None:
+def test_forgets_abandoned_calls(core: ClientCore) -> None:
     call = ask(core)
     late = answer(call, 1.0)
     del call
@@ -120,7 +120,7 @@ def test_what_was_given_up_leaves_nothing_behind(core: ClientCore) -> None:
     core.on_message(late)
 
 
-def test_fail_all_ends_what_is_under_way_and_nothing_else(core: ClientCore) -> None:
+def test_fail_all_ends_only_pending_calls(core: ClientCore) -> None:
     answered, first, second = ask(core), ask(core), ask(core)
     core.on_message(answer(answered, 1.0))
     core.fail_all(Unavailable, "gone")
@@ -132,17 +132,19 @@ def test_fail_all_ends_what_is_under_way_and_nothing_else(core: ClientCore) -> N
     assert not ask(core).done
 
 
-@pytest.mark.parametrize(("frames", "said"), [(failure(""), "closed this connection: why"), ([b"\xc1"], "envelope")])
-def test_what_names_no_request_is_everybodys(core: ClientCore, frames: List[Any], said: str) -> None:
+@pytest.mark.parametrize(
+    ("frames", "expected"), [(failure(""), "closed this connection: why"), ([b"\xc1"], "envelope")]
+)
+def test_message_without_request_is_a_protocol_error(core: ClientCore, frames: List[Any], expected: str) -> None:
     call = ask(core)
-    with pytest.raises(RemoteProtocolError, match=said):
+    with pytest.raises(RemoteProtocolError, match=expected):
         core.on_message(frames)
     assert not call.done
 
 
-def test_a_broken_answer_ends_the_call_that_it_names(core: ClientCore) -> None:
+def test_invalid_answer_ends_only_its_call(core: ClientCore) -> None:
     other = ask(core)
-    for message, tensors, said in (
+    for message, tensors, expected in (
         (InferResponse("", ResponseDescription("m", (TensorSpec("y", "FP32", (2,)),))), [bytes(7)], "8 bytes, got 7"),
         (
             InferResponse("", ResponseDescription("m", (TensorSpec("y", "BOOL", (2,)),))),
@@ -153,28 +155,26 @@ def test_a_broken_answer_ends_the_call_that_it_names(core: ClientCore) -> None:
     ):
         call = ask(core)
         core.on_message([*encode(dataclasses.replace(message, id=call.id)), *tensors])
-        with pytest.raises(RemoteProtocolError, match=said):
+        with pytest.raises(RemoteProtocolError, match=expected):
             call.result()
         assert not other.done
 
 
 @pytest.mark.parametrize("value", [np.array([object()]), np.array(["text"]), np.array([1j]), None])
-def test_what_is_no_tensor_is_refused_by_name(core: ClientCore, value: Any) -> None:
+def test_error_names_invalid_input(core: ClientCore, value: Any) -> None:
     with pytest.raises(InvalidArgument, match=r"^input x: "):
         core.prepare_infer("m", {"x": value}, 1.0)
     assert core.pending_count == 0
 
 
-def test_an_input_that_the_daemon_would_hang_up_on_is_refused(
-    core: ClientCore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejects_too_large_input(core: ClientCore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_FRAME_BYTES", 8)
     with pytest.raises(InvalidArgument, match="input x: expected at most 8 bytes, got 16"):
         core.prepare_infer("m", {"x": np.zeros(2, np.float64)}, 1.0)
 
 
 @pytest.mark.parametrize("inputs", [np.zeros(2, np.float32), [1.0], None, 7, {"x": [1.0]}, {"x": np.float32(1)}])
-def test_what_has_no_names_or_no_datatype_needs_to_be_known_first(core: ClientCore, inputs: Any) -> None:
+def test_untyped_inputs_need_metadata(core: ClientCore, inputs: Any) -> None:
     with pytest.raises(NeedsMetadata):
         core.prepare_infer("m", inputs, 1.0)
     assert core.pending_count == 0
@@ -190,9 +190,9 @@ def knows(core: ClientCore, model: str = "m") -> bool:
     return core.typed_inputs(model, {}) is not None
 
 
-def test_what_a_model_takes_is_asked_for_once(core: ClientCore) -> None:
+def test_requests_metadata_once(core: ClientCore) -> None:
     first, frames = core.prepare_metadata_call("m")
-    # Nobody waits for what may never be sent.
+    # A request that is never sent does not block other calls.
     assert core.prepare_metadata_call("m")[0] is not first
     first, frames = core.prepare_metadata_call("m")
     core.track(first, frames)
@@ -205,7 +205,7 @@ def test_what_a_model_takes_is_asked_for_once(core: ClientCore) -> None:
     assert not core.is_tracked(first)
 
 
-def test_it_is_forgotten_with_the_connection_by_a_refusal_and_where_it_does_not_fit(core: ClientCore) -> None:
+def test_drops_outdated_metadata(core: ClientCore) -> None:
     learn(core)
     learn(core, "other")
     call = ask(core)
@@ -221,23 +221,23 @@ def test_it_is_forgotten_with_the_connection_by_a_refusal_and_where_it_does_not_
     named = core.typed_inputs("m", [100])
     assert named
     assert named["x"].dtype == np.int8
-    # It may have been asked for before the model was exchanged.
+    # The metadata may have been requested before the model was updated.
     assert core.typed_inputs("m", [300]) is None
     assert not knows(core)
 
 
-def test_of_no_more_models_than_a_daemon_has_is_it_known(core: ClientCore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_cached_metadata(core: ClientCore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightd.protocol_core._MAX_CACHED_METADATA", 2)
     for name in "abcde":
         learn(core, name)
     assert [name for name in "abcde" if knows(core, name)] == ["e"]
 
 
-def test_who_could_not_ask_tells_those_who_wait_for_it(core: ClientCore) -> None:
+def test_aborted_metadata_request_ends_waiting_calls(core: ClientCore) -> None:
     question = core.prepare_metadata_call("m")
     call, frames = question
     core.track(call, frames)
-    # It is on its way all the same.
+    # The aborted request was sent nonetheless.
     core.abort_metadata_call(question, KeyboardInterrupt())
     assert not call.done
     joined = core.prepare_metadata_call("m")

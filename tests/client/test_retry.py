@@ -1,4 +1,5 @@
-"""What is asked once more, when, and by whom; without a policy nothing is."""
+"""Tests of retries: which errors cause one, after which pause, and in which calls; without a policy there are no
+retries."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ WIRE = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text("utf-8")
 
 
 class Clock:
-    """Goes when it is told to."""
+    """A clock that advances on demand."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -42,28 +43,30 @@ def attempts_of(retry: Retry, seconds: float = 1000.0, chance: float = 1.0) -> A
     return Attempts(retry, seconds, clock=Clock(), random_fraction=lambda: chance)
 
 
-# --- when -----------------------------------------------------------------------------------------------------------
+# --- errors and pauses ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("code", sorted(ERRORS))
-def test_those_are_tried_again_of_which_the_protocol_says_later(code: str) -> None:
-    [said] = re.findall(rf"^\| `{code}` \| [^|]* \| ([^|]*) \|", WIRE.partition("## Error codes")[2], re.MULTILINE)
+def test_retries_errors_documented_as_later(code: str) -> None:
+    [documented] = re.findall(
+        rf"^\| `{code}` \| [^|]* \| ([^|]*) \|", WIRE.partition("## Error codes")[2], re.MULTILINE
+    )
     pause = attempts_of(Retry()).pause_after(ERRORS[code]("why"))
-    assert (pause is not None) == said.startswith("later")
+    assert (pause is not None) == documented.startswith("later")
 
 
-def test_pauses_grow_up_to_a_bound_and_then_there_is_an_end() -> None:
+def test_pauses_grow_to_a_limit() -> None:
     attempts = attempts_of(Retry(attempts=6, pause=1.0, max_pause=5.0))
     assert [attempts.pause_after(Unavailable()) for _ in range(7)] == [1.0, 2.0, 4.0, 5.0, 5.0, None, None]
 
 
 @given(st.floats(0, 1), st.floats(0, 10) | st.none())
-def test_each_pause_differs_and_is_not_shorter_than_the_daemon_says(chance: float, after: Any) -> None:
+def test_pauses_are_random_above_the_daemons_minimum(chance: float, after: Any) -> None:
     pause = attempts_of(Retry(pause=1.0), chance=chance).pause_after(ResourceExhausted(retry_after=after))
     assert pause == pytest.approx((after or 0.0) + 0.5 + chance / 2)
 
 
-def test_nobody_waits_where_no_time_would_be_left() -> None:
+def test_no_pause_beyond_the_deadline() -> None:
     clock = Clock()
     attempts = Attempts(Retry(pause=1.0), 3.0, clock=clock, random_fraction=lambda: 1.0)
     assert attempts.remaining_s() == 3.0
@@ -88,16 +91,16 @@ def test_nobody_waits_where_no_time_would_be_left() -> None:
         ({"max_pause": 61}, "max_pause"),
     ],
 )
-def test_a_policy_out_of_bounds_is_refused(wrong: Dict[str, Any], named: str) -> None:
+def test_rejects_policy_out_of_range(wrong: Dict[str, Any], named: str) -> None:
     with pytest.raises(InvalidArgument, match=f"^{named}: expected"):
         Retry(**wrong)
 
 
-# --- by whom --------------------------------------------------------------------------------------------------------
+# --- calls with retries ---------------------------------------------------------------------------------------------
 
 
 class Failing:
-    """Answers so many messages of each type with an error, then echoes."""
+    """A daemon that answers the first messages of each type with an error and echoes the others."""
 
     def __init__(self, times: int, code: str = "UNAVAILABLE") -> None:
         self._times = times
@@ -118,7 +121,7 @@ def patient(daemon: FakeDaemon) -> Iterator[Client]:
         yield client
 
 
-def test_without_a_policy_nothing_is_sent_again(client: Client, daemon: FakeDaemon) -> None:
+def test_no_retries_without_a_policy(client: Client, daemon: FakeDaemon) -> None:
     daemon.handle = failing = Failing(1)
     with pytest.raises(Unavailable):
         client.infer("m", {"x": X})
@@ -128,7 +131,7 @@ def test_without_a_policy_nothing_is_sent_again(client: Client, daemon: FakeDaem
 
 
 @pytest.mark.parametrize("code", ["UNAVAILABLE", "RESOURCE_EXHAUSTED"])
-def test_what_may_pass_is_asked_again(patient: Client, daemon: FakeDaemon, code: str) -> None:
+def test_retries_temporary_errors(patient: Client, daemon: FakeDaemon, code: str) -> None:
     daemon.handle = failing = Failing(3, code)
     assert np.array_equal(patient.infer("m", {"x": X})["x"], X)
     assert patient.server().version == "9.9"
@@ -136,7 +139,7 @@ def test_what_may_pass_is_asked_again(patient: Client, daemon: FakeDaemon, code:
     assert failing.seen == ["Infer"] * 4 + ["ServerMetadata"] * 4 + ["ModelMetadata"] * 4
 
 
-def test_what_goes_on_failing_ends_in_its_error(patient: Client, daemon: FakeDaemon) -> None:
+def test_last_attempt_raises_its_error(patient: Client, daemon: FakeDaemon) -> None:
     daemon.handle = failing = Failing(100)
     with pytest.raises(Unavailable, match="not now"):
         patient.infer("m", {"x": X})
@@ -144,21 +147,21 @@ def test_what_goes_on_failing_ends_in_its_error(patient: Client, daemon: FakeDae
 
 
 @pytest.mark.parametrize("code", ["INTERNAL", "DEADLINE_EXCEEDED"])
-def test_what_does_not_pass_is_not_asked_again(patient: Client, daemon: FakeDaemon, code: str) -> None:
+def test_does_not_retry_permanent_errors(patient: Client, daemon: FakeDaemon, code: str) -> None:
     daemon.handle = failing = Failing(1, code)
     with pytest.raises(ERRORS[code]):
         patient.infer("m", {"x": X})
     assert failing.seen == ["Infer"]
 
 
-def test_an_update_is_never_sent_again(patient: Client, daemon: FakeDaemon) -> None:
+def test_does_not_retry_updates(patient: Client, daemon: FakeDaemon) -> None:
     daemon.handle = failing = Failing(1)
     with pytest.raises(Unavailable):
         patient.update("m", rollback=True)
     assert failing.seen == ["Update"]
 
 
-def test_nor_is_what_was_submitted_or_has_arrays_to_be_filled(patient: Client, daemon: FakeDaemon) -> None:
+def test_does_not_retry_submit_or_out(patient: Client, daemon: FakeDaemon) -> None:
     daemon.handle = Failing(1)
     with pytest.raises(Unavailable):
         patient.submit("m", {"x": X}).result()
@@ -167,13 +170,13 @@ def test_nor_is_what_was_submitted_or_has_arrays_to_be_filled(patient: Client, d
         patient.infer("m", {"x": X}, out={"x": np.empty_like(X)})
 
 
-def test_map_asks_again_and_keeps_the_order(patient: Client, daemon: FakeDaemon) -> None:
+def test_map_retries_and_keeps_order(patient: Client, daemon: FakeDaemon) -> None:
     daemon.handle = failing = Failing(2)
     assert [outputs["x"][0] for outputs in patient.map("m", [{"x": X + each} for each in range(5)])] == [*range(5)]
     assert len(failing.seen) == 7
 
 
-def test_a_daemon_that_ends_is_waited_for(daemon: FakeDaemon) -> None:
+def test_retries_until_daemon_is_back(daemon: FakeDaemon) -> None:
     with Client(daemon.address, timeout=LIMIT_S, retry=Retry(attempts=10, pause=0.1, max_pause=0.5)) as client:
         assert client.infer("m", {"x": X})
         daemon.stop()
@@ -182,7 +185,7 @@ def test_a_daemon_that_ends_is_waited_for(daemon: FakeDaemon) -> None:
         starting.start()
         assert client.infer("m", {"x": X})
         starting.join()
-        # So it is when a client is made.
+        # The constructor retries, too.
         again[0].stop()
         starting = threading.Timer(0.3, lambda: again.append(FakeDaemon(daemon.address)))
         starting.start()
@@ -192,7 +195,7 @@ def test_a_daemon_that_ends_is_waited_for(daemon: FakeDaemon) -> None:
         again[1].stop()
 
 
-def test_the_time_of_the_call_is_that_of_all_attempts(daemon: FakeDaemon) -> None:
+def test_timeout_covers_all_attempts(daemon: FakeDaemon) -> None:
     timeouts: List[int] = []
 
     def handle(message: ClientMessage, _: Sequence[bytes]) -> Sequence[List[Any]]:

@@ -1,4 +1,4 @@
-"""Arrays that are cut from memory that others see: whose each part is, and until when."""
+"""Tests of arrays in shared memory: who owns each block, and how long."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def _small_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arenas, "_MIN_REGION_BYTES", 2 * _PAGE)
 
 
-class World(RuleBasedStateMachine):
-    """Arrays that are used as anybody would: each keeps what was written to it for as long as it is there."""
+class ArenaMachine(RuleBasedStateMachine):
+    """State machine of arrays in an arena: each array keeps its contents while it exists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class World(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 3 * _PAGE), dtype=st.sampled_from(["<f4", "|u1", "<i8"]))
     def cut(self, count: int, dtype: str) -> None:
-        """One more, from a region or not."""
+        """Allocate an array, in a region or outside."""
         array = self.arena.empty((count // np.dtype(dtype).itemsize,), dtype)
         self.written = (self.written + 1) % 128
         array[...] = self.written
@@ -45,7 +45,7 @@ class World(RuleBasedStateMachine):
 
     @rule(nbytes=st.integers(1, 3 * _PAGE))
     def take(self, nbytes: int) -> None:
-        """One more that somebody else will write to."""
+        """Allocate a block for an output."""
         block = self.arena.take(nbytes)
         if block is not None:
             block.region.populate(block.offset, nbytes)
@@ -56,7 +56,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def look(self, data: st.DataObject) -> None:
-        """A view takes the place of the array that it is of."""
+        """Replace an array by a view of it."""
         index = data.draw(st.integers(0, len(self.held) - 1))
         array, value = self.held[index]
         self.held[index] = array[len(array) // 2 :], value
@@ -64,23 +64,23 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data())
     def drop(self, data: st.DataObject) -> None:
-        """One is not needed any more."""
+        """Drop an array."""
         del self.held[data.draw(st.integers(0, len(self.held) - 1))]
 
     @rule()
     def retire(self) -> None:
-        """As after a connection that was lost."""
+        """Retire all regions, as after a lost connection."""
         self.arena.retire(self.arena.regions)
 
     @invariant()
     def keeps_what_was_written(self) -> None:
-        """No part is two arrays'."""
+        """Check that no two arrays overlap."""
         for array, value in self.held:
             assert (array == value).all()
 
     @invariant()
     def finds_what_lies_in_it(self) -> None:
-        """By address; what it finds is that array's memory, aligned."""
+        """Check that a lookup by address finds the memory of the array, aligned."""
         for array, _ in self.held:
             found = self.arena.find(array)
             if found is not None and array.nbytes:
@@ -89,11 +89,11 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def keeps_its_bound(self) -> None:
-        """All regions together."""
+        """Check the limit on all regions together."""
         assert sum(region.nbytes for region in self.arena.regions) <= 8 * _PAGE
 
 
-TestArena = World.TestCase
+TestArena = ArenaMachine.TestCase
 TestArena.settings = settings(max_examples=examples(30), deadline=None)
 
 
@@ -103,7 +103,7 @@ def _block(arena: ShmArena, nbytes: int) -> Block:
     return block
 
 
-def test_a_part_is_used_again_once_its_last_view_is_gone() -> None:
+def test_reuses_block_after_its_last_view() -> None:
     arena = ShmArena()
     array = arena.empty((4, 4), np.float32)
     assert array.flags.aligned
@@ -112,12 +112,12 @@ def test_a_part_is_used_again_once_its_last_view_is_gone() -> None:
     del array
     assert _block(arena, 64).offset == ALIGNMENT
     del view
-    # What was given back last comes first; what is of another size, where it fits first.
+    # The most recently freed block is used first; for another size, the first block that fits.
     assert _block(arena, 64).offset == 0
     assert _block(arena, 1).offset == 0
 
 
-def test_it_grows_and_lets_go_what_was_too_small() -> None:
+def test_grows_and_releases_small_regions() -> None:
     arena = ShmArena()
     small = _block(arena, _PAGE)
     large = _block(arena, 5 * _PAGE + 1)
@@ -128,7 +128,7 @@ def test_it_grows_and_lets_go_what_was_too_small() -> None:
     del large
 
 
-def test_the_descriptor_goes_with_the_last_array() -> None:
+def test_closes_descriptor_with_last_array() -> None:
     arena = ShmArena()
     array = arena.empty((_PAGE,), np.uint8)
     descriptor = arena.regions[0].descriptor
@@ -142,7 +142,7 @@ def test_the_descriptor_goes_with_the_last_array() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, _PAGE - 64, _PAGE, _PAGE + 1])
-def test_each_page_of_a_part_has_memory_once_it_is_populated_and_others_have_none(nbytes: int) -> None:
+def test_populates_only_the_pages_of_a_block(nbytes: int) -> None:
     arena = ShmArena()
     blocks = [_block(arena, each) for each in (_PAGE, 64, nbytes, 3 * _PAGE)]
     region, offset = blocks[2].region, blocks[2].offset
@@ -153,13 +153,13 @@ def test_each_page_of_a_part_has_memory_once_it_is_populated_and_others_have_non
 
 
 @pytest.mark.parametrize("dtype", [object, "S3", "<c8", [("x", "<i4")]])
-def test_what_no_tensor_can_be_is_never_cut(dtype: Any) -> None:
+def test_does_not_share_unsupported_datatypes(dtype: Any) -> None:
     arena = ShmArena()
     assert arena.empty((3,), dtype).shape == (3,)
     assert not arena.regions
 
 
-def test_where_no_memory_can_be_had_an_array_is_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uses_normal_arrays_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(nbytes: int) -> int:
         raise OSError(24, "Too many open files")
 
@@ -170,7 +170,7 @@ def test_where_no_memory_can_be_had_an_array_is_like_any_other(monkeypatch: pyte
     assert arena.find(array) is None
 
 
-def test_a_forked_process_keeps_what_it_has_got() -> None:
+def test_fork_keeps_arrays() -> None:
     arena = ShmArena()
     array = arena.empty((_PAGE,), np.uint8)
     array[:] = 1
@@ -187,7 +187,7 @@ def test_a_forked_process_keeps_what_it_has_got() -> None:
     os.close(tells)
 
 
-def test_what_two_processes_cut_after_a_fork_is_never_the_same() -> None:
+def test_fork_separates_new_arrays() -> None:
     arena = ShmArena()
     arena.empty((_PAGE,), np.uint8)[:] = 0
     assert arena.regions[0].is_unused
@@ -199,7 +199,7 @@ def test_what_two_processes_cut_after_a_fork_is_never_the_same() -> None:
     assert not arena.empty((_PAGE,), np.uint8).any()
 
 
-def test_nothing_is_cut_by_another_thread_while_one_forks() -> None:
+def test_fork_blocks_allocation_in_other_threads() -> None:
     arena = ShmArena()
     arena.before_fork()
     thread = threading.Thread(target=arena.empty, args=((_PAGE,), np.uint8))
@@ -211,7 +211,7 @@ def test_nothing_is_cut_by_another_thread_while_one_forks() -> None:
     assert arena.regions
 
 
-def test_threads_never_share_a_part() -> None:
+def test_threads_never_share_a_block() -> None:
     arena = ShmArena()
     wrong: List[int] = []
 
@@ -233,8 +233,8 @@ def test_threads_never_share_a_part() -> None:
 _NBYTES = 16 * ALIGNMENT
 
 
-class FreeListWorld(RuleBasedStateMachine):
-    """Bytes by their owners, one by one, beside what `Space` makes of them."""
+class FreeListMachine(RuleBasedStateMachine):
+    """State machine that compares a free list with the owner of each byte."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class FreeListWorld(RuleBasedStateMachine):
         self.taken: Dict[int, int] = {}
 
     def units(self) -> str:
-        """Each unit of memory as a letter: taken or free."""
+        """Return one letter per unit of memory: taken or free."""
         return "".join(
             "x" if any(begin <= at < begin + size for begin, size in self.taken.items()) else "."
             for at in range(0, _NBYTES, ALIGNMENT)
@@ -250,7 +250,7 @@ class FreeListWorld(RuleBasedStateMachine):
 
     @rule(nbytes=st.integers(0, _NBYTES + 1))
     def take(self, nbytes: int) -> None:
-        """It is where it fits first, or nowhere."""
+        """Allocate at the first fit, if there is one."""
         size = max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
         expected = self.units().find("." * (size // ALIGNMENT))
         begin = self.space.take(nbytes)
@@ -261,15 +261,15 @@ class FreeListWorld(RuleBasedStateMachine):
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
     def give(self, data: st.DataObject) -> None:
-        """Any of them, in any order."""
+        """Free any block."""
         begin = data.draw(st.sampled_from(sorted(self.taken)))
         self.space.release(begin)
         del self.taken[begin]
 
     @invariant()
     def tells_whether_it_is_free(self) -> None:
-        """Only then a region may go."""
+        """Check that the list reports whether all memory is free; only then a region may be released."""
         assert self.space.is_unused == (not self.taken)
 
 
-TestSpace = FreeListWorld.TestCase
+TestSpace = FreeListMachine.TestCase

@@ -1,4 +1,4 @@
-"""Tensors in memory that the daemon's workers see: which are there, since when, and when their memory is used again."""
+"""Tests of tensors in shared memory: which tensors use it, from when on, and when their memory is reused."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from weightd_protocol.tensors import from_frame, spec_of
 N = MIN_SHARED_BYTES
 
 
-class World:
-    """A client, and a daemon whose model adds one to bytes, told step by step."""
+class SharedMemorySession:
+    """A client and a daemon, run step by step, whose model adds one to bytes."""
 
     def __init__(self) -> None:
         self.core = ClientCore()
@@ -52,7 +52,7 @@ class World:
         self.core.on_message([*encode(message), *frames])
 
     def read(self, request: Infer, frames: Sequence[Any]) -> Any:
-        """What the worker gets."""
+        """Return the input as the worker reads it."""
         [spec] = request.description.inputs
         regions = request.parameters.regions
         for place in regions.inputs if regions is not None else ():
@@ -65,7 +65,7 @@ class World:
         return next(iter(regions.outputs), None) if regions is not None else None
 
     def write(self, request: Infer, y: Any) -> bool:
-        """What the worker does with an output."""
+        """Write the output as the worker does; return whether it fits."""
         room = self.room(request)
         if room is None or y.nbytes > room.nbytes:
             return False
@@ -87,14 +87,14 @@ class World:
         return result["y"], request
 
     def warm(self, x: Any) -> None:
-        """Ask until all of it goes through shared memory."""
+        """Send requests until input and output both use shared memory."""
         for _ in range(3):
             self.infer(x)
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def session() -> SharedMemorySession:
+    return SharedMemorySession()
 
 
 def bytes_of(count: int, value: int = 3) -> Any:
@@ -102,57 +102,57 @@ def bytes_of(count: int, value: int = 3) -> Any:
 
 
 def is_shared(request: Infer) -> Tuple[bool, bool]:
-    """Whether input and output are."""
+    """Return whether input and output use shared memory."""
     regions = request.parameters.regions
     return (False, False) if regions is None else (bool(regions.inputs), bool(regions.outputs))
 
 
-# --- what is where --------------------------------------------------------------------------------------------------
+# --- which tensors are shared ---------------------------------------------------------------------------------------
 
 
-def test_nobody_waits_for_memory_to_be_shared(world: World) -> None:
+def test_requests_do_not_wait_for_registration(session: SharedMemorySession) -> None:
     x = bytes_of(N)
     shared: List[Tuple[bool, bool]] = []
     for _ in range(3):
-        y, request = world.infer(x)
+        y, request = session.infer(x)
         assert (y == 4).all()
         assert not y.flags.writeable
         shared.append(is_shared(request))
     assert shared == [(False, False), (True, True), (True, True)]
-    assert [type(each) for each in world.said] == [Register]
+    assert [type(each) for each in session.said] == [Register]
 
 
-def test_an_array_for_an_output_has_memory_before_a_worker_writes_there(world: World) -> None:
-    world.warm(bytes_of(N))
-    out = world.core.shm_tensors.arena.empty((N,), np.uint8)
-    y, request = world.infer(bytes_of(N), {"y": out})
+def test_populates_output_array_before_request(session: SharedMemorySession) -> None:
+    session.warm(bytes_of(N))
+    out = session.core.shm_tensors.arena.empty((N,), np.uint8)
+    y, request = session.infer(bytes_of(N), {"y": out})
     assert y is out
     assert is_shared(request) == (True, True)
     assert (out == 4).all()
 
 
 @pytest.mark.parametrize(("count", "dtype"), [(N - 1, np.uint8), (0, np.float32)])
-def test_what_is_small_is_in_frames(world: World, count: int, dtype: Any) -> None:
-    world.warm(bytes_of(N))
+def test_sends_small_tensors_in_frames(session: SharedMemorySession, count: int, dtype: Any) -> None:
+    session.warm(bytes_of(N))
     for _ in range(3):
-        assert is_shared(world.infer(np.zeros(count, dtype).view(np.uint8))[1]) == (False, False)
+        assert is_shared(session.infer(np.zeros(count, dtype).view(np.uint8))[1]) == (False, False)
 
 
-def test_what_cannot_be_shared_is_in_frames(world: World) -> None:
-    world.refuses = True
+def test_uses_frames_if_sharing_is_rejected(session: SharedMemorySession) -> None:
+    session.refuses = True
     for _ in range(3):
-        assert is_shared(world.infer(bytes_of(N))[1]) == (False, False)
-    assert len(world.said) == 1
-    world.core.shm_tensors.on_connected(can_share=False)
-    assert is_shared(world.infer(bytes_of(N))[1]) == (False, False)
+        assert is_shared(session.infer(bytes_of(N))[1]) == (False, False)
+    assert len(session.said) == 1
+    session.core.shm_tensors.on_connected(can_share=False)
+    assert is_shared(session.infer(bytes_of(N))[1]) == (False, False)
 
 
-def test_an_array_of_the_arena_is_not_copied(world: World) -> None:
-    world.warm(bytes_of(N))
-    arena = world.core.shm_tensors.arena
+def test_does_not_copy_arena_arrays(session: SharedMemorySession) -> None:
+    session.warm(bytes_of(N))
+    arena = session.core.shm_tensors.arena
     x, out = arena.empty((2, N), np.uint8), arena.empty((N,), np.uint8)
     x[...] = 7
-    y, request = world.infer(x[1], {"y": out})
+    y, request = session.infer(x[1], {"y": out})
     assert y is out
     assert (out == 8).all()
     regions = request.parameters.regions
@@ -163,53 +163,53 @@ def test_an_array_of_the_arena_is_not_copied(world: World) -> None:
         assert found[1] == place.offset
 
 
-def test_any_array_can_be_filled(world: World) -> None:
-    world.warm(bytes_of(N))
+def test_fills_any_array(session: SharedMemorySession) -> None:
+    session.warm(bytes_of(N))
     for out in (np.empty(N, np.uint8), np.empty((N, 2), np.uint8)[:, 0]):
-        assert world.infer(bytes_of(N), {"y": out})[0] is out
+        assert session.infer(bytes_of(N), {"y": out})[0] is out
         assert (out == 4).all()
     out = np.empty(4, np.uint8)
-    assert world.infer(bytes_of(4), {"y": out})[0] is out
+    assert session.infer(bytes_of(4), {"y": out})[0] is out
     assert (out == 4).all()
 
 
 @pytest.mark.parametrize("out", [np.empty(N - 1, np.uint8), np.empty(N, np.int8), [1], np.broadcast_to(np.uint8(1), N)])
-def test_what_an_output_does_not_fit_in_is_refused(world: World, out: Any) -> None:
+def test_rejects_output_array_that_does_not_fit(session: SharedMemorySession, out: Any) -> None:
     for _ in range(3):
         with pytest.raises(InvalidArgument, match="out: y: expected a"):
-            world.infer(bytes_of(N), {"y": out})
+            session.infer(bytes_of(N), {"y": out})
 
 
-def test_an_output_that_outgrows_its_room_comes_in_a_frame(world: World) -> None:
+def test_larger_output_arrives_in_a_frame(session: SharedMemorySession) -> None:
     x = bytes_of(N)
-    world.warm(x)
+    session.warm(x)
     for size in (2 * N, 2 * N, N):
-        call, request, _ = world.ask(x)
-        world.answer(request, bytes_of(size))
+        call, request, _ = session.ask(x)
+        session.answer(request, bytes_of(size))
         result: Any = call.result()
         assert len(result["y"]) == size
-    assert world.room(request) == OutputLocation(0, "r0", world.room(request).offset, 2 * N)  # type: ignore[union-attr]
+    assert session.room(request) == OutputLocation(0, "r0", session.room(request).offset, 2 * N)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("placed", [(0,), (0, 1)])
-def test_an_output_where_there_was_no_room_breaks_the_protocol(world: World, placed: Tuple[int, ...]) -> None:
-    call, request, _ = world.ask(bytes_of(N))
+def test_unoffered_shared_output_breaks_protocol(session: SharedMemorySession, placed: Tuple[int, ...]) -> None:
+    call, request, _ = session.ask(bytes_of(N))
     specs = tuple(TensorSpec(f"y{index}", "UINT8", (N,)) for index in placed)
-    world.hear(InferResponse(request.id, ResponseDescription("m", specs), placed))
+    session.hear(InferResponse(request.id, ResponseDescription("m", specs), placed))
     with pytest.raises(RemoteProtocolError, match="in memory that the request did not offer"):
         call.result()
 
 
-def test_an_output_of_no_truth_value_breaks_the_protocol_in_shared_memory_too(world: World) -> None:
-    world.warm(bytes_of(N))
-    call, request, _ = world.ask(bytes_of(N))
-    assert world.write(request, bytes_of(N, 2))
-    world.hear(InferResponse(request.id, ResponseDescription("m", (TensorSpec("y", "BOOL", (N,)),)), (0,)))
+def test_invalid_shared_bool_breaks_protocol(session: SharedMemorySession) -> None:
+    session.warm(bytes_of(N))
+    call, request, _ = session.ask(bytes_of(N))
+    assert session.write(request, bytes_of(N, 2))
+    session.hear(InferResponse(request.id, ResponseDescription("m", (TensorSpec("y", "BOOL", (N,)),)), (0,)))
     with pytest.raises(RemoteProtocolError, match="expected 0 or 1"):
         call.result()
 
 
-# --- until when -----------------------------------------------------------------------------------------------------
+# --- reuse of memory ------------------------------------------------------------------------------------------------
 
 
 def places(request: Infer) -> List[Tuple[int, int]]:
@@ -225,93 +225,93 @@ def overlap(one: Infer, other: Infer) -> bool:
     return any(a < c + d and c < a + b for a, b in places(one) for c, d in places(other))
 
 
-def test_memory_is_used_again_once_it_is_nobodys(world: World) -> None:
-    world.warm(bytes_of(N))
-    assert {*places(world.infer(bytes_of(N))[1])} == {*places(world.infer(bytes_of(N))[1])}
-    held, one = world.infer(bytes_of(N))
+def test_reuses_memory_without_owner(session: SharedMemorySession) -> None:
+    session.warm(bytes_of(N))
+    assert {*places(session.infer(bytes_of(N))[1])} == {*places(session.infer(bytes_of(N))[1])}
+    held, one = session.infer(bytes_of(N))
     view = held[10:20]
     del held
-    _, other = world.infer(bytes_of(N, 9))
+    _, other = session.infer(bytes_of(N, 9))
     assert places(one)[1] != places(other)[1]
     assert (view == 4).all()
 
 
-def test_a_late_write_never_lands_where_something_else_is(world: World) -> None:
-    world.warm(bytes_of(N))
-    call, late, _ = world.ask(bytes_of(N))
-    world.hear(Error(late.id, "CANCELLED", "", may_still_write=True))
+def test_late_write_hits_no_other_tensor(session: SharedMemorySession) -> None:
+    session.warm(bytes_of(N))
+    call, late, _ = session.ask(bytes_of(N))
+    session.hear(Error(late.id, "CANCELLED", "", may_still_write=True))
     with pytest.raises(Cancelled):
         call.result()
     del call
-    y, request = world.infer(bytes_of(N))
+    y, request = session.infer(bytes_of(N))
     assert not overlap(late, request)
-    world.write(late, bytes_of(N, 66))
+    session.write(late, bytes_of(N, 66))
     assert (y == 4).all()
     del y
-    world.hear(Released(late.id))
-    assert overlap(late, world.infer(bytes_of(N))[1])
+    session.hear(Released(late.id))
+    assert overlap(late, session.infer(bytes_of(N))[1])
 
 
-def test_who_gives_up_keeps_nothing_from_those_that_follow(world: World) -> None:
-    world.warm(bytes_of(N))
-    call, given_up, _ = world.ask(bytes_of(N))
+def test_abandoned_request_keeps_its_memory(session: SharedMemorySession) -> None:
+    session.warm(bytes_of(N))
+    call, given_up, _ = session.ask(bytes_of(N))
     del call
     gc.collect()
-    assert not overlap(given_up, world.infer(bytes_of(N))[1])
-    world.answer(given_up, bytes_of(N))
-    assert overlap(given_up, world.infer(bytes_of(N))[1])
+    assert not overlap(given_up, session.infer(bytes_of(N))[1])
+    session.answer(given_up, bytes_of(N))
+    assert overlap(given_up, session.infer(bytes_of(N))[1])
 
 
-def test_an_answer_that_may_still_be_written_to_is_copied(world: World) -> None:
-    world.warm(bytes_of(N))
-    call, request, _ = world.ask(bytes_of(N))
-    world.answer(request, bytes_of(N, 5), running=True)
+def test_copies_answer_that_may_still_be_written(session: SharedMemorySession) -> None:
+    session.warm(bytes_of(N))
+    call, request, _ = session.ask(bytes_of(N))
+    session.answer(request, bytes_of(N, 5), running=True)
     result: Any = call.result()
-    world.write(request, bytes_of(N, 66))
+    session.write(request, bytes_of(N, 66))
     assert (result["y"] == 5).all()
-    assert not overlap(request, world.infer(bytes_of(N))[1])
+    assert not overlap(request, session.infer(bytes_of(N))[1])
 
 
-def test_with_another_connection_all_is_registered_anew_and_what_was_offered_is_never_used_again(world: World) -> None:
-    world.warm(bytes_of(N))
-    x = world.core.shm_tensors.arena.empty((N,), np.uint8)
+def test_new_connection_uses_new_regions(session: SharedMemorySession) -> None:
+    session.warm(bytes_of(N))
+    x = session.core.shm_tensors.arena.empty((N,), np.uint8)
     x[...] = 1
-    _, late, _ = world.ask(bytes_of(N))
-    before = list(world.core.shm_tensors.arena.regions)
-    # Made for the connection that is lost; sent over the next one.
-    call, _ = world.core.prepare_infer("m", {"x": x}, 1.0)
-    world.core.fail_all(Unavailable, "lost")
-    world.core.shm_tensors.on_connected(can_share=True)
-    again = world.core.frames_without_sharing(call)
+    _, late, _ = session.ask(bytes_of(N))
+    before = list(session.core.shm_tensors.arena.regions)
+    # The request was prepared for the lost connection and is sent over the next one.
+    call, _ = session.core.prepare_infer("m", {"x": x}, 1.0)
+    session.core.fail_all(Unavailable, "lost")
+    session.core.shm_tensors.on_connected(can_share=True)
+    again = session.core.frames_without_sharing(call)
     assert again is not None
     assert is_shared(decode(again, FROM_CLIENT)) == (False, False)  # type: ignore[arg-type]
     assert bytes(again[2]) == x.tobytes()
-    world.said.clear()
-    outputs = [world.infer(x) for _ in range(3)]
+    session.said.clear()
+    outputs = [session.infer(x) for _ in range(3)]
     assert is_shared(outputs[-1][1])[1]
-    world.write(late, bytes_of(N, 66))
+    session.write(late, bytes_of(N, 66))
     assert all((y == 2).all() for y, _ in outputs)
-    assert [type(each) for each in world.said] == [Register]
-    assert not {*before} & {*world.core.shm_tensors.arena.regions}
+    assert [type(each) for each in session.said] == [Register]
+    assert not {*before} & {*session.core.shm_tensors.arena.regions}
 
 
-def test_a_region_is_given_up_when_no_request_can_name_it_any_more(world: World) -> None:
-    world.warm(bytes_of(N))
-    question = world.core.prepare_infer("m", {"x": bytes_of(N)}, 1.0)
-    arena = world.core.shm_tensors.arena
+def test_unregisters_region_without_requests(session: SharedMemorySession) -> None:
+    session.warm(bytes_of(N))
+    question = session.core.prepare_infer("m", {"x": bytes_of(N)}, 1.0)
+    arena = session.core.shm_tensors.arena
     arena.before_fork()
     arena.after_fork(in_child=False)
-    world.infer(bytes_of(N))
-    assert Unregister not in map(type, world.said)
+    session.infer(bytes_of(N))
+    assert Unregister not in map(type, session.said)
     del question
     gc.collect()
-    world.infer(bytes_of(N))
-    assert [each.region for each in world.said if isinstance(each, Unregister)] == ["r0"]
+    session.infer(bytes_of(N))
+    assert [each.region for each in session.said if isinstance(each, Unregister)] == ["r0"]
 
 
-def test_regions_that_were_let_go_are_given_up(world: World) -> None:
-    world.warm(bytes_of(N))
+def test_unregisters_released_regions(session: SharedMemorySession) -> None:
+    session.warm(bytes_of(N))
     gc.collect()
-    world.warm(bytes_of(17 << 20))
-    assert [type(each) for each in world.said[:3]] == [Register, Unregister, Register]
-    assert world.said[1].region == "r0"
+    session.warm(bytes_of(17 << 20))
+    assert [type(each) for each in session.said[:3]] == [Register, Unregister, Register]
+    assert session.said[1].region == "r0"

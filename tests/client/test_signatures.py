@@ -1,4 +1,4 @@
-"""`Client` and `AsyncClient` are one interface: the same methods, parameters and defaults; the latter are awaited."""
+"""Tests that `Client` and `AsyncClient` have the same methods, parameters and defaults."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 from weightd import AsyncClient, AsyncModel, Client, Model
 
-# What a blocking client has alone: a task awaits its answer where a thread would submit a request.
-BLOCKING_ALONE = {"submit"}
+# Only a blocking client has this method: a task awaits a response where a thread submits a request.
+ONLY_BLOCKING = {"submit"}
 
-# Inputs may come from an asynchronous iterable, too.
+# Inputs may also come from an asynchronous iterable.
 OTHER_TYPES = {"map": {"inputs"}}
 
 NOT_AWAITED = {"address", "empty", "map", "model", "name", "timeout", "transport"}
@@ -33,7 +33,7 @@ def parameters(name: str, member: Any) -> List[Any]:
 
 @pytest.mark.parametrize(("blocking", "awaited"), [(Client, AsyncClient), (Model, AsyncModel)])
 def test_both_have_the_same_methods(blocking: Type[Any], awaited: Type[Any]) -> None:
-    assert set(public(awaited)) == set(public(blocking)) - BLOCKING_ALONE
+    assert set(public(awaited)) == set(public(blocking)) - ONLY_BLOCKING
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ def test_both_have_the_same_methods(blocking: Type[Any], awaited: Type[Any]) -> 
     [(Client, AsyncClient, each) for each in sorted(public(AsyncClient))]
     + [(Model, AsyncModel, each) for each in sorted(set(public(AsyncModel)) - {"__init__"})],
 )
-def test_each_method_has_the_same_signature_and_description(blocking: Type[Any], awaited: Type[Any], name: str) -> None:
+def test_each_method_has_the_same_signature_and_docstring(blocking: Type[Any], awaited: Type[Any], name: str) -> None:
     one, other = public(blocking)[name], public(awaited)[name]
     assert parameters(name, one) == parameters(name, other)
     if name in ("__init__", "__call__"):
         return
     assert inspect.iscoroutinefunction(other) == (name not in NOT_AWAITED and not isinstance(other, property))
-    # Each says the same, and what is left out there is in the other one.
-    said = (inspect.getdoc(other) or "").split("\n")[0]
-    said = said.partition(f": as `{blocking.__name__}.")[0].rstrip(".")
-    assert (inspect.getdoc(one) or "").startswith(said[:30])
+    # The first lines agree; the asynchronous docstring refers to the blocking one for the rest.
+    first_line = (inspect.getdoc(other) or "").split("\n")[0]
+    first_line = first_line.partition(f": as `{blocking.__name__}.")[0].rstrip(".")
+    assert (inspect.getdoc(one) or "").startswith(first_line[:30])

@@ -1,4 +1,4 @@
-"""One client in several threads."""
+"""Tests of one client in several threads."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 
 def until_all_wait(client: Client, count: int) -> None:
-    """Return once so many calls are waited for, by one thread that reads and others that do not."""
+    """Wait until `count` calls wait: one thread reads, the others do not."""
     deadline = time.monotonic() + LIMIT_S
     while len(client._transport._election._waiters) < count - 1 or not client._transport._election.reader:  # pyright: ignore[reportPrivateUsage]
         assert time.monotonic() < deadline
@@ -42,19 +42,17 @@ def asks(client: Client, model: str = "m", timeout: float = LIMIT_S) -> Any:
     return client.infer(model, {"x": X}, timeout=timeout)
 
 
-def test_each_thread_gets_its_own_answers(client: Client, pool: ThreadPoolExecutor) -> None:
+def test_each_thread_gets_its_answers(client: Client, pool: ThreadPoolExecutor) -> None:
     def ask(number: int) -> None:
         for index in range(40):
-            # Some are larger than what is sent or received at once.
+            # Some arrays exceed one read or write.
             x = np.full((1, 100, 100_000, 300_000)[(number + index) % 4], 100 * number + index, np.float64)
             assert np.array_equal(client.infer("echo", {"x": x})["x"], x)
 
     assert [*pool.map(ask, range(8))] == [None] * 8
 
 
-def test_who_has_less_time_or_an_answer_is_not_held_up_by_others(
-    client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor
-) -> None:
+def test_slow_calls_do_not_delay_others(client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor) -> None:
     daemon.handle = lambda message, tensors: echo(message, tensors) if "quick" in model_of(message) else []
     slow = [pool.submit(asks, client) for _ in range(3)]
     until_all_wait(client, 3)
@@ -71,7 +69,7 @@ def model_of(message: ClientMessage) -> str:
     return message.description.model_name if isinstance(message, Infer) else ""
 
 
-def test_who_reads_hands_over_when_its_time_is_up(client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor) -> None:
+def test_reader_hands_over_at_its_deadline(client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor) -> None:
     daemon.handle = silent
     hasty = pool.submit(asks, client, timeout=1.0)
     until_all_wait(client, 1)
@@ -84,7 +82,7 @@ def test_who_reads_hands_over_when_its_time_is_up(client: Client, daemon: FakeDa
     assert patient.result(LIMIT_S)
 
 
-def test_one_request_may_be_waited_for_by_many(client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor) -> None:
+def test_several_threads_wait_for_one_request(client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor) -> None:
     daemon.handle = silent
     pending = client.submit("m", {"x": X})
     waiting = [pool.submit(pending.result) for _ in range(4)]
@@ -96,7 +94,7 @@ def test_one_request_may_be_waited_for_by_many(client: Client, daemon: FakeDaemo
     assert all(each is results[0] for each in results)
 
 
-def test_close_ends_the_calls_of_others(client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor) -> None:
+def test_close_ends_calls_of_other_threads(client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor) -> None:
     daemon.handle = silent
     waiting = [pool.submit(asks, client) for _ in range(4)]
     until_all_wait(client, 4)
@@ -104,9 +102,7 @@ def test_close_ends_the_calls_of_others(client: Client, daemon: FakeDaemon, pool
     assert all(isinstance(each.exception(LIMIT_S), ClientClosed) for each in waiting)
 
 
-def test_a_client_may_be_closed_by_a_signal_that_comes_while_it_sends(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signal_handler_may_close_client_during_send(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     send = ClientSession.send
 
     def closed_before(session: ClientSession, *args: Any) -> int:
@@ -128,7 +124,7 @@ def test_a_client_may_be_closed_by_a_signal_that_comes_while_it_sends(
     assert [type(each) for each in errors] == [ClientClosed]
 
 
-def test_a_loss_ends_the_calls_of_all_and_one_of_them_connects_again(
+def test_connection_loss_ends_calls_of_all_threads(
     client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     daemon.handle = silent
@@ -150,9 +146,7 @@ def test_a_loss_ends_the_calls_of_all_and_one_of_them_connects_again(
     again.stop()
 
 
-def test_who_cannot_send_neither_holds_up_nor_is_left_by_who_reads(
-    client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor
-) -> None:
+def test_blocked_sender_and_reader_make_progress(client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor) -> None:
     goes_on = threading.Event()
 
     def reads_no_more(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[List[Any]]:
@@ -163,7 +157,7 @@ def test_who_cannot_send_neither_holds_up_nor_is_left_by_who_reads(
     daemon.handle = reads_no_more
     stopped: Future[Any] = pool.submit(asks, client, "stop", timeout=1.0)
     until_all_wait(client, 1)
-    # More than fits between the two, and each answer as large: who only sent would wait for ever.
+    # More than the socket's buffers hold, with equally large answers: a thread that only sent would block forever.
     large = np.zeros(4 * 1024 * 1024, np.uint8)
     sending = [pool.submit(client.infer, "m", {"x": large}, timeout=LIMIT_S) for _ in range(6)]
     with pytest.raises(DeadlineExceeded):
@@ -173,14 +167,15 @@ def test_who_cannot_send_neither_holds_up_nor_is_left_by_who_reads(
     assert all(len(each.result(LIMIT_S)["x"]) == len(large) for each in sending)
 
 
-# --- a process that is stopped --------------------------------------------------------------------------------------
+# --- stopped processes ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_an_answer_that_has_come_while_the_process_was_stopped_is_not_too_late(
+def test_answer_that_arrives_while_stopped_is_in_time(
     client: Client, daemon: FakeDaemon, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, reads: bool
 ) -> None:
-    """The kernel ends a wait at its time-out, whoever was stopped; what was sent before is there a moment later."""
+    """The kernel ends a wait at its time-out even while the process is stopped; the answer can be read a moment
+    later."""
     daemon.handle = silent
     stops = [True]
 
@@ -216,8 +211,8 @@ def test_an_answer_that_has_come_while_the_process_was_stopped_is_not_too_late(
         assert isinstance(other.exception(LIMIT_S), ClientClosed)
 
 
-class World(RuleBasedStateMachine):
-    """Threads that do not run: each is where its last step has left it."""
+class ElectionMachine(RuleBasedStateMachine):
+    """State machine of threads that do not run: each stays where its last step has left it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,10 +288,10 @@ class World(RuleBasedStateMachine):
             assert (turn.is_reader or turn.call.done) == turn.is_awake
 
 
-TestTurns = World.TestCase
+TestTurns = ElectionMachine.TestCase
 
 
-def test_who_could_not_leave_reads_when_it_is_back() -> None:
+def test_interrupted_reader_reads_when_it_returns() -> None:
     turns, call = ReaderElection(), PendingCall("1", ReadyResponse)
     others: List[object] = []
 

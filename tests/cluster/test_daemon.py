@@ -1,4 +1,4 @@
-"""The daemon of a replica, as the replica sees it: a guard that says so."""
+"""Tests of a replica's daemon, started through the daemon supervisor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from weightd_ray import daemon, daemon_supervisor
 from weightd_ray.daemon import EmbeddedDaemon
 
-# Leaves itself alone as the guard does, and takes no notice of the end of its leash.
+# Detaches as the supervisor does, and ignores the closed pipe.
 _STOPPED = """
 import json, os, sys, time
 sys.stdin.readline()
@@ -22,7 +22,7 @@ time.sleep(60)
 """
 
 
-def test_a_guard_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kills_supervisor_that_does_not_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon_supervisor, "supervisor_command", lambda _: [sys.executable, "-I", "-S", "-c", _STOPPED])
     monkeypatch.setattr(daemon, "_STOP_TIMEOUT_S", 0.01)
 
@@ -30,7 +30,7 @@ def test_a_guard_that_does_not_end_is_killed(tmp_path: Path, monkeypatch: pytest
         own = EmbeddedDaemon(tmp_path, {}, lambda: None)
         assert await own.start() == "unix:///x"
         await own.stop()
-        # Its end of the reports is closed then.
+        # The supervisor's end of the report pipe is closed by then.
         while not own.failure:
             await asyncio.sleep(0.01)
 

@@ -1,4 +1,4 @@
-"""What stands between a replica and its daemon: it starts it again, and ends with the replica, whatever happens."""
+"""Tests of the daemon supervisor, which restarts a replica's daemon and exits with the replica."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from weightd_ray.daemon_supervisor import Backoff, DaemonSupervisor
 __all__ = ["directory"]
 
 
-def test_pauses_grow_to_a_bound_and_begin_again_after_a_long_life() -> None:
-    pauses = Backoff()
-    assert [pauses.next_delay_s(1) for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
-    assert [pauses.next_delay_s(60), pauses.next_delay_s(59)] == [0.5, 1]
+def test_backoff_grows_and_resets_after_a_long_run() -> None:
+    backoff = Backoff()
+    assert [backoff.next_delay_s(1) for _ in range(9)] == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert [backoff.next_delay_s(60), backoff.next_delay_s(59)] == [0.5, 1]
 
 
 @pytest.fixture
-def leash() -> Iterator[tuple[int, int]]:
-    """What a guard waits for the end of, and what ends it."""
+def lifeline() -> Iterator[tuple[int, int]]:
+    """Return the pipe whose end the supervisor waits for: the read end and the write end."""
     reading, writing = os.pipe()
     yield reading, writing
     for each in (reading, writing):
@@ -48,35 +48,35 @@ def program(code: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-I", "-S", "-c", code])
 
 
-def test_a_daemon_that_ends_is_started_again(leash: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restarts_daemon(lifeline: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemon_supervisor, "_INITIAL_BACKOFF_S", 0.001)
     reports: list[Mapping[str, Any]] = []
     codes = ["raise SystemExit(2)", "import os; os.kill(os.getpid(), 9)", "raise SystemExit(78)"]
-    DaemonSupervisor(lambda: program(codes.pop(0)), leash[:1], reports.append).run()
+    DaemonSupervisor(lambda: program(codes.pop(0)), lifeline[:1], reports.append).run()
     assert not codes
     assert [each.get("starts") for each in reports] == [True, True, True, None]
     assert reports[-1]["failed"].startswith("the daemon exited with status 78")
 
 
-def test_one_that_would_end_the_same_way_again_is_not(leash: tuple[int, int]) -> None:
+def test_does_not_restart_after_configuration_error(lifeline: tuple[int, int]) -> None:
     reports: list[Mapping[str, Any]] = []
-    DaemonSupervisor(lambda: program("raise SystemExit(78)"), leash[:1], reports.append).run()
+    DaemonSupervisor(lambda: program("raise SystemExit(78)"), lifeline[:1], reports.append).run()
     assert len(reports) == 2
 
 
-def test_it_ends_with_who_holds_the_leash(leash: tuple[int, int]) -> None:
+def test_exits_when_the_pipe_closes(lifeline: tuple[int, int]) -> None:
     started: list[subprocess.Popen[bytes]] = []
 
     def start() -> subprocess.Popen[bytes]:
-        os.close(leash[1])
+        os.close(lifeline[1])
         started.append(program("import time; time.sleep(60)"))
         return started[0]
 
-    DaemonSupervisor(start, leash[:1], lambda _: None).run()
+    DaemonSupervisor(start, lifeline[:1], lambda _: None).run()
     assert started[0].returncode == -signal.SIGTERM
 
 
-def test_an_order_that_is_too_long_is_told(tmp_path: Path) -> None:
+def test_reports_too_long_order(tmp_path: Path) -> None:
     done = subprocess.run(
         daemon_supervisor.supervisor_command(tmp_path), input=b"x" * 2**20, stdout=subprocess.PIPE, check=False
     )
@@ -84,12 +84,12 @@ def test_an_order_that_is_too_long_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["ignored,blocked", "ENOSYS"])
-def test_an_unusual_parent_or_an_old_kernel_does_not_matter(how: str, directory: Path) -> None:
+def test_runs_with_unusual_parent_and_old_kernel(how: str, directory: Path) -> None:
     command = [*surroundings.command(how), *daemon_supervisor.supervisor_command(directory)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
-        # Its configuration is wrong, which its exit status says.
+        # The daemon reports the wrong configuration with its exit status.
         process.stdin.write(daemon_supervisor.encode_order({"m": {"path": "/m.onnx", "workers": 0}}))
         process.stdin.flush()
         address, starts, failed = [json.loads(line) for line in process.stdout]
@@ -97,7 +97,7 @@ def test_an_unusual_parent_or_an_old_kernel_does_not_matter(how: str, directory:
     assert failed["failed"].startswith("the daemon exited with status 78")
 
 
-def test_a_full_disk_is_told_with_its_place(directory: Path) -> None:
+def test_reports_full_disk(directory: Path) -> None:
     def full() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 
@@ -124,12 +124,12 @@ _VALUES = st.one_of(_SIMPLE, st.lists(_SIMPLE, max_size=3), st.dictionaries(st.t
 
 @settings(max_examples=examples(25))
 @given(st.dictionaries(st.text(min_size=1), _VALUES, max_size=3))
-def test_any_table_is_read_as_it_was_written(table: dict[str, object]) -> None:
+def test_written_configuration_round_trips(table: dict[str, object]) -> None:
     text = daemon_supervisor.config_text(Path("/d"), {"m": table})
     assert tomllib.loads(text)["models"]["m"] == table
 
 
-def test_all_that_a_daemon_has_is_in_its_directory() -> None:
+def test_daemon_paths_lie_in_its_directory() -> None:
     config = load_text(
         daemon_supervisor.config_text(Path("/d/x"), {"m": {"path": "/a.onnx", "workers": 2}}), Path("/w.toml")
     )
@@ -140,7 +140,7 @@ def test_all_that_a_daemon_has_is_in_its_directory() -> None:
     assert config.models["m"].workers == 2
 
 
-def test_sockets_with_paths_too_long_are_refused_before_there_is_a_daemon() -> None:
+def test_rejects_too_long_directory() -> None:
     longest = Path("/" + "d" * (daemon_supervisor.MAX_DIRECTORY_BYTES - 1))
     load_text(daemon_supervisor.config_text(longest, {"m": {"path": "/a.onnx"}}), Path("/w.toml"))
     with pytest.raises(InvalidArgument, match=r"directory: .* at most 80 bytes, got 81"):

@@ -1,4 +1,4 @@
-"""docs/ray.md, docs/kubernetes.md and the example agree with the code: arguments, limits, links."""
+"""Tests that docs/ray.md, docs/kubernetes.md and the example agree with the code: arguments, limits, links."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ KUBERNETES_PAGE = (REPOSITORY / "docs" / "kubernetes.md").read_text("utf-8")
 EXAMPLE = (REPOSITORY / "examples" / "ray" / "serve.yaml").read_text("utf-8")
 
 
-def test_each_argument_is_there_and_no_other() -> None:
+def test_documents_each_argument() -> None:
     table = PAGE.partition("## Arguments")[2].partition("\n## ")[0]
     named = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     assert named == [each.name for each in toml_schema.table_keys(Arguments)]
 
 
-def test_bounds_are_those_of_the_code() -> None:
+def test_documents_limits() -> None:
     own_bytes = len("/work/") + 8
     assert f"has at most {daemon_supervisor.MAX_DIRECTORY_BYTES - own_bytes} bytes" in PAGE
     assert model_cache.MAX_UNUSED == 4
     assert "the last four are kept" in PAGE
 
 
-def test_links_to_files_of_the_repository_lead_to_some() -> None:
+def test_links_to_files_work() -> None:
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", PAGE + KUBERNETES_PAGE):
         assert (REPOSITORY / "docs" / target).exists(), target
 
 
 @pytest.mark.parametrize("name", ["resnet", "words"])
-def test_the_arguments_of_the_example_are_good(name: str) -> None:
+def test_arguments_of_example_are_valid(name: str) -> None:
     block = EXAMPLE.partition(f"name: {name}\n")[2].partition("deployments:")[0].partition("args:\n")[2]
     lines = [each.partition("#")[0].strip() for each in block.splitlines()]
     args = dict(each.split(": ", 1) for each in lines if ": " in each)

@@ -1,4 +1,4 @@
-"""Published models on a host: fetched once, checked each time, and only so many of them kept."""
+"""Tests of the cache of published models on a host: downloads, verification and limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightd_ray.model_cache import ModelCache, PublishedFile
 
 
 class Source:
-    """A published model, which counts how often it is asked for."""
+    """A published model that counts how often it is fetched."""
 
     def __init__(self, *contents: tuple[str, bytes]) -> None:
         self.contents = contents
@@ -39,7 +39,7 @@ def model(content: bytes = b"a model") -> tuple[str, Source]:
     return hashlib.sha256(content).hexdigest(), Source(("m.mindir", content))
 
 
-def test_it_is_fetched_once_and_found_from_then_on(tmp_path: Path) -> None:
+def test_fetches_model_once(tmp_path: Path) -> None:
     sha256, source = model()
     for _ in range(2):
         taken = ModelCache(tmp_path).take(sha256, source)
@@ -49,7 +49,7 @@ def test_it_is_fetched_once_and_found_from_then_on(tmp_path: Path) -> None:
     assert source.fetched == 1
 
 
-def test_several_that_want_it_at_once_fetch_it_once(tmp_path: Path) -> None:
+def test_concurrent_requests_fetch_once(tmp_path: Path) -> None:
     sha256, source = model()
     threads = [threading.Thread(target=ModelCache(tmp_path).take, args=(sha256, source)) for _ in range(4)]
     for each in threads:
@@ -59,7 +59,7 @@ def test_several_that_want_it_at_once_fetch_it_once(tmp_path: Path) -> None:
     assert source.fetched == 1
 
 
-def test_a_damaged_one_is_fetched_anew(tmp_path: Path) -> None:
+def test_fetches_damaged_model_again(tmp_path: Path) -> None:
     sha256, source = model()
     path = ModelCache(tmp_path).take(sha256, source).path
     path.write_bytes(b"damaged")
@@ -67,14 +67,14 @@ def test_a_damaged_one_is_fetched_anew(tmp_path: Path) -> None:
     assert source.fetched == 2
 
 
-def test_a_model_of_several_files_is_known_by_the_digest_of_all(tmp_path: Path) -> None:
+def test_digest_covers_all_files(tmp_path: Path) -> None:
     graph = Source(("x_graph.mindir", b"graph"), ("x_variables/data", b"weights"))
     lines = [f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in graph.contents]
     taken = ModelCache(tmp_path).take(hashlib.sha256("".join(lines).encode()).hexdigest(), graph)
     assert (taken.path.parent / "x_variables" / "data").read_bytes() == b"weights"
 
 
-def test_what_is_not_what_it_says_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_wrong_digest_leaves_no_files(tmp_path: Path) -> None:
     sha256, _ = model()
     with pytest.raises(FailedPrecondition, match=f"with sha256 {sha256}, got [0-9a-f]{{64}}"):
         ModelCache(tmp_path).take(sha256, Source(("m.mindir", b"another")))
@@ -82,12 +82,12 @@ def test_what_is_not_what_it_says_is_refused_and_leaves_nothing(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../m", "a/../../m", "", "a\udcff", "a\n"])
-def test_a_name_that_leads_out_of_the_directory_is_refused(tmp_path: Path, name: str) -> None:
+def test_rejects_name_outside_the_directory(tmp_path: Path, name: str) -> None:
     with pytest.raises(FailedPrecondition, match="expected names of files inside"):
         ModelCache(tmp_path).take("0" * 64, Source((name, b"m")))
 
 
-def test_one_that_is_lost_on_the_way_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_fetch_leaves_no_files(tmp_path: Path) -> None:
     sha256, source = model()
     source.lost = True
     with pytest.raises(Unavailable):
@@ -96,7 +96,7 @@ def test_one_that_is_lost_on_the_way_leaves_nothing(tmp_path: Path) -> None:
     assert ModelCache(tmp_path).take(sha256, source).path.read_bytes() == b"a model"
 
 
-def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "m.mindir")
 
@@ -107,7 +107,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path, monkeypatch: pyt
     assert [each.name for each in (tmp_path / "models").iterdir()] == ["lock"]
 
 
-def test_only_so_many_that_nobody_uses_are_kept_and_the_last_used_ones(tmp_path: Path) -> None:
+def test_keeps_last_used_models(tmp_path: Path) -> None:
     used = ModelCache(tmp_path).take(*model(b"used"))
     os.utime(used.path.parent.parent, (0, 0))
     for number in range(model_cache.MAX_UNUSED + 2):
@@ -121,7 +121,7 @@ def test_only_so_many_that_nobody_uses_are_kept_and_the_last_used_ones(tmp_path:
     assert used.path.exists()
 
 
-def test_what_a_killed_fetch_has_left_goes(tmp_path: Path) -> None:
+def test_removes_files_of_killed_fetch(tmp_path: Path) -> None:
     left = tmp_path / "models" / "staging" / "files"
     left.mkdir(parents=True, mode=0o700)
     (left / "m.mindir").write_bytes(b"half")

@@ -1,4 +1,4 @@
-"""Arguments as a command line and as a YAML has them; what is wrong names the argument, and what was expected."""
+"""Tests of arguments from a command line and from YAML; an error names the argument and the expected value."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from weightd_ray.options import ArgumentError, parse_arguments
 DIGEST = "ab" * 32
 
 
-def test_a_command_line_has_texts_and_a_yaml_has_values() -> None:
-    told = parse_arguments({"model": "/m/a.onnx", "workers": "4", "selftest": "off", "batching": "{max_rows = 8}"})
-    assert told == parse_arguments({"model": "/m/a.onnx", "workers": 4, "selftest": "off", "batching": {"max_rows": 8}})
-    assert (told.model, told.name, told.model_table["workers"]) == ("/m/a.onnx", "a", 4)
+def test_accepts_strings_and_yaml_values() -> None:
+    arguments = parse_arguments({"model": "/m/a.onnx", "workers": "4", "selftest": "off", "batching": "{max_rows = 8}"})
+    assert arguments == parse_arguments(
+        {"model": "/m/a.onnx", "workers": 4, "selftest": "off", "batching": {"max_rows": 8}}
+    )
+    assert (arguments.model, arguments.name, arguments.model_table["workers"]) == ("/m/a.onnx", "a", 4)
 
 
-def test_a_path_is_that_of_where_the_application_is_built(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resolves_relative_path(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert parse_arguments({"model": "a.onnx"}).model == str(tmp_path / "a.onnx")
 
@@ -32,14 +34,14 @@ def test_a_path_is_that_of_where_the_application_is_built(tmp_path: Any, monkeyp
         ({"address": "/run/weightd/weightd.sock", "name": "a"}, 128, 1),
     ],
 )
-def test_what_follows_from_workers(args: Mapping[str, Any], most: int, cores: int) -> None:
-    told = parse_arguments(args)
-    assert (told.max_ongoing_requests, told.cores) == (most, cores)
+def test_limits_derived_from_workers(args: Mapping[str, Any], most: int, cores: int) -> None:
+    arguments = parse_arguments(args)
+    assert (arguments.max_ongoing_requests, arguments.cores) == (most, cores)
 
 
-def test_a_published_model_has_its_digest_in_its_name() -> None:
-    told = parse_arguments({"model": f"sha256:{DIGEST}", "name": "a"})
-    assert (told.published_digest, told.sha256) == (DIGEST, DIGEST)
+def test_parses_digest_of_published_model() -> None:
+    arguments = parse_arguments({"model": f"sha256:{DIGEST}", "name": "a"})
+    assert (arguments.published_digest, arguments.sha256) == (DIGEST, DIGEST)
 
 
 @pytest.mark.parametrize(
@@ -72,12 +74,12 @@ def test_a_published_model_has_its_digest_in_its_name() -> None:
         ({"model": f"sha256:{DIGEST}", "name": "a", "engine": ["onnxruntime"]}, "engine: expected one of"),
     ],
 )
-def test_what_is_wrong(args: Mapping[str, Any], problem: str) -> None:
+def test_rejects_invalid_arguments(args: Mapping[str, Any], problem: str) -> None:
     with pytest.raises(ArgumentError) as error:
         parse_arguments(args)
     assert str(error.value).startswith(problem)
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_reports_all_errors() -> None:
     with pytest.raises(ArgumentError, match=r"(?s)foo: unknown.*\nworkers: .*\nthreads: "):
         parse_arguments({"model": "a.onnx", "workers": 0, "threads": 0, "foo": 1, "name": "a"})

@@ -1,4 +1,4 @@
-"""A replica before a daemon of a few lines: what it says of its health, and of what it asks."""
+"""Tests of a replica with a fake daemon: its health, and its requests."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = ["directory"]
 GOOD, OTHER = "ab" * 32, "cd" * 32
 
 
-class World:
-    """A daemon, of which a test says how it stands."""
+class FakeService:
+    """A fake daemon whose state a test sets."""
 
     def __init__(self, directory: str) -> None:
         self.ready = True
@@ -49,7 +49,7 @@ class World:
         return fakedaemon.echo(message, tensors)
 
     def run(self, what: Callable[[Replica], Awaitable[Any]], **more: Any) -> Any:
-        """Do something with a replica that serves."""
+        """Run a coroutine with a replica that serves."""
 
         async def within() -> Any:
             replica = Replica(parse_arguments({"address": self.daemon.address, "name": "m", **more}))
@@ -63,13 +63,13 @@ class World:
 
 
 @pytest.fixture
-def world(directory: str) -> Iterator[World]:
-    made = World(directory)
+def service(directory: str) -> Iterator[FakeService]:
+    made = FakeService(directory)
     yield made
     made.daemon.stop()
 
 
-def test_arrays_are_asked_about_and_what_stands_for_one_is_awaited(world: World) -> None:
+def test_awaits_references_to_arrays(service: FakeService) -> None:
     x = np.ones(3, np.float32)
 
     async def ask(replica: Replica) -> None:
@@ -80,10 +80,10 @@ def test_arrays_are_asked_about_and_what_stands_for_one_is_awaited(world: World)
         with pytest.raises(InvalidArgument, match="timeout"):
             await replica.infer({"x": x}, timeout=-1)
 
-    world.run(ask)
+    service.run(ask)
 
 
-def test_what_stands_for_an_array_is_waited_for_as_long_as_the_request_has(world: World) -> None:
+def test_wait_for_reference_has_the_request_timeout(service: FakeService) -> None:
     x = np.ones(3, np.float32)
 
     async def ask(replica: Replica) -> None:
@@ -99,58 +99,58 @@ def test_what_stands_for_an_array_is_waited_for_as_long_as_the_request_has(world
                 await replica.infer({"x": lost}, timeout=timeout)
         assert np.array_equal((await replica.infer({"x": x}))["x"], x)
 
-    world.run(ask)
+    service.run(ask)
 
 
-def test_one_with_another_model_does_not_serve(world: World) -> None:
+def test_replica_with_another_model_does_not_serve(service: FakeService) -> None:
     async def nothing(_: Replica) -> None: ...
 
-    world.run(nothing, sha256=GOOD)
+    service.run(nothing, sha256=GOOD)
     with pytest.raises(FailedPrecondition, match=f"sha256 {OTHER}, got {GOOD} of the service at unix:"):
-        world.run(nothing, sha256=OTHER)
+        service.run(nothing, sha256=OTHER)
 
 
-def test_health_is_that_of_the_model(world: World) -> None:
+def test_health_depends_on_model(service: FakeService) -> None:
     async def ask(replica: Replica) -> None:
         await replica.check_health()
-        world.ready = False
+        service.ready = False
         with pytest.raises(Unavailable, match="attaching 0/2"):
             await replica.check_health()
-        world.ready = True
-        world.sha256 = OTHER
+        service.ready = True
+        service.sha256 = OTHER
         with pytest.raises(FailedPrecondition, match=f"got {OTHER}"):
             await replica.check_health()
-        # Whoever asks until Serve has another replica take its place is not answered by the other model.
+        # Until Serve has replaced the replica, its callers get no answer from the other model.
         with pytest.raises(Unavailable, match=f"got {OTHER}"):
             await replica.infer({"x": np.ones(1, np.float32)})
 
-    world.run(ask, sha256=GOOD)
+    service.run(ask, sha256=GOOD)
 
 
-def test_nothing_is_answered_of_a_daemon_that_has_started_again_until_that_is_known(world: World) -> None:
+def test_drops_answer_of_unverified_daemon(service: FakeService) -> None:
     async def ask(replica: Replica) -> None:
         loop = asyncio.get_running_loop()
-        # The request waits for a connection, say, and that is one to the next daemon.
-        world.meanwhile = lambda: loop.call_soon_threadsafe(replica.on_daemon_start)
-        world.sha256 = OTHER
+        # The request may wait for a connection and get one to the next daemon.
+        service.meanwhile = lambda: loop.call_soon_threadsafe(replica.on_daemon_start)
+        service.sha256 = OTHER
         with pytest.raises(Unavailable, match="is restarting"):
             await replica.infer({"x": np.ones(1, np.float32)})
 
-    world.run(ask, sha256=GOOD)
+    service.run(ask, sha256=GOOD)
 
 
-def test_what_a_daemon_has_said_that_is_no_more_says_nothing_of_the_next(world: World) -> None:
+def test_ignores_answers_of_earlier_daemon(service: FakeService) -> None:
     async def start() -> None:
-        replica = Replica(parse_arguments({"address": world.daemon.address, "name": "m", "sha256": GOOD}))
+        replica = Replica(parse_arguments({"address": service.daemon.address, "name": "m", "sha256": GOOD}))
         loop = asyncio.get_running_loop()
-        world.sha256 = OTHER
+        service.sha256 = OTHER
 
         def starts_again() -> None:
-            world.meanwhile = lambda: None
-            world.sha256 = GOOD
+            service.meanwhile = lambda: None
+            service.sha256 = GOOD
             loop.call_soon_threadsafe(replica.on_daemon_start)
 
-        world.meanwhile = starts_again
+        service.meanwhile = starts_again
         await replica.start()
         await replica.infer({"x": np.ones(1, np.float32)})
         await replica.stop()
@@ -158,19 +158,19 @@ def test_what_a_daemon_has_said_that_is_no_more_says_nothing_of_the_next(world: 
     asyncio.run(start())
 
 
-def test_it_serves_when_a_worker_does_and_not_before(world: World) -> None:
-    world.ready = False
+def test_serves_once_a_worker_serves(service: FakeService) -> None:
+    service.ready = False
 
     async def start() -> None:
-        replica = Replica(parse_arguments({"address": world.daemon.address, "name": "m"}))
+        replica = Replica(parse_arguments({"address": service.daemon.address, "name": "m"}))
         starting = asyncio.create_task(replica.start())
-        while world.daemon.seen.qsize() < 4:
+        while service.daemon.seen.qsize() < 4:
             await asyncio.sleep(0.01)
         assert not starting.done()
         with pytest.raises(Unavailable, match="is restarting") as found:
             await replica.infer({"x": np.ones(1, np.float32)})
         assert found.value.retry_after is not None
-        world.ready = True
+        service.ready = True
         await starting
         await replica.stop()
 

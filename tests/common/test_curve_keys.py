@@ -24,7 +24,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def refusal(read: Any, path: Path) -> str:
-    """Why a file is refused, without its name, which must stand in front."""
+    """Return why a file is rejected, without the file name at the beginning."""
     with pytest.raises(KeyFileError) as caught:
         read(path)
     text = str(caught.value)
@@ -34,25 +34,25 @@ def refusal(read: Any, path: Path) -> str:
 
 
 @given(st.binary(min_size=32, max_size=32))
-def test_what_32_bytes_are_in_z85_is_a_key(content: bytes) -> None:
+def test_any_32_bytes_in_z85_are_a_key(content: bytes) -> None:
     assert is_key(z85.encode(content).decode("ascii"))
 
 
 @pytest.mark.parametrize("text", ["", KEY[:-1], f"{KEY}a", KEY.replace("r", " "), "#" * 40, KEY.replace("r", "ä")])
-def test_what_is_no_key(text: str) -> None:
+def test_rejects_invalid_key(text: str) -> None:
     assert not is_key(text)
 
 
-def test_a_key_is_read_as_it_was_written(file: Path) -> None:
+def test_reads_written_key(file: Path) -> None:
     for kind, read in ((PUBLIC, read_public), (SECRET, read_secret)):
-        file.write_text(format_key_file(kind, KEY, "of alice", "and of nobody else"))
+        file.write_text(format_key_file(kind, KEY, "of alice", "second comment line"))
         assert read(file) == KEY
     file.write_text(f"\n# old\n  {PUBLIC}\t{KEY}  \r\n\n")
     assert read_public(file) == KEY
 
 
 @pytest.mark.skipif(not zmq.has("curve"), reason="this ZeroMQ has no CURVE")
-def test_the_keys_of_zeromq_are_keys() -> None:
+def test_accepts_keys_of_zeromq() -> None:
     assert all(is_key(each.decode("ascii")) for each in zmq.curve_keypair())
 
 
@@ -61,12 +61,12 @@ def test_the_keys_of_zeromq_are_keys() -> None:
     [b"", b"# nothing\n", KEY.encode(), f"{PUBLIC} {KEY}\n{PUBLIC} {KEY}\n".encode(), f"{PUBLIC} {KEY[1:]}".encode(),
      f"other-key {KEY}".encode(), f"{PUBLIC} {KEY} x".encode(), b"\xff\x00" * 50, b"\n" * 5000 + KEY.encode()],
 )  # fmt: skip
-def test_what_is_no_file_of_a_key(file: Path, content: bytes) -> None:
+def test_rejects_file_without_key(file: Path, content: bytes) -> None:
     file.write_bytes(content)
     assert refusal(read_public, file) == f"expected a line {PUBLIC} {FORM}"
 
 
-def test_a_secret_key_is_no_public_one_nor_the_other_way_round(file: Path) -> None:
+def test_distinguishes_secret_and_public_keys(file: Path) -> None:
     file.write_text(format_key_file(SECRET, KEY))
     text = "expected a public key, got a secret one; weightctl keygen writes the other to .pub"
     assert refusal(read_public, file) == text
@@ -74,7 +74,7 @@ def test_a_secret_key_is_no_public_one_nor_the_other_way_round(file: Path) -> No
     assert refusal(read_secret, file).startswith("expected a secret key, got a public one; ")
 
 
-def test_what_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files(tmp_path: Path) -> None:
     assert refusal(read_public, tmp_path / "none") == "No such file or directory"
     assert refusal(read_public, tmp_path) == "expected a file"
     assert refusal(read_public, tmp_path / "a\0b") == "embedded null byte"
@@ -82,7 +82,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     assert refusal(read_secret, tmp_path / "pipe") == "expected a file"
 
 
-def test_a_secret_key_is_its_owners_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secret_key_must_be_private(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text(format_key_file(SECRET, KEY))
     for mode in (0o600, 0o400):
         file.chmod(mode)
@@ -95,7 +95,7 @@ def test_a_secret_key_is_its_owners_alone(file: Path, monkeypatch: pytest.Monkey
     file.chmod(0o600)
     if os.geteuid() == 0:
         os.chown(str(file), 4711, -1)
-        assert read_secret(file) == KEY  # root reads what it is told to
+        assert read_secret(file) == KEY  # Root may read any file.
         monkeypatch.setattr(os, "geteuid", lambda: 4712)
         text = "expected a file of root or of user 4712, which reads the key, got one of user 4711; chown it"
         assert refusal(read_secret, file) == text

@@ -1,4 +1,4 @@
-"""Metrics as text: what a reader of Prometheus makes of them is what was counted."""
+"""Tests of the metrics as text: Prometheus' parser reads the counted values."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ READ = samples(exposition(RESPONSE))
         ("requests_total", {"model": "digits", "tenant": "ann", "code": "RESOURCE_EXHAUSTED"}, 9),
         ("requests_queued", {"model": "digits", "tenant": "ann"}, 1),
         ("requests_in_flight", {"model": "digits", "tenant": "ann"}, 3),
-        # What is of no model is in the sums of its tenant, which do not grow when a model goes.
+        # Rejected requests without a model belong to sums of the tenant, which stay when a model is removed.
         ("refused_total", {"tenant": "ann", "reason": "max_rate"}, 6),
         ("refused_total", {"tenant": "ann", "reason": "NOT_FOUND"}, 1),
         ("tenant_rows_total", {"tenant": "ann"}, 91),
@@ -137,18 +137,18 @@ READ = samples(exposition(RESPONSE))
         ("batch_rows_bucket", {"model": "digits", "le": "8"}, 3),
     ],
 )
-def test_each_number_is_found_under_its_name(name: str, labels: Dict[str, str], value: float) -> None:
+def test_each_value_has_its_name_and_labels(name: str, labels: Dict[str, str], value: float) -> None:
     assert READ[f"weightd_{name}", tuple(sorted(labels.items()))] == value
 
 
-def test_what_is_not_told_has_no_sample() -> None:
+def test_unknown_value_has_no_sample() -> None:
     for name, label in (("model_pss_bytes", "other"), ("model_saved_bytes", "other"), ("tenant_share_ratio", "bob")):
         key = "tenant" if name.startswith("tenant") else "model"
         assert (f"weightd_{name}", ((key, label),)) not in READ
     assert not any(("model", "") in labels for _, labels in READ)
 
 
-def test_each_family_is_there_once_with_its_kind_and_a_text() -> None:
+def test_families_are_unique_and_described() -> None:
     assert len({each.name for each in FAMILIES}) == len(FAMILIES)
     found = families(exposition(RESPONSE))
     assert [(each.name, each.type, each.documentation) for each in found] == [
@@ -163,7 +163,7 @@ def test_each_family_is_there_once_with_its_kind_and_a_text() -> None:
         assert "\\" not in family.help
 
 
-def test_who_may_not_see_others_is_told_no_zero_for_what_it_is_not_told() -> None:
+def test_tenant_view_omits_hidden_values() -> None:
     none = Histogram((), 0.0)
     zeros = (0, 0, (), 0, 0, 0, 0, 0, 0)
     model = ModelMetrics("digits", "onnxruntime", "serving", True, 0, "", *zeros, none, none, none, none)
@@ -182,8 +182,8 @@ def test_who_may_not_see_others_is_told_no_zero_for_what_it_is_not_told() -> Non
 
 
 @given(st.text(min_size=1), st.text(min_size=1))
-def test_any_name_is_a_label_and_nothing_else(model: str, tenant: str) -> None:
-    """Names are those of the configuration; this does not rely on what that allows."""
+def test_escapes_any_name_in_labels(model: str, tenant: str) -> None:
+    """The configuration restricts names; the exposition does not rely on that."""
     account = replace(ACCOUNT, model=model)
     response = replace(
         RESPONSE, models=(replace(DIGITS, name=model),), tenants=(TenantStatus(tenant, 1.0, (account,)),)
@@ -200,7 +200,7 @@ BIG = st.integers(0, 2**63 - 1)
 
 
 @given(st.lists(BIG, min_size=5, max_size=5), st.floats(0, 1e300), BIG)
-def test_any_number_is_read_as_it_is(counts: List[int], total: float, deaths: int) -> None:
+def test_numbers_are_exact(counts: List[int], total: float, deaths: int) -> None:
     model = replace(DIGITS, request_seconds=Histogram(tuple(counts), total), unexpected_exits=deaths)
     read = samples(exposition(replace(RESPONSE, models=(model,))))
     buckets = [
@@ -213,17 +213,17 @@ def test_any_number_is_read_as_it_is(counts: List[int], total: float, deaths: in
     assert math.isclose(read["weightd_unexpected_exits_total", (("model", "digits"),)], deaths)
 
 
-def test_requests_are_told_apart_by_codes_alone() -> None:
+def test_requests_have_only_known_codes() -> None:
     codes = {dict(labels)["code"] for name, labels in READ if name == "weightd_requests_total"}
     assert codes <= {"OK", *ERRORS}
 
 
-def test_the_text_comes_in_small_pieces() -> None:
+def test_text_consists_of_small_parts() -> None:
     assert max(map(len, iterate_text(RESPONSE))) < 512
     assert [each for each in FAMILIES if each.kind == HISTOGRAM]
 
 
-def test_the_documents_have_each_metric_with_its_kind_its_labels_and_its_text() -> None:
+def test_documentation_lists_each_metric() -> None:
     page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text("utf-8")
     section = page.partition("\n## Metrics\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("| `weightd_")]

@@ -8,16 +8,16 @@ RANK = RendezvousInfo(1, 2, 120, 68, reply_rank=1, port=8118, group_info="/g", b
 
 
 @pytest.mark.parametrize("meeting", [RANK, RANK._replace(reply_rank=None), RendezvousInfo(-1, 2, 30, 5)])
-def test_what_one_writes_the_other_reads(meeting: RendezvousInfo) -> None:
+def test_reads_written_rendezvous(meeting: RendezvousInfo) -> None:
     assert RendezvousInfo.from_json(meeting.json()) == meeting
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"rank":1,"size":2,"connect_timeout":1,"exec_timeout":1,"x":1}'])
-def test_anything_else_is_refused(text: str) -> None:
+def test_rejects_invalid_rendezvous(text: str) -> None:
     with pytest.raises(ValueError, match="xpect"):
         RendezvousInfo.from_json(text)
 
 
-def test_who_has_an_answer_to_give() -> None:
+def test_reply_rank_has_outputs() -> None:
     others = [RANK._replace(rank=0), RANK._replace(reply_rank=None)]
     assert [each.has_outputs for each in [RANK, *others]] == [True, False, True]

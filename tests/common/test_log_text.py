@@ -19,9 +19,7 @@ from weightd_common.log_text import plural, progress_text
         (None, None, ""),
     ],
 )
-def test_what_is_known_is_told_and_no_more_exactly_than_that(
-    done: Optional[float], left_s: Optional[float], text: str
-) -> None:
+def test_progress_text(done: Optional[float], left_s: Optional[float], text: str) -> None:
     assert progress_text(done, left_s) == text
 
 

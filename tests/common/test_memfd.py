@@ -1,4 +1,4 @@
-"""Memory that keeps its size, and what is not that."""
+"""Tests of sealed memfds, and of descriptors that are none."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _file(directory: str) -> int:
         return os.dup(file.fileno())
 
 
-def test_what_is_made_keeps_its_size_and_is_taken() -> None:
+def test_created_memfd_has_a_fixed_size() -> None:
     descriptor = memfd.create(10_000)
     assert memfd.checked_size(descriptor) == 10_000
     for nbytes in (0, 9_999, 10_001):
@@ -51,7 +51,7 @@ def test_what_is_made_keeps_its_size_and_is_taken() -> None:
     os.close(descriptor)
 
 
-def test_further_seals_do_no_harm() -> None:
+def test_accepts_additional_seals() -> None:
     descriptor = _plain(seals=_SHRINK | _GROW | _SEAL_WRITE)
     assert memfd.checked_size(descriptor) == 4096
     os.close(descriptor)
@@ -80,7 +80,7 @@ REFUSED: Dict[str, Callable[[], int]] = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_anything_else_is_refused(why: str) -> None:
+def test_rejects_other_descriptors(why: str) -> None:
     descriptor = REFUSED[why]()
     try:
         with pytest.raises(memfd.NotShareable, match=re.escape(why)):
@@ -116,13 +116,13 @@ NO_MEMORY: Dict[str, Callable[[], int]] = {
 
 
 @pytest.mark.parametrize("kind", NO_MEMORY)
-def test_a_descriptor_of_something_else_is_no_memory(kind: str) -> None:
+def test_other_descriptor_is_no_memory(kind: str) -> None:
     descriptor = NO_MEMORY[kind]()
     assert not memfd.is_memory(descriptor)
     os.close(descriptor)
 
 
-def test_memory_is_memory_with_and_without_seals() -> None:
+def test_memfd_is_memory_with_and_without_seals() -> None:
     for descriptor in (memfd.create(1), _plain()):
         assert memfd.is_memory(descriptor)
         os.close(descriptor)

@@ -43,7 +43,7 @@ def listener(stack: ExitStack, host: str) -> socket.socket:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_users_of_this_host_are_told_apart_over_tcp(peers: Peers, host: str) -> None:
+def test_identifies_local_users_over_tcp(peers: Peers, host: str) -> None:
     need_other_users()
     with ExitStack() as stack:
         listening = listener(stack, host)
@@ -57,22 +57,22 @@ def test_users_of_this_host_are_told_apart_over_tcp(peers: Peers, host: str) -> 
                 user.end()
 
 
-def test_the_own_user_is_an_operator(peers: Peers) -> None:
+def test_daemon_user_is_an_operator(peers: Peers) -> None:
     with ExitStack() as stack:
         listening = listener(stack, "127.0.0.1")
         stack.enter_context(socket.create_connection(listening.getsockname()))
         connection = stack.enter_context(listening.accept()[0])
         assert peers.identify(connection) == Peer(f"uid {os.getuid()}", is_local=True, is_operator=True)
-        # Where the kernel cannot be asked, all users of this host are one peer.
+        # If the kernel cannot be queried, all users of this host are one peer.
         peers.close()
         assert peers.identify(connection) == THIS_HOST
 
 
 def own_address(family: int) -> str:
-    """Return an address of this host that is not loopback; skip the test where there is none."""
+    """Return an address of this host other than loopback; skip the test if the host has none."""
     with socket.socket(family, socket.SOCK_DGRAM) as asking:
         try:
-            # Of the networks for documentation: nothing is sent.
+            # These networks are reserved for documentation; nothing is sent.
             asking.connect(("2001:db8::1" if family == socket.AF_INET6 else "198.51.100.1", 9))
         except OSError:
             pytest.skip("this host has no address but loopback")
@@ -82,7 +82,7 @@ def own_address(family: int) -> str:
 
 @contextmanager
 def accepted_from(user: User, host: str, connect_to: str = "", **how: Any) -> Generator[socket.socket, None, None]:
-    """Have a user connect to a listener; return the listener's end, once the user has done all it does."""
+    """Have a user connect to a listener; return the listener's end of the connection when the user has finished."""
     with ExitStack() as stack:
         listening = listener(stack, host)
         user.begin(loads.connect_from, (connect_to or host, listening.getsockname()[1]), *how_of(**how))
@@ -102,9 +102,7 @@ def how_of(
     ("host", "source"),
     [("127.0.0.1", "127.9.8.7"), ("127.0.0.1", "own"), ("own", "127.9.8.7"), ("::1", "own"), ("own6", "own")],
 )
-def test_a_user_is_the_same_peer_from_every_address_of_this_host(
-    peers: Peers, alice: User, host: str, source: str, ends: str
-) -> None:
+def test_user_is_the_same_peer_from_every_address(peers: Peers, alice: User, host: str, source: str, ends: str) -> None:
     family = socket.AF_INET6 if host in ("::1", "own6") else socket.AF_INET
     near = own_address(family) if host.startswith("own") else host
     far = own_address(family) if source == "own" else source
@@ -116,7 +114,7 @@ def test_a_user_is_the_same_peer_from_every_address_of_this_host(
 @pytest.mark.parametrize(
     ("host", "source", "device"), [("127.0.0.1", "127.9.8.7", "lo"), ("own", "", "own"), ("own6", "", "own")]
 )
-def test_a_socket_bound_to_an_interface_has_its_user(
+def test_identifies_user_of_socket_bound_to_interface(
     peers: Peers, alice: User, host: str, source: str, device: str
 ) -> None:
     if host.startswith("own"):
@@ -133,21 +131,21 @@ def interface_of(address: str) -> str:
     return next(line.split()[1] for line in lines if f" {address}/" in line)
 
 
-def test_a_client_of_ipv4_over_a_socket_of_ipv6_has_its_user(peers: Peers, alice: User) -> None:
+def test_identifies_ipv4_client_over_ipv6_socket(peers: Peers, alice: User) -> None:
     with accepted_from(alice, "::", "::ffff:127.0.0.1", source="::ffff:127.9.8.7") as connection:
         assert peers.identify(connection) == Peer(f"uid {ALICE}", is_local=True)
 
 
 @pytest.mark.parametrize("source", ["127.9.8.7", "own"])
-def test_a_client_that_has_closed_its_socket_is_unknown(peers: Peers, alice: User, source: str) -> None:
+def test_client_with_closed_socket_is_unknown(peers: Peers, alice: User, source: str) -> None:
     """The kernel shows root as the owner of a closed socket."""
     source = own_address(socket.AF_INET) if source == "own" else source
     with accepted_from(alice, "127.0.0.1", source=source, ends="close") as connection:
         assert peers.identify(connection) == UNKNOWN
 
 
-def test_a_client_whose_socket_the_kernel_has_forgotten_is_unknown(peers: Peers, alice: User) -> None:
-    """It is no other host, and no other client of this host shares its limits."""
+def test_client_without_socket_is_unknown(peers: Peers, alice: User) -> None:
+    """The client does not count as another host, and shares its limits with no client of this host."""
     source = own_address(socket.AF_INET)
     with accepted_from(alice, "127.0.0.1", source=source, ends="close", linger_s=1) as connection:
         until(lambda: not knows_socket(connection), "the end of the client's socket")
@@ -162,8 +160,8 @@ def knows_socket(connection: socket.socket) -> bool:
     return any(line.split()[1] == far for line in lines)
 
 
-def test_a_listener_on_the_far_port_is_not_the_client(peers: Peers) -> None:
-    """The kernel finds it where there is no connection; here the far address is that of the listener itself."""
+def test_listener_on_client_port_is_not_the_client(peers: Peers) -> None:
+    """The kernel returns the listener if there is no connection; here the client's address equals the listener's."""
     with ExitStack() as stack:
         listening = listener(stack, "127.0.0.1")
         address = listening.getsockname()
@@ -193,8 +191,8 @@ for descriptor in map(int, sys.argv[1:]):
 """
 
 
-def test_users_that_a_user_namespace_hides_are_one_peer_and_no_operator(alice: User) -> None:
-    """The user of the asking process is hidden, too; the kernel shows the same number for both."""
+def test_users_hidden_by_namespace_are_one_peer(alice: User) -> None:
+    """The namespace hides the user of the querying process, too; the kernel shows the same number for both."""
     with ExitStack() as stack:
         over_tcp = stack.enter_context(accepted_from(alice, "127.0.0.1"))
         unix, far = socket.socketpair()
@@ -211,7 +209,7 @@ def test_users_that_a_user_namespace_hides_are_one_peer_and_no_operator(alice: U
 
 @pytest.fixture
 def namespace() -> Iterator[int]:
-    """A process in a network namespace with 198.18.0.2, connected to 198.18.0.1 of this one."""
+    """Start a process in a network namespace with 198.18.0.2, connected to 198.18.0.1 of this one; return its pid."""
     need_other_users()
     if shutil.which("ip") is None or shutil.which("unshare") is None:
         pytest.skip("needs the commands ip and unshare")
@@ -243,7 +241,7 @@ def namespace() -> Iterator[int]:
 _CONNECT = "import socket,sys; s = socket.create_connection(('198.18.0.1', int(sys.argv[1])), 5); sys.stdin.read()"
 
 
-def test_a_client_of_another_network_namespace_is_another_host(peers: Peers, namespace: int) -> None:
+def test_other_network_namespace_is_another_host(peers: Peers, namespace: int) -> None:
     with ExitStack() as stack:
         listening = listener(stack, "198.18.0.1")
         command = ["nsenter", "--target", str(namespace), "--net", sys.executable, "-c", _CONNECT]
@@ -255,7 +253,7 @@ def test_a_client_of_another_network_namespace_is_another_host(peers: Peers, nam
             client.communicate()
 
 
-def test_a_peer_that_has_left_is_nobody(peers: Peers) -> None:
+def test_disconnected_peer_is_unknown(peers: Peers) -> None:
     with ExitStack() as stack:
         listening = listener(stack, "127.0.0.1")
         socket.create_connection(listening.getsockname()).close()
@@ -267,7 +265,7 @@ def test_a_peer_that_has_left_is_nobody(peers: Peers) -> None:
         assert peers.identify(closed) == UNKNOWN
 
 
-def test_a_unix_socket_tells_its_user(peers: Peers) -> None:
+def test_identifies_user_of_unix_socket(peers: Peers) -> None:
     near, far = socket.socketpair()
     with near, far:
         uid = os.getuid()
@@ -299,5 +297,5 @@ class Remote:
         ("fe80::1%eth0", "host fe80::/64"),
     ],
 )
-def test_another_host_is_its_address_or_its_network(peers: Peers, address: str, key: str) -> None:
+def test_remote_peer_is_address_or_network(peers: Peers, address: str, key: str) -> None:
     assert peers.identify(Remote(address)) == Peer(key)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The OOM score of a process, and what ps shows of one that has changed its command line."""
+"""Tests of a process's OOM score and of its command line in ps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from weightd_common.process_attributes import raise_score
 
-# Raises its own score first, as OOMScoreAdjust= of a unit does, then starts the child.
+# Raises its score first, as OOMScoreAdjust= of a unit does, then starts the child.
 PARENT = """
 import subprocess, sys
 with open("/proc/self/oom_score_adj", "w") as file:
@@ -27,7 +27,7 @@ subprocess.run([sys.executable, "-c", child], check=True)
 """
 
 
-def test_a_child_s_score_is_above_that_of_its_parent() -> None:
+def test_score_of_child_is_above_its_parent() -> None:
     if int(Path("/proc/self/oom_score_adj").read_text("ascii")) > 300:
         pytest.skip("this process has a higher score already, and may not lower it")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -46,21 +46,21 @@ def test_a_child_s_score_is_above_that_of_its_parent() -> None:
         ("1000\n", "holder", "1000\n"),
     ],
 )
-def test_the_score_is_raised_up_to_the_largest(tmp_path: Path, before: str, role: str, after: str) -> None:
+def test_raises_score_up_to_the_maximum(tmp_path: Path, before: str, role: str, after: str) -> None:
     file = tmp_path / "oom_score_adj"
     file.write_text(before)
     raise_score(role, file)
     assert file.read_text() == after
 
 
-def test_one_that_was_forked_is_as_far_above_the_daemon_as_any_other(tmp_path: Path) -> None:
+def test_raises_score_relative_to_daemon(tmp_path: Path) -> None:
     file = tmp_path / "oom_score_adj"
     file.write_text("300\n")
     raise_score("worker", file, daemon_score=100)
     assert file.read_text() == "500\n"
 
 
-def test_where_that_fails_the_process_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_continues_if_score_cannot_be_raised(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     strange = tmp_path / "strange"
     strange.write_text("high")
     with caplog.at_level(logging.DEBUG, "weightd.protocol"):
@@ -72,7 +72,7 @@ def test_where_that_fails_the_process_goes_on(tmp_path: Path, caplog: pytest.Log
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "AFTER": "all that"}
 
-# Writes two of them, and prints the last one; its environment is as it was.
+# Sets two command lines and prints the last one; checks that the environment is unchanged.
 SCRIPT = """
 import gc, os, sys
 from pathlib import Path
@@ -98,11 +98,11 @@ def shown(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("words", [["-m", "weightd"], ["-m", "", "x" * 9000, "é"]])
-def test_the_words_are_what_is_shown(words: List[str]) -> None:
+def test_sets_command_line(words: List[str]) -> None:
     assert shown("35", *words) == "".join(f"{word}\0" for word in [sys.executable, *words])
 
 
-def test_where_the_kernel_forbids_it_the_end_is_cut_off() -> None:
+def test_truncates_command_line_if_kernel_forbids_more() -> None:
     room = sum(len(word) + 1 for word in [sys.executable, "-c", SCRIPT, "999", "weightd"])
     assert shown("999", "weightd").rstrip("\0") == f"{sys.executable}\0weightd"
     assert len(shown("999", "weightd")) == room

@@ -1,6 +1,6 @@
-"""What a program does first: its signals, the end of its parent, core dumps, and the duties of PID 1.
+"""Tests of the first steps of a program: signals, exit of its parent, core dumps, and the duties of PID 1.
 
-A child subreaper stands for PID 1.
+A child subreaper takes the role of PID 1.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ def line(process: subprocess.Popen[bytes]) -> int:
 
 
 def alive(pid: int) -> bool:
-    """Whether it runs; a zombie, which nobody may be there to reap, does not."""
+    """Return whether the process runs. A zombie does not count, because it may have no parent that reaps it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
 
 
-# --- Signals -------------------------------------------------------------------------------------------------------
+# --- signals -------------------------------------------------------------------------------------------------------
 
-# Does to itself what a parent would have done; then it begins, and says what is pending, blocked and ignored.
+# Sets the state that a parent could have left, starts, and prints pending, blocked and ignored signals.
 INHERITS = """
 for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
     signal.signal(number, signal.SIG_IGN)
@@ -65,7 +65,7 @@ process_start.reset_signals(*(signal.Signals(int(each)) for each in sys.argv[1:]
 sys.stdout.write(open("/proc/self/status").read())
 """
 
-# glibc's own: posix_spawn, by which make starts programs, has them ignored.
+# glibc's internal signals: posix_spawn, with which make starts programs, ignores them.
 OF_LIBC = {32, 33}
 KEPT = {signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
 PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
@@ -80,20 +80,18 @@ def signal_set(status: str, name: str) -> Set[int]:
     ("ignored", "ignores"),
     [((), KEPT | PYTHON), ((signal.SIGINT, signal.SIGTERM), KEPT | PYTHON | {signal.SIGTERM})],
 )
-def test_a_program_blocks_nothing_and_ignores_what_shells_python_and_itself_ignore(
-    ignored: List[signal.Signals], ignores: Set[int]
-) -> None:
+def test_unblocks_signals_and_keeps_usual_ignored_ones(ignored: List[signal.Signals], ignores: Set[int]) -> None:
     status = run(INHERITS, *map(int, ignored)).stdout.decode()
     assert (signal_set(status, "SigBlk"), signal_set(status, "SigIgn")) == (set(), ignores)
 
 
-def test_a_signal_that_was_blocked_is_delivered() -> None:
+def test_delivers_blocked_signal() -> None:
     program = "signal.pthread_sigmask(signal.SIG_BLOCK, {15}); os.kill(os.getpid(), 15); process_start.reset_signals()"
     assert run(program).returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGCHLD])
-def test_a_handler_stays(number: signal.Signals) -> None:
+def test_keeps_handlers(number: signal.Signals) -> None:
     program = (
         f"got = []; signal.signal({int(number)}, lambda *each: got.append(each)); "
         f"process_start.reset_signals(); os.kill(os.getpid(), {int(number)}); assert got"
@@ -101,9 +99,9 @@ def test_a_handler_stays(number: signal.Signals) -> None:
     assert run(program).returncode == 0
 
 
-# --- Core dumps, imports -------------------------------------------------------------------------------------------
+# --- core dumps and imports ----------------------------------------------------------------------------------------
 
-# Allows core dumps first, which a test runner or a container may not.
+# Enables core dumps first, because a test runner or a container may have disabled them.
 CRASHES = """
 _, hard = resource.getrlimit(resource.RLIMIT_CORE)
 resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
@@ -115,16 +113,16 @@ os.abort()
 """
 
 
-def test_a_process_that_crashes_leaves_no_core(tmp_path: Path) -> None:
+def test_crash_leaves_no_core_dump(tmp_path: Path) -> None:
     assert run(CRASHES, "enabled", cwd=str(tmp_path)).stdout == b"False 00000033\n\n"
     for left in tmp_path.iterdir():
         left.unlink()
-    # What a program gets to which the kernel pipes the dump has no memory either.
+    # A program to which the kernel pipes the dump gets no memory either.
     assert run(CRASHES, "disabled", cwd=str(tmp_path)).stdout == b"True 00000000\n\n"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_kernel_without_core_dumps(tmp_path: Path) -> None:
+def test_kernel_without_core_dumps(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_CORE)
     try:
         process_start.disable_core_dumps(str(tmp_path / "none" / "coredump_filter"))
@@ -134,7 +132,7 @@ def test_a_kernel_without_core_dumps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_collector_is_back_whatever_the_import_does(fails: bool) -> None:
+def test_enables_garbage_collector_after_import(fails: bool) -> None:
     try:
         with process_start.gc_disabled():
             assert not gc.isenabled()
@@ -147,21 +145,21 @@ def test_the_collector_is_back_whatever_the_import_does(fails: bool) -> None:
     assert not any(each is kept for each in gc.get_objects())
 
 
-# --- Child and parent ----------------------------------------------------------------------------------------------
+# --- child and parent ----------------------------------------------------------------------------------------------
 
 CHILD = """
 process_start.die_with_parent(int(sys.argv[1]))
 print("up", flush=True)
 time.sleep(600)
 """
-# Starts the child as its own, and tells its pid.
+# Starts the child and prints its pid.
 PARENT = f"""
 child = subprocess.Popen([sys.executable, "-c", {IMPORTS + CHILD!r}, str(os.getpid())], stdout=subprocess.PIPE)
 assert child.stdout.readline() == b"up\\n"
 print(child.pid, flush=True)
 sys.stdin.readline()
 """
-# Whoever runs the tests in the background has them ignore SIGINT.
+# A background job of a shell ignores SIGINT, so the script restores the handler.
 INTERRUPTED = f"""
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.kill(os.getpid(), signal.SIGINT)
@@ -169,7 +167,7 @@ process_start.reset_signals(signal.SIGINT)
 {CHILD}"""
 
 
-def test_the_child_dies_with_its_parent() -> None:
+def test_child_dies_with_its_parent() -> None:
     with start(PARENT, stdin=subprocess.PIPE) as parent:
         pid = line(parent)
         assert alive(pid)
@@ -181,13 +179,13 @@ def test_the_child_dies_with_its_parent() -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_with_another_parent_than_expected_it_ends_at_once_and_says_why() -> None:
+def test_exits_with_unexpected_parent() -> None:
     done = run(CHILD, 1, stderr=subprocess.PIPE)
     assert (done.returncode, done.stdout) == (1, b"")
     assert done.stderr.decode() == f"expected to be a child of 1, but the parent is {os.getpid()}\n"
 
 
-def test_ctrl_c_is_left_to_the_parent_even_if_it_came_before_the_child_could_say_so() -> None:
+def test_ignores_early_sigint() -> None:
     with process_start.sigint_blocked():
         child = start(INTERRUPTED, os.getpid())
     assert child.stdout
@@ -202,7 +200,7 @@ def test_ctrl_c_is_left_to_the_parent_even_if_it_came_before_the_child_could_say
             child.kill()
 
 
-# --- The init of a container ---------------------------------------------------------------------------------------
+# --- init of a container -------------------------------------------------------------------------------------------
 
 BEGIN = """
 import ctypes
@@ -215,8 +213,8 @@ assert os.getppid() == first != os.getpid()
 
 WAITS = "print(os.getpid(), flush=True); time.sleep(600)"
 
-# Each signal that comes, in a line. They are waited for: a handler runs only after the call that its signal came just
-# before, and this call would be the endless sleep.
+# Prints each signal in a line. The script waits for signals, because a handler runs only after the call before which
+# its signal arrived, and that call would be the endless sleep.
 NOTES = """
 numbers = set(map(int, sys.argv[1:]))
 signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
@@ -226,7 +224,7 @@ while True:
 """
 
 
-def test_a_process_that_adopts_nobody_stays_what_it_is() -> None:
+def test_process_without_orphans_does_not_fork() -> None:
     with start("process_start.serve_as_init(); print(os.getpid())") as process:
         assert line(process) == process.pid
     assert process.returncode == 0
@@ -236,11 +234,11 @@ def test_a_process_that_adopts_nobody_stays_what_it_is() -> None:
     ("program", "status"),
     [("sys.exit(0)", 0), ("sys.exit(78)", 78), ("os.kill(os.getpid(), signal.SIGKILL)", 137)],
 )
-def test_the_exit_status_is_that_of_the_program(program: str, status: int) -> None:
+def test_exit_status_of_program(program: str, status: int) -> None:
     assert run(BEGIN + program).returncode == status
 
 
-def test_orphans_are_reaped_and_the_programs_own_children_are_its_own() -> None:
+def test_reaps_orphans_but_not_the_programs_children() -> None:
     program = """
 orphan, starts = os.pipe()
 if not os.fork():
@@ -262,7 +260,7 @@ time.sleep(600)
     assert process.returncode == 128 + signal.SIGTERM
 
 
-def test_signals_are_passed_on() -> None:
+def test_forwards_signals() -> None:
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGWINCH]
     with start(BEGIN + NOTES, *map(int, numbers)) as process:
         line(process)
@@ -272,7 +270,7 @@ def test_signals_are_passed_on() -> None:
         process.kill()
 
 
-def test_the_program_ends_with_its_init() -> None:
+def test_program_ends_with_its_init() -> None:
     with start(BEGIN + WAITS) as process:
         child = line(process)
         process.kill()
@@ -280,7 +278,7 @@ def test_the_program_ends_with_its_init() -> None:
     until(lambda: not alive(child), "the kernel ends it")
 
 
-def test_a_key_at_the_terminal_is_one_signal() -> None:
+def test_terminal_key_sends_one_signal() -> None:
     master, slave = pty.openpty()
 
     def own_terminal() -> None:
@@ -290,11 +288,12 @@ def test_a_key_at_the_terminal_is_one_signal() -> None:
     settings: Dict[str, Any] = {"stdin": slave, "preexec_fn": own_terminal}
     with start(BEGIN + NOTES, int(signal.SIGINT), int(signal.SIGUSR1), **settings) as process:
         child = line(process)
-        # The init comes after the program, or the kernel could merge a signal that it passes on with the pending one.
+        # The init must get the signal after the program, or the kernel could merge a forwarded signal with the pending
+        # one.
         process.send_signal(signal.SIGSTOP)
         os.write(master, b"\x03")
         first = line(process)
-        # After what its init would have passed on: the lowest pending signal is the first.
+        # This signal follows any signal that the init forwards: the lowest pending signal is delivered first.
         process.send_signal(signal.SIGUSR1)
         process.send_signal(signal.SIGCONT)
         second = line(process)
@@ -304,8 +303,8 @@ def test_a_key_at_the_terminal_is_one_signal() -> None:
     os.close(slave)
 
 
-def test_only_the_program_has_the_descriptors_that_were_passed_and_knows_that_they_are_its_own() -> None:
-    # As sd_listen_fds(3) has it: the pid is that of the process itself.
+def test_passes_listen_fds_to_program() -> None:
+    # According to sd_listen_fds(3), the pid is the pid of the process itself.
     environment = 'os.environ.update(LISTEN_PID=str(os.getpid()), WATCHDOG_PID="1")\n'
     program = """
 assert (os.environ["LISTEN_PID"], os.environ["WATCHDOG_PID"]) == (str(os.getpid()), "1")

@@ -1,4 +1,4 @@
-"""Special values of floats in the rows on which a model is tested, and where they are found."""
+"""Tests of the special float values in test rows, and of how they are found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = {"FP16": ("<f2", 10), "FP32": ("<f4", 23), "FP64": ("<f8", 52)}
 
 
 def kind_of(bits: int, nbytes: int, mantissa: int) -> Any:
-    """Return the kind of a float by its bits, None for an ordinary one."""
+    """Return the kind of a float from its bits, or None for an ordinary one."""
     sign = 1 << (8 * nbytes - 1)
     exponent, rest = (bits & ~sign) >> mantissa, bits & ((1 << mantissa) - 1)
     if exponent == (sign >> mantissa) - 1:
@@ -29,7 +29,7 @@ def kind_of(bits: int, nbytes: int, mantissa: int) -> Any:
 
 @pytest.mark.parametrize("datatype", DTYPES)
 @given(data=st.data())
-def test_each_float_is_found_by_its_bits(datatype: str, data: Any) -> None:
+def test_classifies_floats_by_their_bits(datatype: str, data: Any) -> None:
     dtype, mantissa = np.dtype(DTYPES[datatype][0]), DTYPES[datatype][1]
     sign, least = 1 << (8 * dtype.itemsize - 1), 1 << mantissa
     edges = [0, 1, least - 1, least, sign - least - 1, sign - least, sign - least + 1, sign - 1]
@@ -46,7 +46,7 @@ def test_each_float_is_found_by_its_bits(datatype: str, data: Any) -> None:
 
 @pytest.mark.parametrize("dims", [(), (1,), (3,), (7, 9), (0,)])
 @pytest.mark.parametrize("datatype", DTYPES)
-def test_every_other_row_has_special_values_and_all_kinds_are_there(datatype: str, dims: Tuple[int, ...]) -> None:
+def test_every_other_row_has_special_values(datatype: str, dims: Tuple[int, ...]) -> None:
     inputs = [TensorSignature("x", datatype, (-1, *dims)), TensorSignature("i", "INT32", (-1, 2))]
     rows = TestRows(inputs, {"x": (1, *dims), "i": (1, 2)})
     assert rows.has_floats
@@ -55,14 +55,14 @@ def test_every_other_row_has_special_values_and_all_kinds_are_there(datatype: st
         return
     assert rows_with_special_values(found, ["i", "x"], SPECIALS)[::2].all()
     assert all(rows_with_special_values(found, ["x"], [special]).any() for special in SPECIALS)
-    # The others, and what the test has used before, stay as they were.
+    # The other rows, and earlier selections, are unchanged.
     before = rows.select([*range(16)])
     assert found["x"][1::2].tobytes() == before["x"][1::2].tobytes()
     assert not rows_with_special_values(before, ["x"], [SpecialFloats.NAN, SpecialFloats.INFINITY]).any()
     assert not TestRows(inputs[1:], {"i": (1, 2)}).has_floats
 
 
-def test_rows_differ_where_any_bit_of_any_output_does() -> None:
+def test_compares_all_bits_of_all_outputs() -> None:
     alone: Dict[str, Any] = {"y": np.zeros((4, 2), np.float32), "z": np.zeros((4, 0)), "i": np.zeros(4, np.int8)}
     together = {name: array.copy() for name, array in alone.items()}
     together["y"][1, 1] = -0.0

@@ -1,4 +1,5 @@
-"""Whose word leads to a file, and whether he may read it. Who owns what is pretended, so that any user can test."""
+"""Tests of safe opens, which check the rights of the user who named a path. Owners are simulated, so any user can
+run them."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ Own = Callable[..., Path]
 
 @pytest.fixture
 def own(monkeypatch: pytest.MonkeyPatch) -> Own:
-    """Pretend that a file belongs to somebody and has that mode; what is not named is root's and for everybody."""
+    """Return a function that simulates owner and mode of a file; other files belong to root and are readable by
+    everyone."""
     real = os.fstat
     owners: Dict[int, Tuple[int, int, int]] = {}
 
@@ -74,7 +76,7 @@ def read_by(grant: Grant, path: Path) -> bytes:
 
 
 def linked(directory: Path, target: str = "secret") -> Path:
-    """A link to a file beside it."""
+    """Return a symlink to a file beside it."""
     (directory / target).write_bytes(b"secret")
     link = directory / "link"
     link.symlink_to(target)
@@ -85,18 +87,18 @@ def linked(directory: Path, target: str = "secret") -> Path:
     ("author", "secret", "allowed"),
     [
         (ALICE, (ALICE, 0o600, 0), True),
-        (ALICE, (ALICE, 0o044, 0), False),  # as the kernel: the owner's bits alone count for the owner
+        (ALICE, (ALICE, 0o044, 0), False),  # As in the kernel, only the owner's bits count for the owner.
         (ALICE, (BOB, 0o640, 0), False),
         (ALICE, (BOB, 0o644, 0), True),
         (ALICE, (BOB, 0o640, STAFF), True),
         (ALICE, (BOB, 0o604, STAFF), False),
-        # Root and this user may name what this process may read.
+        # Root and this user may name every file that this process may read.
         (0, (BOB, 0o600, 0), True),
         (os.geteuid(), (BOB, 0o600, 0), True),
     ],
 )
 @pytest.mark.usefixtures("alice_is_staff")
-def test_a_link_leads_where_its_owner_may_read(
+def test_link_leads_only_where_its_owner_may_read(
     tmp_path: Path, own: Own, author: int, secret: Tuple[int, int, int], allowed: bool
 ) -> None:
     link = own(linked(tmp_path), author)
@@ -114,7 +116,7 @@ def test_a_link_leads_where_its_owner_may_read(
 
 
 @pytest.mark.parametrize("target", ["../closed/secret", "{}/closed/secret"])
-def test_a_directory_behind_a_link_is_open_to_who_made_the_link(tmp_path: Path, own: Own, target: str) -> None:
+def test_owner_of_link_must_search_directory(tmp_path: Path, own: Own, target: str) -> None:
     closed = tmp_path / "closed"
     closed.mkdir()
     linked(closed)
@@ -129,7 +131,7 @@ def test_a_directory_behind_a_link_is_open_to_who_made_the_link(tmp_path: Path, 
     assert read(closed / "secret") == b"secret"
 
 
-def test_every_link_on_the_way_counts(tmp_path: Path, own: Own) -> None:
+def test_checks_every_link_on_the_path(tmp_path: Path, own: Own) -> None:
     (tmp_path / "v1").mkdir()
     own(linked(tmp_path / "v1"), BOB)
     own(tmp_path / "v1" / "secret", BOB, 0o600)
@@ -144,10 +146,10 @@ def test_every_link_on_the_way_counts(tmp_path: Path, own: Own) -> None:
 @pytest.mark.parametrize(
     ("put", "refusal"), [(os.symlink, "symbolic links"), (os.link, "it was replaced while it was opened")]
 )
-def test_what_is_read_is_what_was_checked(
+def test_detects_file_replaced_after_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: Callable[[str, str], None], refusal: str
 ) -> None:
-    """Somebody exchanges the file between the look at it and its opening."""
+    """The file is replaced between the check and the open."""
     path = tmp_path / "model"
     path.write_bytes(b"harmless")
     (tmp_path / "secret").write_bytes(b"secret")
@@ -164,7 +166,7 @@ def test_what_is_read_is_what_was_checked(
         read(path)
 
 
-def test_no_descriptor_is_left(tmp_path: Path, own: Own) -> None:
+def test_leaves_no_descriptors(tmp_path: Path, own: Own) -> None:
     (tmp_path / "w.bin").write_bytes(b"x")
     path = model(tmp_path, "w.bin")
     before = len(list(Path("/proc/self/fd").iterdir()))
@@ -176,7 +178,7 @@ def test_no_descriptor_is_left(tmp_path: Path, own: Own) -> None:
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-# --- who has named the path ------------------------------------------------------------------------------------------
+# --- the user who named the path -------------------------------------------------------------------------------------
 
 
 def acl(*entries: Tuple[int, int, int]) -> bytes:
@@ -198,7 +200,7 @@ NO_ID = 2**32 - 1
         ((BOB, 0o604, STAFF), (), True),
     ],
 )
-def test_a_path_leads_where_the_user_that_names_it_may_read(
+def test_path_leads_only_where_its_user_may_read(
     tmp_path: Path, own: Own, secret: Tuple[int, int, int], gids: Tuple[int, ...], allowed: bool
 ) -> None:
     path = tmp_path / "secret"
@@ -212,7 +214,7 @@ def test_a_path_leads_where_the_user_that_names_it_may_read(
     assert read_by(OPERATOR, path) == b"secret"
 
 
-def test_who_may_not_search_a_directory_does_not_learn_what_is_in_it(tmp_path: Path, own: Own) -> None:
+def test_error_does_not_reveal_names_in_closed_directory(tmp_path: Path, own: Own) -> None:
     closed = tmp_path / "closed"
     closed.mkdir()
     (closed / "there").write_bytes(b"secret")
@@ -228,7 +230,7 @@ def test_who_may_not_search_a_directory_does_not_learn_what_is_in_it(tmp_path: P
 @pytest.mark.parametrize(
     ("entries", "gids", "allowed"),
     [
-        # What shows as bits of the group is the mask: without a look at the list a member of the group could read.
+        # The group bits are the mask of the list: without the list a member of the group could read the file.
         ([(GROUP_OBJ, 0, NO_ID), (USER, 4, BOB), (MASK, 4, NO_ID), (OTHER, 0, NO_ID)], (STAFF,), False),
         ([(GROUP_OBJ, 4, NO_ID), (MASK, 4, NO_ID), (OTHER, 0, NO_ID)], (STAFF,), True),
         ([(USER, 0, ALICE), (GROUP_OBJ, 4, NO_ID), (MASK, 4, NO_ID), (OTHER, 4, NO_ID)], (STAFF,), False),
@@ -239,7 +241,7 @@ def test_who_may_not_search_a_directory_does_not_learn_what_is_in_it(tmp_path: P
         ([(GROUP_OBJ, 4, NO_ID), (OTHER, 0, NO_ID)], (), False),
     ],
 )
-def test_an_access_control_list_counts_as_in_the_kernel(
+def test_evaluates_acl_as_the_kernel(
     tmp_path: Path,
     own: Own,
     monkeypatch: pytest.MonkeyPatch,
@@ -266,7 +268,7 @@ def test_an_access_control_list_counts_as_in_the_kernel(
             read_by(Grant(ALICE, gids), path)
 
 
-def test_a_real_access_control_list_is_found(tmp_path: Path) -> None:
+def test_finds_real_acl(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b"secret")
     path.chmod(0o600)
@@ -284,11 +286,11 @@ def test_a_real_access_control_list_is_found(tmp_path: Path) -> None:
 
 
 def may_by_list(uid: int, descriptor: int) -> bool:
-    """Return what decides about a user that is neither root nor this one."""
+    """Return the access decision for a user other than root and this one."""
     return _has_right(uid, frozenset(), descriptor, os.fstat(descriptor), 4)
 
 
-def test_below_the_directories_of_a_grant_every_file_is_read_and_no_other(tmp_path: Path, own: Own) -> None:
+def test_grant_covers_only_its_directories(tmp_path: Path, own: Own) -> None:
     given = tmp_path / "given"
     (given / "deep").mkdir(parents=True)
     (given / "deep" / "m").write_bytes(b"given")
@@ -300,7 +302,7 @@ def test_below_the_directories_of_a_grant_every_file_is_read_and_no_other(tmp_pa
     assert read_by(grant, given / "deep" / "m") == b"given"
     (given / "inside").symlink_to("deep/m")
     assert read_by(grant, given / "inside") == b"given"
-    # By its text it lies in the directory; whoever owns a link, here the operator, it leads nowhere else.
+    # By name the link lies in the directory, but even a link of the operator leads nowhere else.
     for target in ("../secret", str(tmp_path / "secret")):
         (given / "link").symlink_to(target)
         with pytest.raises(AccessDenied, match=f"a link leads out of {given}; .*model_dirs"):
@@ -327,7 +329,7 @@ Kind = Callable[[Path], Tuple[Path, Path]]
 
 
 @KINDS
-def test_a_link_out_of_the_models_directory_is_refused(tmp_path: Path, kind: Kind) -> None:
+def test_rejects_link_out_of_model_directory(tmp_path: Path, kind: Kind) -> None:
     (tmp_path / "model").mkdir()
     path, external = kind(tmp_path / "model")
     for target in (tmp_path / "model" / "inside", tmp_path / "outside"):
@@ -342,7 +344,7 @@ def test_a_link_out_of_the_models_directory_is_refused(tmp_path: Path, kind: Kin
 
 
 @KINDS
-def test_a_model_names_what_its_owner_may_read(tmp_path: Path, own: Own, kind: Kind) -> None:
+def test_model_names_only_files_that_its_owner_may_read(tmp_path: Path, own: Own, kind: Kind) -> None:
     path, external = kind(tmp_path)
     external.write_bytes(b"x")
     own(path, ALICE)
@@ -350,7 +352,7 @@ def test_a_model_names_what_its_owner_may_read(tmp_path: Path, own: Own, kind: K
     expected = f"^{external}: uid {ALICE}, which names the file .* may not read {external.name} "
     with pytest.raises(ModelFileError, match=expected):
         digest(path)
-    # The daemon's own copy is read all the same.
+    # The daemon's snapshot is read nonetheless.
     with OpenModel(path, is_own_copy=True) as copy:
         assert len(copy.files) == 2
     own(external, ALICE, 0o600)
@@ -358,17 +360,17 @@ def test_a_model_names_what_its_owner_may_read(tmp_path: Path, own: Own, kind: K
 
 
 @KINDS
-def test_layouts_that_are_in_use_are_read(tmp_path: Path, own: Own, kind: Kind) -> None:
+def test_reads_common_layouts(tmp_path: Path, own: Own, kind: Kind) -> None:
     (tmp_path / "v1").mkdir()
     path, external = kind(tmp_path / "v1")
     external.write_bytes(b"x")
     before = digest(path)
-    # A directory that is exchanged by a link.
+    # A directory that a link switches.
     own(tmp_path / "v1", BOB)
     (tmp_path / "current").symlink_to("v1")
     own(tmp_path / "current", BOB)
     assert digest(tmp_path / "current" / path.name) == before
-    # The cache of Hugging Face: every file is a link to one that is named after its content.
+    # The cache of Hugging Face: each file is a link to a file named after its contents.
     (tmp_path / "blobs").mkdir()
     path.rename(tmp_path / "blobs" / "12")
     external.rename(tmp_path / "blobs" / "34")
@@ -380,13 +382,11 @@ def test_layouts_that_are_in_use_are_read(tmp_path: Path, own: Own, kind: Kind) 
 
 
 @KINDS
-def test_each_file_of_a_model_is_one_that_the_user_may_read_who_names_the_model(
-    tmp_path: Path, own: Own, kind: Kind
-) -> None:
+def test_user_must_read_every_file_of_model(tmp_path: Path, own: Own, kind: Kind) -> None:
     path, external = kind(tmp_path)
     external.write_bytes(b"x")
     own(external, BOB, 0o640, STAFF)
-    # The model file itself is the operator's, and for everybody.
+    # The operator owns the model file, which is readable by everyone.
     with pytest.raises(ModelFileError, match=f"^{external}: uid {ALICE}, .* may not read {external.name} "):
         OpenModel(path, grant=Grant(ALICE))
     for grant in (OPERATOR, Grant(ALICE, (STAFF,)), Grant(ALICE, (), (str(tmp_path),))):
@@ -400,7 +400,7 @@ def test_each_file_of_a_model_is_one_that_the_user_may_read_who_names_the_model(
         OpenModel(path, grant=Grant(ALICE))
 
 
-def test_weights_are_read_for_who_has_chosen_them(tmp_path: Path, own: Own) -> None:
+def test_reads_weights_for_user_who_chose_them(tmp_path: Path, own: Own) -> None:
     link = own(linked(tmp_path), ALICE)
     with open_file(link) as file:
         assert file.read() == b"secret"
@@ -416,7 +416,7 @@ def test_weights_are_read_for_who_has_chosen_them(tmp_path: Path, own: Own) -> N
         assert file.read() == b"weights"
 
 
-def test_a_file_is_read_up_to_the_bound(tmp_path: Path) -> None:
+def test_reads_file_up_to_limit(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"12345")
     assert read_regular(path, 5) == b"12345"
@@ -429,7 +429,7 @@ def test_a_file_is_read_up_to_the_bound(tmp_path: Path) -> None:
         assert file.read() == b"12345"
 
 
-def test_of_a_huge_file_no_more_is_read_than_the_bound(tmp_path: Path) -> None:
+def test_reads_no_more_than_limit_of_huge_file(tmp_path: Path) -> None:
     path = tmp_path / "huge"
     with path.open("wb") as file:
         file.truncate(2**40)
@@ -438,7 +438,7 @@ def test_of_a_huge_file_no_more_is_read_than_the_bound(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory", "socket", "missing"])
-def test_what_is_no_file_is_refused_without_waiting(tmp_path: Path, kind: str) -> None:
+def test_rejects_other_than_files_without_blocking(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "it"
     expected = "expected a regular file"
     if kind == "pipe":

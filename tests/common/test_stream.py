@@ -1,4 +1,4 @@
-"""Messages between two ends of a real socket: none is lost, none waits, and nothing is left open."""
+"""Tests of message streams over real sockets: no message is lost, no call blocks, and no descriptor leaks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FRAMES = [b"envelope", b"", b"tensor" * 100]
 
 @pytest.fixture
 def ends() -> Iterator[Tuple[Stream, Stream]]:
-    """Two ends; the second one takes descriptors."""
+    """Return two ends; the second one accepts descriptors."""
     first, second = socket.socketpair()
     made = Stream(first), Stream(second, accepts_descriptors=True)
     yield made
@@ -37,7 +37,7 @@ def arrive(sender: Stream, receiver: Stream, count: int = 1) -> List[Message]:
     return messages
 
 
-class Poor:
+class OutOfMemorySocket:
     """A socket for which the kernel has no memory."""
 
     def __init__(self, real: socket.socket, error: int) -> None:
@@ -56,9 +56,9 @@ class Poor:
 @pytest.mark.parametrize("error", [errno.ENOMEM, errno.ENOBUFS])
 @pytest.mark.parametrize("size", [1, 100_000])
 @pytest.mark.parametrize("waits", [False, True])
-def test_where_the_kernel_has_no_memory_the_connection_ends_for_both(error: int, size: int, waits: bool) -> None:
+def test_connection_ends_if_kernel_has_no_memory(error: int, size: int, waits: bool) -> None:
     ours, theirs = socket.socketpair()
-    sender, receiver = Stream(cast(socket.socket, Poor(ours, error))), Stream(theirs)
+    sender, receiver = Stream(cast(socket.socket, OutOfMemorySocket(ours, error))), Stream(theirs)
     if waits:
         vars(sender)["_frame_writer"].put([b"x"])
     with ours, theirs:
@@ -69,11 +69,11 @@ def test_where_the_kernel_has_no_memory_the_connection_ends_for_both(error: int,
                 end.receive()
 
 
-def test_another_error_of_the_kernel_is_what_it_is() -> None:
+def test_raises_other_kernel_errors() -> None:
     ours, theirs = socket.socketpair()
-    with ours, theirs, pytest.raises(OSError, match="Too many references") as told:
-        Stream(cast(socket.socket, Poor(ours, errno.ETOOMANYREFS))).send([b"x"])
-    assert not isinstance(told.value, ConnectionError)
+    with ours, theirs, pytest.raises(OSError, match="Too many references") as raised:
+        Stream(cast(socket.socket, OutOfMemorySocket(ours, errno.ETOOMANYREFS))).send([b"x"])
+    assert not isinstance(raised.value, ConnectionError)
 
 
 def read_on(receiver: Stream) -> None:
@@ -89,7 +89,7 @@ def open_descriptors() -> int:
 
 
 @pytest.mark.parametrize("size", [0, 600, 20_000, 100_000, 5_000_000])
-def test_a_message_of_any_size_arrives_both_ways(ends: Tuple[Stream, Stream], size: int) -> None:
+def test_sends_messages_of_any_size(ends: Tuple[Stream, Stream], size: int) -> None:
     for sender, receiver in (ends, ends[::-1]):
         frames: List[Any] = [b"envelope", b"", memoryview(bytes(range(256)) * (size // 256)), b"end"]
         assert sender.send(frames) is (sender.unsent == 0)
@@ -98,7 +98,7 @@ def test_a_message_of_any_size_arrives_both_ways(ends: Tuple[Stream, Stream], si
         assert [bytes(each) for each in message.frames] == frames
 
 
-def test_a_small_message_is_written_at_once_and_read_at_once(ends: Tuple[Stream, Stream]) -> None:
+def test_sends_small_message_with_one_call(ends: Tuple[Stream, Stream]) -> None:
     sender, receiver = ends
     assert receiver.receive() == []
     assert sender.send(FRAMES)
@@ -107,7 +107,7 @@ def test_a_small_message_is_written_at_once_and_read_at_once(ends: Tuple[Stream,
     assert receiver.receive() == []
 
 
-def test_small_messages_that_are_held_come_together_and_in_order(ends: Tuple[Stream, Stream]) -> None:
+def test_corked_messages_arrive_together(ends: Tuple[Stream, Stream]) -> None:
     sender, receiver = ends
     sender.cork()
     assert sender.send([b"1"])
@@ -119,14 +119,14 @@ def test_small_messages_that_are_held_come_together_and_in_order(ends: Tuple[Str
     assert sender.uncork()
     sender.send([b"5"])
     assert [message.frames for message in receiver.receive()] == [[b"4"], [b"5"]]
-    # More than the kernel takes with one call.
+    # More than the kernel accepts in one call.
     sender.cork()
     for number in range(3000):
         sender.send([b"%d" % number])
     assert sender.uncork()
     assert [int(message.frames[0]) for message in receiver.receive()] == [*range(3000)]
     has_more = [receiver.has_more]
-    # Behind what waits it waits, too: who has to know when that goes calls `flush`.
+    # A new message waits behind unsent ones; callers that need to know when it is sent call `flush`.
     while sender.send([bytes(20_000)]):
         pass
     sender.cork()
@@ -143,13 +143,13 @@ def test_small_messages_that_are_held_come_together_and_in_order(ends: Tuple[Str
     assert sender.unsent > unsent
 
 
-def test_who_does_not_read_makes_nobody_wait_and_gets_all_in_order(ends: Tuple[Stream, Stream]) -> None:
+def test_slow_reader_does_not_block_sender(ends: Tuple[Stream, Stream]) -> None:
     sender, receiver = ends
     sent = [[b"%d" % number, bytes(300 * number)] for number in range(200)]
     outcomes = [sender.send(each) for each in sent]
     assert outcomes[0]
     assert not outcomes[-1]
-    # What has begun to wait does not go before it is flushed: order is kept.
+    # Once a message waits, later ones wait until the flush, which keeps the order.
     assert outcomes == sorted(outcomes, reverse=True)
     assert sender.unsent
     assert [message.frames for message in arrive(sender, receiver, 200)] == sent
@@ -160,7 +160,7 @@ def test_who_does_not_read_makes_nobody_wait_and_gets_all_in_order(ends: Tuple[S
     "begun",
     [b"", message_prefix(FRAMES)[:3], message_prefix(FRAMES) + b"env", message_prefix([bytes(10**6)]) + bytes(9)],
 )
-def test_an_end_that_closes_is_told_wherever_it_was(ends: Tuple[Stream, Stream], begun: bytes) -> None:
+def test_reports_closed_end(ends: Tuple[Stream, Stream], begun: bytes) -> None:
     sender, receiver = ends
     sender.send([b"last"])
     sender.connection.send(begun)
@@ -172,7 +172,7 @@ def test_an_end_that_closes_is_told_wherever_it_was(ends: Tuple[Stream, Stream],
         receiver.send(FRAMES)
 
 
-def test_a_broken_framing_is_told() -> None:
+def test_reports_broken_framing() -> None:
     first, second = socket.socketpair()
     with first, second:
         first.send(struct.pack("<2I", 1, 65))
@@ -187,7 +187,7 @@ def same(descriptor: int, other: int) -> bool:
     return os.path.samestat(os.fstat(descriptor), os.fstat(other))
 
 
-def test_descriptors_come_with_their_messages_even_where_they_had_to_wait(ends: Tuple[Stream, Stream]) -> None:
+def test_descriptors_arrive_with_their_messages(ends: Tuple[Stream, Stream]) -> None:
     sender, receiver = ends
     pipes = os.pipe()
     before = open_descriptors()
@@ -214,7 +214,7 @@ def test_descriptors_come_with_their_messages_even_where_they_had_to_wait(ends: 
         os.close(pipe)
 
 
-def test_a_queued_message_goes_with_the_next_flush_and_brings_its_descriptor(ends: Tuple[Stream, Stream]) -> None:
+def test_flush_sends_queued_message_with_descriptor(ends: Tuple[Stream, Stream]) -> None:
     sender, receiver = ends
     sender.send([b"first"])
     sender.queue([b"second", b""], [0])
@@ -228,10 +228,10 @@ def test_a_queued_message_goes_with_the_next_flush_and_brings_its_descriptor(end
     os.close(received)
 
 
-def test_descriptors_that_nobody_takes_or_gets_are_closed(ends: Tuple[Stream, Stream]) -> None:
+def test_closes_unused_descriptors(ends: Tuple[Stream, Stream]) -> None:
     sender, receiver = ends
     before = open_descriptors()
-    sender.send([b"taken by nobody"], [0, 1])
+    sender.send([b"not taken"], [0, 1])
     receiver.receive()
     assert open_descriptors() == before + 2
     while sender.send([bytes(50_000)]):
@@ -243,7 +243,7 @@ def test_descriptors_that_nobody_takes_or_gets_are_closed(ends: Tuple[Stream, St
     assert open_descriptors() == before - 2
 
 
-def test_an_end_that_takes_none_is_sent_none(ends: Tuple[Stream, Stream]) -> None:
+def test_sends_no_descriptors_to_end_that_rejects_them(ends: Tuple[Stream, Stream]) -> None:
     receiver, sender = ends
     before = open_descriptors()
     sender.send(FRAMES, [0])
@@ -251,7 +251,7 @@ def test_an_end_that_takes_none_is_sent_none(ends: Tuple[Stream, Stream]) -> Non
     assert (len(receiver.descriptors), open_descriptors()) == (0, before)
 
 
-def test_descriptors_without_end_end_the_connection(ends: Tuple[Stream, Stream]) -> None:
+def test_limits_number_of_descriptors(ends: Tuple[Stream, Stream]) -> None:
     sender, receiver = ends
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0]))]
     for position in range(6):
@@ -260,7 +260,7 @@ def test_descriptors_without_end_end_the_connection(ends: Tuple[Stream, Stream])
         read_on(receiver)
 
 
-def test_as_many_descriptors_as_the_kernel_passes_are_received_and_not_closed_in_the_read(
+def test_receives_maximum_number_of_descriptors(
     ends: Tuple[Stream, Stream],
 ) -> None:
     sender, receiver = ends

@@ -1,4 +1,4 @@
-"""The terminal that closes, and a Ctrl-C that a library swallows."""
+"""Tests of a terminal that closes, and of an interrupt that a library swallows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from weightd_common.terminal import Terminal, redelivering_interrupts
 
-# Of /proc/PID/stat: state, parent, group, session, terminal, foreground group, flags.
+# Fields of /proc/PID/stat: state, parent, group, session, terminal, foreground group, flags.
 _STAT = "7 (a) b (c) S 1 7 7 {} {} 4194304"
 NOWHERE = _STAT.format(0, -1)
 FOREGROUND = _STAT.format(34816, 7)
@@ -24,14 +24,14 @@ BACKGROUND = _STAT.format(34816, 9)
     ("before", "handler", "after", "has_closed"),
     [
         (FOREGROUND, signal.SIG_DFL, NOWHERE, True),
-        (FOREGROUND, signal.SIG_DFL, FOREGROUND, False),  # somebody asks for a reload
+        (FOREGROUND, signal.SIG_DFL, FOREGROUND, False),  # SIGHUP requests a reload.
         (FOREGROUND, signal.SIG_DFL, BACKGROUND, False),
-        (FOREGROUND, signal.SIG_IGN, NOWHERE, False),  # nohup
-        (BACKGROUND, signal.SIG_DFL, NOWHERE, False),  # it outlives its shell
-        (NOWHERE, signal.SIG_DFL, NOWHERE, False),  # a service
+        (FOREGROUND, signal.SIG_IGN, NOWHERE, False),  # The process runs under nohup.
+        (BACKGROUND, signal.SIG_DFL, NOWHERE, False),  # The process outlives its shell.
+        (NOWHERE, signal.SIG_DFL, NOWHERE, False),  # The process is a service.
     ],
 )
-def test_who_ends_with_the_terminal(
+def test_ends_with_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, handler: signal.Handlers, after: str, has_closed: bool
 ) -> None:
     monkeypatch.setattr("weightd_common.terminal.signal.getsignal", lambda _: handler)
@@ -42,19 +42,19 @@ def test_who_ends_with_the_terminal(
     assert terminal.has_closed() is has_closed
 
 
-IS_TOLD = sys.version_info >= (3, 8)
+HAS_UNRAISABLEHOOK = sys.version_info >= (3, 8)
 
 
 @pytest.fixture(autouse=True)
 def python_handles() -> Iterator[None]:
-    """Where the tests run in the background of a shell, nobody would."""
+    """Restore Python's SIGINT handler, which background jobs of a shell do not have."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 class Interrupted:
-    """Where Ctrl-C comes, Python cannot pass it on."""
+    """An object whose finalizer is interrupted, where Python cannot raise the exception."""
 
     def __del__(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)
@@ -62,13 +62,13 @@ class Interrupted:
 
 
 class Fails:
-    """The same with any error."""
+    """An object whose finalizer fails with another error."""
 
     def __del__(self) -> None:
         raise OSError
 
 
-def test_it_comes_again(capfd: pytest.CaptureFixture[str]) -> None:
+def test_raises_swallowed_interrupt_again(capfd: pytest.CaptureFixture[str]) -> None:
     def swallow_and_wait() -> None:
         one = Interrupted()
         del one
@@ -76,18 +76,18 @@ def test_it_comes_again(capfd: pytest.CaptureFixture[str]) -> None:
 
     with pytest.raises(KeyboardInterrupt), redelivering_interrupts():
         swallow_and_wait()
-    # Python 3.7 prints what it swallows, and tells nobody else.
-    assert not IS_TOLD or capfd.readouterr() == ("", "")
+    # Python 3.7 prints the exception that it swallows and calls no hook.
+    assert not HAS_UNRAISABLEHOOK or capfd.readouterr() == ("", "")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.skipif(not IS_TOLD, reason="Python 3.7 tells nobody what it swallows")
-def test_what_else_is_swallowed_is_told_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[object] = []
-    monkeypatch.setattr(sys, "unraisablehook", lambda each: told.append(each.exc_type))
+@pytest.mark.skipif(not HAS_UNRAISABLEHOOK, reason="Python 3.7 tells nobody what it swallows")
+def test_reports_other_swallowed_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda each: reported.append(each.exc_type))
     hooks = sys.unraisablehook, sys.excepthook
     with redelivering_interrupts():
         one = Fails()
         del one
-    assert told == [OSError]
+    assert reported == [OSError]
     assert hooks == (sys.unraisablehook, sys.excepthook)

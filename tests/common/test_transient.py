@@ -1,4 +1,4 @@
-"""Which failures may go away by themselves."""
+"""Tests of which failures count as transient."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from weightd_protocol.errors import WeightdError
         (errno.EINVAL, False),
     ],
 )
-def test_an_error_of_the_system_tells_by_its_number(number: int, expected: bool) -> None:
+def test_errno_determines_transience(number: int, expected: bool) -> None:
     error = OSError(number, os.strerror(number))
     assert is_transient(error) is expected
     assert mentions_transient(f"OSError: [Errno {number}] {error.strerror}: '/x'") is expected
 
 
-def test_what_it_has_led_to_is_as_transient_as_the_cause() -> None:
+def test_transience_follows_the_cause() -> None:
     caught: Optional[BaseException] = None
     try:
         try:
@@ -47,7 +47,7 @@ def test_what_it_has_led_to_is_as_transient_as_the_cause() -> None:
     assert not is_transient(None)
 
 
-def test_memory_and_threads_may_come_free() -> None:
+def test_lack_of_memory_and_threads_is_transient() -> None:
     assert is_transient(MemoryError())
     assert mentions_transient("RuntimeError: can't start new thread")
     assert mentions_transient("terminate called after throwing an instance of 'std::bad_alloc'")

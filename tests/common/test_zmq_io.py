@@ -31,23 +31,23 @@ def pair() -> Iterator[Pair]:
     "frames",
     [[b"header"], [b""], [b"header", b""], [b"", b"a", b"\0" * LARGE], [bytes([each]) for each in range(40)]],
 )
-def test_what_is_sent_is_received_as_one_message(pair: Pair, frames: List[bytes]) -> None:
+def test_receives_sent_message(pair: Pair, frames: List[bytes]) -> None:
     for _ in range(2):
         zmq_io.send(pair[0], frames)
     for _ in range(2):
         assert [frame.bytes for frame in zmq_io.receive(pair[1])] == frames
 
 
-def test_other_programs_see_an_ordinary_multipart_message(pair: Pair) -> None:
+def test_interoperates_with_multipart_messages(pair: Pair) -> None:
     zmq_io.send(pair[0], [b"a", memoryview(b"b"), zmq.Frame(b"c")])
     assert pair[1].recv_multipart() == [b"a", b"b", b"c"]
     pair[1].send_multipart([b"a", b"b"])
     assert [frame.bytes for frame in zmq_io.receive(pair[0])] == [b"a", b"b"]
 
 
-def test_small_frames_are_copied_and_large_ones_are_not(pair: Pair) -> None:
+def test_copies_only_small_frames(pair: Pair) -> None:
     small, large = bytearray(b"a" * (LARGE - 1)), bytearray(b"a" * LARGE)
-    # libzmq hands a message of an inproc pair over as it is: a change after the send shows.
+    # libzmq passes messages of an inproc pair by reference, so a change after the send is visible.
     zmq_io.send(pair[0], [memoryview(small), memoryview(large)])
     small[0] = large[0] = ord("b")
     frames = zmq_io.receive(pair[1])
@@ -56,20 +56,20 @@ def test_small_frames_are_copied_and_large_ones_are_not(pair: Pair) -> None:
     assert zmq_io.frame_content(frames[1]) is frames[1]
 
 
-def test_what_has_too_many_frames_is_read_to_its_end_and_shows_that_it_has(pair: Pair) -> None:
+def test_reads_message_with_too_many_frames_to_its_end(pair: Pair) -> None:
     pair[0].send_multipart([b"x"] * 1000)
     pair[0].send_multipart([b"next"])
-    # A peer's id, a header, the tensors, and at least one more.
+    # A peer's id, a header, the tensors, and at least one more frame.
     assert limits.MAX_TENSORS + 2 < len(zmq_io.receive(pair[1])) < 100
     assert zmq_io.receive(pair[1])[0].bytes == b"next"
 
 
-def test_without_a_message_and_without_waiting_it_says_so(pair: Pair) -> None:
+def test_non_blocking_receive_without_message(pair: Pair) -> None:
     with pytest.raises(zmq.Again):
         zmq_io.receive(pair[1], zmq_io.NOBLOCK)
 
 
-def test_where_nobody_can_take_a_message_none_of_it_is_sent() -> None:
+def test_sends_no_part_of_unroutable_message() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         router: Any = context.socket(zmq.ROUTER)

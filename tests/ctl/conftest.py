@@ -1,4 +1,4 @@
-"""Weightctl in this process, a stand-in for the daemon, and what that answers."""
+"""Fixtures: weightctl in this process, a fake daemon, and its replies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
 
 class Ran(NamedTuple):
-    """What a command has said."""
+    """The output and exit status of a command."""
 
     status: int
     out: str
@@ -48,19 +48,19 @@ class Ctl:
 
 @pytest.fixture
 def alone(capsys: pytest.CaptureFixture[str], address: str) -> Ctl:
-    """Weightctl where no daemon is."""
+    """Return weightctl without a daemon."""
     return Ctl(capsys, address)
 
 
 @pytest.fixture
 def ctl(capsys: pytest.CaptureFixture[str], daemon: FakeDaemon) -> Ctl:
-    """Weightctl, talking to `daemon`."""
+    """Return weightctl connected to `daemon`."""
     return Ctl(capsys, daemon.address)
 
 
 @pytest.fixture
 def x(tmp_path: Path) -> str:
-    """A file with an array."""
+    """Return the path of a file with an array."""
     path = tmp_path / "x.npy"
     np.save(str(path), X)
     return str(path)
@@ -75,7 +75,7 @@ def fails(code: str, text: str, retry_after: Optional[int] = None) -> Handler:
 
 
 def outputs(*named: Any) -> Handler:
-    """Answer with these (name, array)."""
+    """Return a handler that replies with these (name, array)."""
 
     def handle(message: ClientMessage, tensors: Sequence[bytes]) -> List[List[Any]]:
         datatypes = {"f": "FP32", "i": "INT64", "b": "BOOL"}
@@ -91,15 +91,15 @@ def outputs(*named: Any) -> Handler:
 
 
 def counted(message: ClientMessage, served: int, executions: int, cut: int = 0) -> List[List[Any]]:
-    """Answer a question for the status: what has been run of the model m."""
+    """Reply to a status request with these counters of the model m."""
     ran = ExecutionsStatus(executions, split=cut)
     model = ModelStatus("m", "fake", "/m", "serving", 0, served, 0, (), executions=ran)
     return [encode(StatusResponse(message.id, "9.9", "running", 1, 1.0, 1, (model,)))]
 
 
 @pytest.fixture
-def heeds_ctrl_c() -> Iterator[None]:
-    """A shell has what it runs in the background ignore SIGINT, and Python leaves that as it is."""
+def default_sigint_handler() -> Iterator[None]:
+    """Restore SIGINT's default handler: shells ignore it in background jobs, and Python inherits that."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -36,7 +36,7 @@ def test_status(ctl: Ctl, daemon: FakeDaemon) -> None:
     assert ran == (exit_codes.ERROR, "", "NOT_FOUND: no model 'nope'; there are: digits, bad\n")
 
 
-def test_a_daemon_that_does_not_answer_or_speaks_another_protocol(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_silent_daemon_and_protocol_error(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = silent
     ran = ctl("status", "--timeout", "0.05")
     assert (ran.status, ran.err[:19]) == (exit_codes.UNAVAILABLE, "DEADLINE_EXCEEDED: ")
@@ -56,7 +56,7 @@ def test_without_a_daemon(alone: Ctl, verb: List[str]) -> None:
     assert json.loads(ran.out)["error"]["code"] == "UNAVAILABLE"
 
 
-def test_the_address_may_come_from_the_environment(
+def test_address_from_environment(
     capsys: pytest.CaptureFixture[str], daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WEIGHTD_SOCKET", daemon.address)
@@ -86,7 +86,7 @@ def test_predict(ctl: Ctl, daemon: FakeDaemon, x: str) -> None:
     assert list(tensors) == [X.tobytes()]
 
 
-def test_predict_shows_the_corners_of_what_is_large(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_predict_abbreviates_large_outputs(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = outputs(("y", np.zeros((100, 1000), np.float32)))
     ran = ctl("predict", "m")
     assert ran.out.startswith("y: FP32 [100, 1000]\n[[0. 0. 0. ... 0. 0. 0.]\n")
@@ -123,7 +123,7 @@ def test_predict_writes_outputs(ctl: Ctl, x: str, tmp_path: Path) -> None:
     assert f"{x}/x.npy: " in ran.err
 
 
-def test_the_name_of_an_output_does_not_choose_the_directory(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
+def test_output_names_stay_in_directory(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
     daemon.handle = outputs(("../up", X), (".._up", X), ("a/b\x00", X))
     there = tmp_path / "there"
     assert ctl("predict", "m", "--output", str(there)).status == exit_codes.OK
@@ -131,7 +131,7 @@ def test_the_name_of_an_output_does_not_choose_the_directory(ctl: Ctl, daemon: F
     assert list(tmp_path.iterdir()) == [there]
 
 
-def test_a_request_that_ends_in_an_error(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_failed_request(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = fails("INVALID_ARGUMENT", "inputs: x is missing")
     assert ctl("predict", "m") == (exit_codes.ERROR, "", "INVALID_ARGUMENT: inputs: x is missing\n")
     ran = ctl("predict", "m", "--json")
@@ -145,7 +145,7 @@ class Evil:
 
 
 def bad_files(directory: Path) -> Dict[str, str]:
-    """Write files that are no input; return what is wrong with each, by its name."""
+    """Write invalid input files; return the error of each by its name."""
     np.save(str(directory / "objects.npy"), np.array([Evil()], dtype=object), allow_pickle=True)
     np.savez(str(directory / "several.npz"), y=X)
     np.save(str(directory / "good.npy"), X)
@@ -168,7 +168,7 @@ def bad_files(directory: Path) -> Dict[str, str]:
     }
 
 
-def test_a_file_that_is_no_input(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
+def test_rejects_invalid_file(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
     for name, text in bad_files(tmp_path).items():
         ran = ctl("predict", "m", "--input", f"x={tmp_path}/{name}")
         assert (ran.status, ran.out, ran.err[:18]) == (exit_codes.NO_INPUT, "", "INVALID_ARGUMENT: ")
@@ -195,20 +195,20 @@ def test_a_file_that_is_no_input(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -
         ("update m x.onnx --rollback", "--rollback"),
     ],
 )
-def test_a_wrong_command_line(alone: Ctl, arguments: str, text: str) -> None:
+def test_invalid_command_line(alone: Ctl, arguments: str, text: str) -> None:
     ran = alone(*arguments.split())
     assert (ran.status, ran.out) == (exit_codes.USAGE, "")
     assert text in ran.err
 
 
-def test_an_input_that_is_given_twice(alone: Ctl, x: str) -> None:
+def test_rejects_duplicate_input(alone: Ctl, x: str) -> None:
     ran = alone("predict", "m", "--input", f"x={x}", "--input", f"x={x}")
     assert ran.status == exit_codes.USAGE
     assert "'x' is given twice" in ran.err
 
 
 @pytest.mark.parametrize("verb", ["", *COMMANDS])
-def test_help_tells_the_exit_statuses(alone: Ctl, verb: str) -> None:
+def test_help_lists_exit_statuses(alone: Ctl, verb: str) -> None:
     ran = alone(*verb.split(), "--help")
     assert ran.status == exit_codes.OK
     assert "Exit status: 0 " in ran.out
@@ -216,9 +216,7 @@ def test_help_tells_the_exit_statuses(alone: Ctl, verb: str) -> None:
 
 
 @pytest.mark.parametrize("verb", ["status", "top", "advise"])
-def test_a_help_with_more_in_the_manual_fits_on_a_screen(
-    alone: Ctl, monkeypatch: pytest.MonkeyPatch, verb: str
-) -> None:
+def test_long_help_fits_on_a_screen(alone: Ctl, monkeypatch: pytest.MonkeyPatch, verb: str) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     lines = alone(verb, "--help").out.splitlines()
     assert len(lines) <= 30
@@ -229,7 +227,7 @@ def test_a_help_with_more_in_the_manual_fits_on_a_screen(
 # --- as a process ---------------------------------------------------------------------------------------------------
 
 
-# Where the tests run in the background of a shell, their children would ignore Ctrl-C.
+# If the tests run in the background of a shell, child processes would ignore Ctrl-C.
 _MAIN = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -240,23 +238,23 @@ sys.exit(main())
 
 def start(daemon: FakeDaemon, *arguments: str, stdout: Any = subprocess.PIPE, **more: str) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **more}
-    environment.pop("PYTHONUNBUFFERED", None)  # what is still in a buffer at the end is the hard case
+    environment.pop("PYTHONUNBUFFERED", None)  # Output that is still buffered at the end is the difficult case.
     command = [sys.executable, "-c", _MAIN, "--socket", daemon.address, *arguments]
     return subprocess.Popen(command, env=environment, stdout=stdout, stderr=subprocess.PIPE)
 
 
-def test_ctrl_c_ends_it_quietly(daemon: FakeDaemon) -> None:
+def test_interrupt_ends_quietly(daemon: FakeDaemon) -> None:
     daemon.handle = silent
     with start(daemon, "predict", "m") as process:
         daemon.next()
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=LIMIT_S)
         assert (process.returncode, out) == (exit_codes.INTERRUPTED, b"")
-        # Python 3.7 prints an exception that pyzmq swallows, where that happens, and nobody can keep it from that.
+        # Python 3.7 prints an exception that pyzmq swallows; nothing can prevent that.
         assert not err or sys.version_info < (3, 8)
 
 
-def test_nobody_reads_the_output(daemon: FakeDaemon) -> None:
+def test_closed_output(daemon: FakeDaemon) -> None:
     read, write = os.pipe()
     os.close(read)
     with start(daemon, "status", stdout=write) as process:
@@ -265,14 +263,14 @@ def test_nobody_reads_the_output(daemon: FakeDaemon) -> None:
         assert process.returncode == exit_codes.BROKEN_PIPE
 
 
-def test_the_output_cannot_be_written(daemon: FakeDaemon) -> None:
-    said = b"weightctl: cannot write the output: No space left on device\n"
+def test_full_output(daemon: FakeDaemon) -> None:
+    expected = b"weightctl: cannot write the output: No space left on device\n"
     with Path("/dev/full").open("wb") as full, start(daemon, "status", stdout=full) as process:
-        assert process.communicate(timeout=LIMIT_S)[1] == said
+        assert process.communicate(timeout=LIMIT_S)[1] == expected
         assert process.returncode == exit_codes.CANNOT_WRITE
 
 
-def test_a_terminal_that_knows_only_ascii(daemon: FakeDaemon) -> None:
+def test_ascii_terminal(daemon: FakeDaemon) -> None:
     daemon.handle = reports(response(replace(DIGITS, path="/models/zahl-ü.onnx")))
     with start(daemon, "status", PYTHONIOENCODING="ascii") as process:
         assert b"/models/zahl-\\xfc.onnx" in process.communicate(timeout=LIMIT_S)[0]

@@ -1,4 +1,4 @@
-"""The exporter: what a scrape may ask, and that strangers who connect are in nobody's way."""
+"""Tests of the metrics exporter: valid scrapes, and clients that must not disturb others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GET = b"GET /metrics HTTP/1.1\r\n\r\n"
 
 
 def status(head: bytes, *, is_loopback: bool = True) -> int:
-    """What a request is answered with; 200: with the metrics."""
+    """Return the status of the response; with 200 it has the metrics."""
     refused = rejection(head, is_loopback=is_loopback)
     return 200 if refused is None else refused.status
 
@@ -52,7 +52,7 @@ def status(head: bytes, *, is_loopback: bool = True) -> int:
         (b"\x16\x03\x01\r\n\r\n", 400),
     ],
 )
-def test_there_is_one_thing_to_be_had_and_one_way(head: bytes, expected: int) -> None:
+def test_serves_only_get_of_metrics(head: bytes, expected: int) -> None:
     assert status(head) == expected
 
 
@@ -71,19 +71,19 @@ def test_there_is_one_thing_to_be_had_and_one_way(head: bytes, expected: int) ->
         (b"[evil]", 421),
     ],
 )
-def test_a_page_whose_name_was_made_to_mean_this_host_is_told_nothing(name: bytes, expected: int) -> None:
+def test_rejects_foreign_host_names_on_loopback(name: bytes, expected: int) -> None:
     head = b"GET /metrics HTTP/1.1\r\nAccept: */*\r\nhost:  " + name + b"\r\nHost: localhost\r\n\r\n"
     assert status(head) == expected
-    # Where others can connect, its name is anything.
+    # An address that other hosts can reach may have any name.
     assert status(head, is_loopback=False) == 200
 
 
 @given(st.binary(max_size=200))
-def test_whatever_comes_has_an_answer(head: bytes) -> None:
+def test_any_request_has_a_response(head: bytes) -> None:
     assert status(head) in exporter._REASONS
 
 
-def test_an_answer_says_how_long_it_is_and_that_it_is_the_last() -> None:
+def test_response_has_length_and_closes() -> None:
     assert Answer(405, b"expected GET\n", ["Allow: GET"]).encode().split(b"\r\n") == [
         b"HTTP/1.1 405 Method Not Allowed",
         b"Content-Type: text/plain; charset=utf-8",
@@ -96,8 +96,8 @@ def test_an_answer_says_how_long_it_is_and_that_it_is_the_last() -> None:
     ]
 
 
-class Scene:
-    """An exporter on a port of its own, and who connects to it."""
+class RunningExporter:
+    """An exporter on a free port, and its clients."""
 
     def __init__(self, body: bytes = b"metrics\n") -> None:
         self.fetched = 0
@@ -110,14 +110,14 @@ class Scene:
         self.fetched += 1
         return Answer(200, self.body)
 
-    async def peer(self, said: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def peer(self, sent: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         self.peers.append(writer)
-        writer.write(said)
+        writer.write(sent)
         return reader, writer
 
-    async def scrape(self, said: bytes = GET) -> bytes:
-        return await (await self.peer(said))[0].read()
+    async def scrape(self, sent: bytes = GET) -> bytes:
+        return await (await self.peer(sent))[0].read()
 
     @property
     def open(self) -> int:
@@ -128,79 +128,79 @@ class Scene:
             await asyncio.sleep(0.01)
 
 
-def play(act: Callable[[Scene], Awaitable[Any]], body: bytes = b"metrics\n") -> Scene:
+def play(act: Callable[[RunningExporter], Awaitable[Any]], body: bytes = b"metrics\n") -> RunningExporter:
     async def run() -> None:
-        server = await asyncio.start_server(scene.exporter.on_connection, "127.0.0.1", 0, limit=MAX_HEAD_BYTES)
+        server = await asyncio.start_server(running.exporter.on_connection, "127.0.0.1", 0, limit=MAX_HEAD_BYTES)
         sockets: Any = server.sockets
-        scene.port = sockets[0].getsockname()[1]
-        await asyncio.wait_for(act(scene), 30)
-        for writer in scene.peers:
+        running.port = sockets[0].getsockname()[1]
+        await asyncio.wait_for(act(running), 30)
+        for writer in running.peers:
             writer.transport.abort()
         server.close()
-        await scene.until_open(0)
+        await running.until_open(0)
 
-    scene = Scene(body)
+    running = RunningExporter(body)
     asyncio.run(run())
-    return scene
+    return running
 
 
-def test_however_many_ask_the_metrics_are_fetched_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def act(scene: Scene) -> None:
-        answers = await asyncio.gather(*(scene.scrape() for _ in range(MAX_CONNECTIONS)))
-        assert {each.partition(b"\r\n\r\n")[2] for each in answers} == {scene.body}
-        assert scene.fetched == 1
+def test_fetches_metrics_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(running: RunningExporter) -> None:
+        answers = await asyncio.gather(*(running.scrape() for _ in range(MAX_CONNECTIONS)))
+        assert {each.partition(b"\r\n\r\n")[2] for each in answers} == {running.body}
+        assert running.fetched == 1
         monkeypatch.setattr(exporter, "MAX_AGE_S", 0.0)
-        scene.exporter._expires_at = 0.0
-        await scene.scrape()
-        assert scene.fetched == 2
-        await scene.until_open(0)
+        running.exporter._expires_at = 0.0
+        await running.scrape()
+        assert running.fetched == 2
+        await running.until_open(0)
 
     play(act)
 
 
-def test_what_is_no_scrape_is_refused_and_fetches_nothing() -> None:
-    async def act(scene: Scene) -> None:
-        assert (await scene.scrape(b"GET / HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 404 ")
-        assert (await scene.scrape(b"\x16\x03\x01\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
-        assert (await scene.scrape(b"GET /metrics HTTP/1.1\r\n" + MAX_HEAD_BYTES * b"x")).startswith(b"HTTP/1.1 431 ")
-        # Requests after the first are not answered.
-        assert (await scene.scrape(GET)).count(b"HTTP/1.1 200 OK") == 1
+def test_rejected_request_fetches_nothing() -> None:
+    async def act(running: RunningExporter) -> None:
+        assert (await running.scrape(b"GET / HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 404 ")
+        assert (await running.scrape(b"\x16\x03\x01\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+        assert (await running.scrape(b"GET /metrics HTTP/1.1\r\n" + MAX_HEAD_BYTES * b"x")).startswith(b"HTTP/1.1 431 ")
+        # The exporter answers only the first request of a connection.
+        assert (await running.scrape(GET)).count(b"HTTP/1.1 200 OK") == 1
 
     assert play(act).fetched == 1
 
 
-def test_who_is_slow_or_silent_goes_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def act(scene: Scene) -> None:
-        peers = [await scene.peer(said) for said in (b"", b"GET /met", GET)]
-        await scene.until_open(3)
+def test_closes_slow_and_silent_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(running: RunningExporter) -> None:
+        peers = [await running.peer(sent) for sent in (b"", b"GET /met", GET)]
+        await running.until_open(3)
         for reader, _ in peers[:2]:
             with contextlib.suppress(ConnectionError):
                 assert await reader.read() == b""
-        await scene.until_open(0)
+        await running.until_open(0)
 
     monkeypatch.setattr(exporter, "TIMEOUT_S", 0.5)
     play(act, b"x" * 20_000_000)
 
 
-def test_a_thousand_that_say_nothing_keep_no_scrape_from_its_answer() -> None:
-    async def act(scene: Scene) -> None:
-        reader, _ = await scene.peer(GET)
+def test_silent_connections_do_not_block_scrapes() -> None:
+    async def act(running: RunningExporter) -> None:
+        reader, _ = await running.peer(GET)
         for _ in range(200):
-            await scene.peer()
-        await scene.until_open(MAX_CONNECTIONS)
-        assert (await scene.scrape()).startswith(b"HTTP/1.1 200 ")
-        # Who is being answered does not give way to those who say nothing.
-        assert len(await reader.read()) > len(scene.body)
+            await running.peer()
+        await running.until_open(MAX_CONNECTIONS)
+        assert (await running.scrape()).startswith(b"HTTP/1.1 200 ")
+        # A connection with a response in progress is not closed in favour of silent ones.
+        assert len(await reader.read()) > len(running.body)
 
     play(act, b"x" * 8_000_000)
 
 
-def test_those_who_do_not_read_give_way_to_who_comes() -> None:
-    async def act(scene: Scene) -> None:
+def test_new_connection_replaces_unread_one() -> None:
+    async def act(running: RunningExporter) -> None:
         for _ in range(MAX_CONNECTIONS + 3):
-            await scene.peer(GET)
-        await scene.until_open(MAX_CONNECTIONS)
-        assert (await scene.scrape()).startswith(b"HTTP/1.1 200 ")
+            await running.peer(GET)
+        await running.until_open(MAX_CONNECTIONS)
+        assert (await running.scrape()).startswith(b"HTTP/1.1 200 ")
 
     play(act, b"x" * 20_000_000)
 
@@ -212,7 +212,7 @@ def free_port() -> int:
     return port
 
 
-def test_it_serves_until_it_is_stopped_and_says_when_the_daemon_is_away(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_serves_and_reports_missing_daemon(ctl: Ctl, daemon: FakeDaemon) -> None:
     assert ctl("metrics", "--listen", "0").status == exit_codes.USAGE
     assert ctl("metrics", "--listen", "here:http").status == exit_codes.USAGE
     port = free_port()

@@ -1,4 +1,4 @@
-"""`weightctl install-units`; the daemon that the units shall start is a stand-in, as Python 3.7 has none."""
+"""Tests of `weightctl install-units` with a fake weightd program, because there is no daemon on Python 3.7."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 WEIGHTD = Path("/opt/weightd/bin/weightd")
 
 
-# Of a release that there is not.
+# Units of an invented release.
 NEW = {
     "new.service": "[Service]\nExecStart=/usr/bin/weightd serve\n\n[Install]\nWantedBy=x\n",
     "new.socket": "[Socket]\n\n[Install]\nWantedBy=x\n",
@@ -44,7 +44,7 @@ def write(directory: Path, files: Mapping[str, str]) -> Path:
 
 @pytest.fixture
 def units(tmp_path: Path) -> Path:
-    """A directory with units that no release has."""
+    """Return a directory with units that no release has."""
     return write(tmp_path / "units", NEW)
 
 
@@ -55,7 +55,7 @@ def manual(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def weightd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The program that the units shall start."""
+    """Return the fake program for the units."""
     path = tmp_path / "bin" / "weightd"
     path.parent.mkdir()
     path.write_text("#!/bin/sh\n")
@@ -82,7 +82,7 @@ class Install:
         return status, said.out, said.err
 
     def states(self, *arguments: str) -> Dict[str, str]:
-        """What became of each file, by its path below the root."""
+        """Return the state of each file by its path below the root."""
         out = json.loads(self("--json", *arguments)[1])
         return {str(Path(each["path"]).relative_to(self._root)): each["state"] for each in out["files"]}
 
@@ -97,7 +97,7 @@ def tree(directory: Path) -> List[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.glob("**/*") if not path.is_dir())
 
 
-def test_what_it_has_written_can_be_removed(install: Install, root: Path) -> None:
+def test_removes_installed_files(install: Install, root: Path) -> None:
     wants = root / "etc/systemd/system/x.wants"
     install()
     wants.mkdir()
@@ -131,7 +131,7 @@ def test_what_it_has_written_can_be_removed(install: Install, root: Path) -> Non
 # --- the plan -------------------------------------------------------------------------------------------------------
 
 
-def test_the_directories_say_what_goes_where(units: Path, manual: Path) -> None:
+def test_plan_maps_files_to_directories(units: Path, manual: Path) -> None:
     assert [str(each.path) for each in plan.make_plan(units, manual, WEIGHTD)] == [
         "/etc/systemd/system/new.service",
         "/etc/systemd/system/new.slice",
@@ -145,7 +145,7 @@ def test_the_directories_say_what_goes_where(units: Path, manual: Path) -> None:
         "/usr/local/share/man/man5/weightd.toml.5",
         "/usr/local/share/man/man8/weightd.8",
     ]
-    # Sockets are enabled first, and nothing that nothing wants.
+    # Sockets come first, and units without an [Install] section are not enabled.
     assert plan.units_to_enable(plan.make_plan(units, manual, WEIGHTD)) == ["new.socket", "new.service"]
 
 
@@ -160,13 +160,13 @@ def test_the_directories_say_what_goes_where(units: Path, manual: Path) -> None:
         ("# ExecStart=/usr/bin/weightd", "# ExecStart=/usr/bin/weightd"),
     ],
 )
-def test_units_start_the_program_of_this_installation(units: Path, manual: Path, line: str, installed: str) -> None:
+def test_units_start_installed_program(units: Path, manual: Path, line: str, installed: str) -> None:
     (units / "new.service").write_text(f"[Service]\n{line}\n")
     [unit] = [each for each in plan.make_plan(units, manual, WEIGHTD) if each.path.name == "new.service"]
     assert unit.content.decode().splitlines()[2] == installed
 
 
-def test_each_file_says_whose_it_is_in_its_own_language(units: Path, manual: Path) -> None:
+def test_each_file_has_a_marker_comment(units: Path, manual: Path) -> None:
     for each in plan.make_plan(units, manual, WEIGHTD):
         first = each.content.decode().splitlines()[0]
         assert plan.is_ours(each.content)
@@ -176,7 +176,7 @@ def test_each_file_says_whose_it_is_in_its_own_language(units: Path, manual: Pat
         assert ("systemctl edit" in first) == (each.path.parent.name == "system")
 
 
-def test_the_units_of_the_repository_are_found_and_start_the_program(manual: Path) -> None:
+def test_finds_units_of_repository(manual: Path) -> None:
     assert [plan.source(name) for name in ("systemd", "manual")] == [REPOSITORY / "systemd", REPOSITORY / "manual"]
     planned = plan.make_plan(plan.source("systemd"), manual, WEIGHTD)
     starting = [each for each in planned if b"\nExecStart=" in each.content]
@@ -192,7 +192,7 @@ def test_the_units_of_the_repository_are_found_and_start_the_program(manual: Pat
 OURS = plan.add_notice(Path("etc/x.service"), b"text\n")
 
 
-def test_a_file_is_new_then_unchanged_then_changed(tmp_path: Path) -> None:
+def test_states_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "x.service"
     old_mask = os.umask(0o077)
     try:
@@ -210,7 +210,7 @@ def test_a_file_is_new_then_unchanged_then_changed(tmp_path: Path) -> None:
     assert tree(tmp_path) == ["a/b/x.service"]
 
 
-def test_what_somebody_else_made_is_kept(tmp_path: Path) -> None:
+def test_keeps_foreign_files(tmp_path: Path) -> None:
     path = tmp_path / "x.service"
     (tmp_path / "linked").write_bytes(OURS)
     for made in (
@@ -227,7 +227,7 @@ def test_what_somebody_else_made_is_kept(tmp_path: Path) -> None:
     assert plan.install(path, OURS) is FileState.FOREIGN
 
 
-def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.service"
     plan.install(path, OURS)
 
@@ -246,7 +246,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkey
 # -------------------------------------------------------------------------------------------------------
 
 
-def test_everything_below_the_prefix_and_what_to_run_next(install: Install, root: Path, weightd: Path) -> None:
+def test_installs_below_root_and_prints_next_steps(install: Install, root: Path, weightd: Path) -> None:
     status, out, err = install()
     assert status == exit_codes.OK
     assert f"new        {root}/etc/systemd/system/weightd.service\n" in out
@@ -261,14 +261,14 @@ def test_everything_below_the_prefix_and_what_to_run_next(install: Install, root
         "install -D -m 644 /usr/local/share/doc/weightd/examples/weightd.toml /etc/weightd/weightd.toml",
         "systemctl enable --now weightd.socket weightd.service",
     ]
-    # It is below a directory that the unit hides from the service.
+    # The unit hides this directory from the service.
     assert "the service cannot access /tmp" in err
 
 
 UNIT = "etc/systemd/system/weightd.service"
 
 
-def test_again_changes_what_is_another_and_keeps_what_is_the_operators(install: Install, root: Path) -> None:
+def test_second_run_updates_only_own_files(install: Install, root: Path) -> None:
     install()
     states = install.states()
     assert {*states.values()} == {"unchanged"}
@@ -290,13 +290,13 @@ def test_again_changes_what_is_another_and_keeps_what_is_the_operators(install: 
     assert "try-restart" not in install()[1]
 
 
-def test_the_gateway_is_enabled_where_it_has_a_configuration(install: Install, root: Path) -> None:
+def test_enables_gateway_with_configuration(install: Install, root: Path) -> None:
     assert "weightd-gateway" not in install()[1].partition("\nNext")[2]
     write(root, {"etc/weightd/gateway.toml": "mine"})
     assert "  systemctl enable --now weightd-gateway.socket weightd-gateway.service\n" in install()[1]
 
 
-def test_a_dry_run_tells_the_same_and_writes_nothing(install: Install, root: Path) -> None:
+def test_dry_run_writes_nothing(install: Install, root: Path) -> None:
     status, out, err = install("--dry-run")
     states = install.states("--dry-run")
     assert (status, states[UNIT], {*states.values()}, root.exists()) == (exit_codes.OK, "new", {"new"}, False)
@@ -322,7 +322,7 @@ def test_without_permission(install: Install, root: Path, monkeypatch: pytest.Mo
     assert err == f"PERMISSION_DENIED: {path}: Permission denied; run this as root, with sudo\n"
 
 
-def test_files_that_cannot_be_read(install: Install, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files(install: Install, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_: Path) -> bytes:
         raise OSError(5, "Input/output error", "/x")
 
@@ -335,7 +335,7 @@ def test_files_that_cannot_be_read(install: Install, root: Path, monkeypatch: py
 # --- the program ----------------------------------------------------------------------------------------------------
 
 
-def test_without_a_weightd(install: Install, weightd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_weightd(install: Install, weightd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weightd.unlink()
     monkeypatch.setattr(sys, "executable", str(weightd.with_name("python")))
     monkeypatch.setattr("sysconfig.get_path", {"scripts": str(weightd.parent)}.get)
@@ -344,7 +344,7 @@ def test_without_a_weightd(install: Install, weightd: Path, monkeypatch: pytest.
     assert err.startswith(f"UNAVAILABLE: there is no weightd in {weightd.parent}; the daemon needs Python 3.10")
 
 
-def test_a_path_that_systemd_would_read_as_something_else(weightd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_path_with_systemd_specifiers(weightd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     odd = weightd.parent.with_name("100% mine")
     weightd.parent.rename(odd)
     monkeypatch.setattr(sys, "argv", [str(odd / "weightctl")])
@@ -362,14 +362,14 @@ def test_a_path_that_systemd_would_read_as_something_else(weightd: Path, monkeyp
         ("exit 3", "does not run on .*: exit status 3; the daemon needs"),
     ],
 )
-def test_a_daemon_that_does_not_run(install: Install, root: Path, weightd: Path, script: str, cause: str) -> None:
+def test_daemon_that_does_not_run(install: Install, root: Path, weightd: Path, script: str, cause: str) -> None:
     weightd.write_text(f"#!/bin/sh\n{script}\n")
     status, _, err = install()
     assert (status, root.exists()) == (exit_codes.UNAVAILABLE, False)
     assert re.search(cause, err)
 
 
-def test_the_program_itself_is_run(weightd: Path, tmp_path: Path) -> None:
+def test_runs_the_program(weightd: Path, tmp_path: Path) -> None:
     weightd.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\n')
     plan.check_runs(weightd)
     assert (tmp_path / "arguments").read_text() == "--version\n"
@@ -378,5 +378,5 @@ def test_the_program_itself_is_run(weightd: Path, tmp_path: Path) -> None:
         plan.check_runs(weightd)
 
 
-def test_a_program_that_the_service_could_not_see() -> None:
+def test_finds_directory_hidden_from_service() -> None:
     assert plan.hidden_directory(Path("/home/somebody/weightd/bin/weightd")) == "/home"

@@ -1,4 +1,4 @@
-"""Events and logs."""
+"""Tests of `weightctl events` and `weightctl logs`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ OLD = Event(5, NOW - 7200, "info", "m.1: serving", "m", 1)
 NEW = Event(6, NOW - 60, "warning", "m.1.w1 lost:\x1b[2J killed", "m", 1, "m.1.w1")
 
 
-def happened(*pages: Tuple[Tuple[Event, ...], int, int]) -> Any:
-    """Answer with these events, and how many are more and missed, page after page; the last one again and again."""
+def event_pages(*pages: Tuple[Tuple[Event, ...], int, int]) -> Any:
+    """Return a handler that replies with these pages of events and their numbers of omitted and discarded events.
+
+    The last page is repeated.
+    """
     left = list(pages)
 
     def handle(message: ClientMessage, _: Sequence[bytes]) -> List[List[Any]]:
@@ -39,8 +42,8 @@ def happened(*pages: Tuple[Tuple[Event, ...], int, int]) -> Any:
     return handle
 
 
-def test_events_are_a_line_each_page_after_page(ctl: Ctl, daemon: FakeDaemon) -> None:
-    daemon.handle = happened(((OLD,), 1, 4), ((NEW,), 0, 0))
+def test_events_have_a_line_each(ctl: Ctl, daemon: FakeDaemon) -> None:
+    daemon.handle = event_pages(((OLD,), 1, 4), ((NEW,), 0, 0))
     ran = ctl("events", "m")
     assert ran.out.splitlines() == [
         "(4 events before these were discarded)",
@@ -52,14 +55,14 @@ def test_events_are_a_line_each_page_after_page(ctl: Ctl, daemon: FakeDaemon) ->
 
 
 @pytest.mark.parametrize("more", [["--since", "1h"], ["--since=4000"], ["-n", "1"]])
-def test_events_of_late(ctl: Ctl, daemon: FakeDaemon, more: List[str]) -> None:
-    daemon.handle = happened(((OLD, NEW), 0, 0))
+def test_recent_events(ctl: Ctl, daemon: FakeDaemon, more: List[str]) -> None:
+    daemon.handle = event_pages(((OLD, NEW), 0, 0))
     told = json.loads(ctl("events", "--json", *more).out)
     assert [each["number"] for each in told["events"]] == [6]
     assert (told["events"][0]["child"], told["missed"]) == ("m.1.w1", 0)
 
 
-def test_events_are_followed_over_a_restart(
+def test_follows_events_across_restart(
     ctl: Ctl, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pauses: List[float] = []
@@ -67,19 +70,21 @@ def test_events_are_followed_over_a_restart(
     def sleep(seconds: float) -> None:
         pauses.append(seconds)
         gone = fails(Unavailable.code, "it restarts")
-        daemon.handle = {1: gone, 2: gone, 3: happened(((NEW,), 0, 0)), 4: happened(((), 0, 0))}.get(len(pauses), gone)
+        daemon.handle = {1: gone, 2: gone, 3: event_pages(((NEW,), 0, 0)), 4: event_pages(((), 0, 0))}.get(
+            len(pauses), gone
+        )
         if len(pauses) > 4:
             raise KeyboardInterrupt
 
     monkeypatch.setattr("weightctl.journal.time.sleep", sleep)
-    daemon.handle = happened(((OLD,), 0, 0))
+    daemon.handle = event_pages(((OLD,), 0, 0))
     ran = ctl("events", "--follow", "--json")
     assert ran.status == exit_codes.INTERRUPTED
     assert [json.loads(line)["number"] for line in ran.out.splitlines()] == [5, 6]
     assert ran.err == "UNAVAILABLE: it restarts; retrying\n"
 
 
-def test_a_daemon_that_does_not_tell_what_has_happened(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_daemon_without_events(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = silent
     assert ctl("events", "--timeout", "0.05").status == exit_codes.UNAVAILABLE
     daemon.handle = fails("PERMISSION_DENIED", "not you")
@@ -89,7 +94,7 @@ def test_a_daemon_that_does_not_tell_what_has_happened(ctl: Ctl, daemon: FakeDae
 LOG = LogTail("m.1.w1", 1, 24_000, NOW, "first\n\x1b[2Jsecond\n")
 
 
-def test_logs_are_shown_with_whose_they_are(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_logs_have_process_names(ctl: Ctl, daemon: FakeDaemon) -> None:
     empty = LogTail("m.1.holder", 1, 0, NOW, "")
     daemon.handle = lambda message, _: [encode(LogsResponse(message.id, (empty, LOG), 2))]
     assert ctl("logs", "m", "--process", "p", "-n", "7").out.splitlines() == [
@@ -109,9 +114,7 @@ def test_logs_are_shown_with_whose_they_are(ctl: Ctl, daemon: FakeDaemon) -> Non
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])
-def test_logs_of_a_process_that_does_not_exist_are_an_error_that_names_those_that_do(
-    ctl: Ctl, daemon: FakeDaemon, more: List[str]
-) -> None:
+def test_unknown_process_lists_processes(ctl: Ctl, daemon: FakeDaemon, more: List[str]) -> None:
     def tails(message: ClientMessage, _: Sequence[bytes]) -> List[List[Any]]:
         assert isinstance(message, Logs)
         return [
@@ -125,26 +128,26 @@ def test_logs_of_a_process_that_does_not_exist_are_an_error_that_names_those_tha
     assert told == "no process 'w9' with output; there are: m.1.holder, m.1.w1 and 3 more"
 
 
-def test_events_about_an_unknown_model_are_an_error_that_names_those_that_exist(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_unknown_model_lists_models(ctl: Ctl, daemon: FakeDaemon) -> None:
     status = looks.status(1.0, looks.model("resnet"))
 
     def handle(message: ClientMessage, frames: Sequence[bytes]) -> List[List[Any]]:
         if isinstance(message, Status):
             return [encode(replace(status, id=message.id))]
-        return list(happened(((), 0, 0))(message, frames))
+        return list(event_pages(((), 0, 0))(message, frames))
 
     daemon.handle = handle
     assert ctl("events", "resnte") == (exit_codes.ERROR, "", "NOT_FOUND: no model 'resnte'; there are: resnet\n")
     assert ctl("events", "resnet") == (exit_codes.OK, "", "")
 
 
-def test_events_of_a_model_that_was_removed_are_shown(ctl: Ctl, daemon: FakeDaemon) -> None:
-    daemon.handle = happened(((OLD,), 0, 0))
+def test_shows_events_of_removed_model(ctl: Ctl, daemon: FakeDaemon) -> None:
+    daemon.handle = event_pages(((OLD,), 0, 0))
     assert ctl("events", "m", "--since", "1h") == (exit_codes.OK, "", "")
 
 
 @pytest.mark.parametrize("arguments", ["logs m -n 0", "logs m -n x", "events --since 1w", "events -n 0"])
-def test_a_wrong_command_line(alone: Ctl, arguments: str) -> None:
+def test_invalid_command_line(alone: Ctl, arguments: str) -> None:
     ran = alone(*arguments.split())
     assert (ran.status, ran.out) == (exit_codes.USAGE, "")
     assert ", got '" in ran.err

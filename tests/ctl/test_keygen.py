@@ -26,7 +26,7 @@ def mode(name: str) -> int:
     return stat.S_IMODE(Path(name).stat().st_mode)
 
 
-def test_the_keys_are_a_pair_and_the_secret_one_is_nobody_elses(alone: Ctl) -> None:
+def test_keys_are_a_pair_and_secret_key_is_private(alone: Ctl) -> None:
     before = os.umask(0)
     try:
         ran = alone("keygen", "server", "alice")
@@ -42,7 +42,7 @@ def test_the_keys_are_a_pair_and_the_secret_one_is_nobody_elses(alone: Ctl) -> N
     assert read_public(Path("server.pub")) != read_public(Path("alice.pub"))
 
 
-def test_a_public_key_may_be_read_whatever_the_umask(alone: Ctl) -> None:
+def test_public_key_is_readable_with_any_umask(alone: Ctl) -> None:
     before = os.umask(0o777)
     try:
         alone("keygen")
@@ -52,7 +52,7 @@ def test_a_public_key_may_be_read_whatever_the_umask(alone: Ctl) -> None:
 
 
 @pytest.mark.parametrize("there", ["a.key", "a.pub"])
-def test_no_file_is_overwritten_and_no_half_of_a_pair_is_left(alone: Ctl, there: str) -> None:
+def test_overwrites_no_file_and_leaves_no_half_pair(alone: Ctl, there: str) -> None:
     for make in (lambda: Path(there).write_text("mine"), lambda: Path(there).symlink_to("b")):
         make()
         ran = alone("keygen", "a")
@@ -68,11 +68,11 @@ def test_json(alone: Ctl) -> None:
 
 
 @pytest.mark.parametrize("name", ["none/a", "a\0b"])
-def test_where_nothing_can_be_written(alone: Ctl, name: str) -> None:
+def test_unwritable_directory(alone: Ctl, name: str) -> None:
     assert alone("keygen", name).status == exit_codes.CANNOT_WRITE
 
 
-def test_without_curve_nothing_is_written(alone: Ctl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writes_nothing_without_curve(alone: Ctl, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zmq, "has", mock.Mock(return_value=False))
     ran = alone("keygen")
     assert ran == (

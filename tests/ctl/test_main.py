@@ -1,4 +1,4 @@
-"""The start of the program `weightctl`, at a terminal where somebody types Ctrl-C."""
+"""Tests of an interrupt while `weightctl` starts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from pathlib import Path
 from testkit.interrupting import PROGRAM, interrupted
 
 
-def test_ctrl_c_while_it_is_imported_ends_it_without_a_word(tmp_path: Path) -> None:
+def test_interrupt_during_import_ends_quietly(tmp_path: Path) -> None:
     program = PROGRAM.format(module="weightctl.__main__")
     assert interrupted(program, "status", where="zmq", directory=tmp_path) == (-signal.SIGINT, b"")

@@ -8,7 +8,7 @@ from weightctl import exit_codes
 from .conftest import Ctl, fails
 
 
-def test_metrics_are_printed_as_text_or_as_they_came(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_prints_metrics_as_text_or_json(ctl: Ctl, daemon: FakeDaemon) -> None:
     ran = ctl("metrics")
     assert (ran.status, ran.err) == (exit_codes.OK, "")
     assert ran.out.startswith("# HELP weightd_build_info ")

@@ -1,4 +1,4 @@
-"""Models and metadata: what can be asked, and how."""
+"""Tests of `weightctl models` and `weightctl metadata`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Y = TensorSignature("y", "FP32", (-1, 10))
 
 
 class Models:
-    """The models one, which serves, and two, which loads."""
+    """A daemon with two models: one serves, the other loads."""
 
     def __init__(self, *inputs: TensorSignature, example: Any = None) -> None:
         self.inputs = inputs
@@ -48,7 +48,7 @@ class Models:
 STATES = (("one", "serving"), ("two", "building"))
 
 
-def test_models_are_a_row_each(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_models_have_a_row_each(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = Models(IMAGE, MASK, MASK, MASK)
     assert ctl("models").out.splitlines() == [
         "MODEL  STATE     ENGINE  INPUTS",
@@ -70,9 +70,9 @@ def test_models_are_a_row_each(ctl: Ctl, daemon: FakeDaemon) -> None:
     }
 
 
-def test_a_model_that_has_left_meanwhile_is_told_without_its_inputs(ctl: Ctl, daemon: FakeDaemon) -> None:
-    told, gone = Models(), fails("NOT_FOUND", "no model 'one'")
-    daemon.handle = lambda message, tensors: (told if isinstance(message, Status) else gone)(message, tensors)
+def test_model_removed_meanwhile_has_no_inputs(ctl: Ctl, daemon: FakeDaemon) -> None:
+    models, gone = Models(), fails("NOT_FOUND", "no model 'one'")
+    daemon.handle = lambda message, tensors: (models if isinstance(message, Status) else gone)(message, tensors)
     assert ctl("models").out.splitlines()[1] == "one    serving   fake    -"
     daemon.handle = echo
     assert ctl("models").out == "no models\n"
@@ -80,13 +80,13 @@ def test_a_model_that_has_left_meanwhile_is_told_without_its_inputs(ctl: Ctl, da
 
 def test_metadata_as_json(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = Models(IMAGE, example=((1, 3, 64, 64),))
-    told = json.loads(ctl("metadata", "one", "--json").out)
-    assert told["inputs"] == [{"name": "image", "datatype": "FP32", "shape": [-1, 3, -1, -1]}]
-    assert (told["platform"], told["example_shapes"]) == ("fake", {"image": [1, 3, 64, 64]})
+    models = json.loads(ctl("metadata", "one", "--json").out)
+    assert models["inputs"] == [{"name": "image", "datatype": "FP32", "shape": [-1, 3, -1, -1]}]
+    assert (models["platform"], models["example_shapes"]) == ("fake", {"image": [1, 3, 64, 64]})
 
 
 def parts(printed: str) -> List[str]:
-    """What it is, the command, and the program."""
+    """Split the output into description, command and program."""
     head, command, *program = printed.split("\n\n")
     return [head, command, "\n\n".join(program)]
 
@@ -101,7 +101,7 @@ def parts(printed: str) -> List[str]:
         ((), None, ""),
     ],
 )
-def test_what_it_says_to_copy_runs_as_it_is(
+def test_printed_command_and_program_run(
     ctl: Ctl, daemon: FakeDaemon, inputs: Sequence[TensorSignature], example: Any, more: str
 ) -> None:
     daemon.handle = Models(*inputs, example=example)
@@ -115,7 +115,7 @@ def test_what_it_says_to_copy_runs_as_it_is(
     assert all(each.name in printed.getvalue() for each in inputs)
 
 
-def test_what_it_says_to_copy_names_the_daemon_where_that_is_not_the_default(
+def test_printed_command_names_other_daemon(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], daemon: FakeDaemon, directory: Any
 ) -> None:
     daemon.handle = Models(MASK)
@@ -141,7 +141,7 @@ def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEIGHTD_SOCKET", raising=False)
 
 
-def test_names_from_a_model_forge_no_line_and_reach_no_terminal(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_escapes_names_of_models(ctl: Ctl, daemon: FakeDaemon) -> None:
     name = "x'\\\n\nweightctl update one /evil\x1b[2J\u202e"
     daemon.handle = Models(TensorSignature(name, "FP32", None))
     lines = [*ctl("models").out.splitlines(), *ctl("metadata", "one").out.splitlines()]

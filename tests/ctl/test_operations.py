@@ -1,4 +1,4 @@
-"""Update, health and reload."""
+"""Tests of `weightctl update`, `health` and `reload`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def operates(message: ClientMessage, _: Sequence[bytes]) -> List[List[Any]]:
     return [encode(ReloadResponse(message.id, ("a", "b"), ("c",), ()))]
 
 
-def test_an_error_may_say_when_to_try_again(client: Client, daemon: FakeDaemon) -> None:
+def test_error_has_retry_time(client: Client, daemon: FakeDaemon) -> None:
     for hint, seconds in ((250_000, 0.25), (None, None)):
         daemon.handle = fails("RESOURCE_EXHAUSTED", "full", hint)
         with pytest.raises(ResourceExhausted) as caught:
@@ -52,7 +52,7 @@ def updates(path: str, weights: str = "") -> Handler:
     return lambda message, _: [encode(UpdateResponse(message.id, "m", (3,), path, weights, "/models/m.onnx"))]
 
 
-def test_update_says_what_serves_now_and_what_a_start_loads(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
+def test_update_reports_serving_and_configured_file(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
     new = tmp_path / "new.onnx"
     new.touch()
     daemon.handle = updates(str(new))
@@ -70,9 +70,7 @@ def test_update_says_what_serves_now_and_what_a_start_loads(ctl: Ctl, daemon: Fa
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08\x07\x12\x04onnx", b"\x93NUMPY", b"\x80\x04."])
-def test_weights_that_are_no_npz_are_not_even_sent(
-    ctl: Ctl, daemon: FakeDaemon, tmp_path: Path, content: bytes
-) -> None:
+def test_does_not_send_weights_other_than_npz(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "new.onnx"
     file.write_bytes(content)
     ran = ctl("update-weights", "m", str(file))
@@ -82,9 +80,7 @@ def test_weights_that_are_no_npz_are_not_even_sent(
 
 
 @pytest.mark.parametrize("verb", ["update", "update-weights"])
-def test_a_file_that_is_not_there_is_not_even_asked_for(
-    ctl: Ctl, daemon: FakeDaemon, tmp_path: Path, verb: str
-) -> None:
+def test_missing_file_sends_no_request(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path, verb: str) -> None:
     daemon.handle = updates("/models/m.onnx")
     ran = ctl(verb, "m", str(tmp_path))
     assert (ran.status, ran.out) == (exit_codes.NO_INPUT, "")
@@ -92,7 +88,7 @@ def test_a_file_that_is_not_there_is_not_even_asked_for(
     assert daemon.seen.empty()
 
 
-def test_of_the_files_of_ranks_the_first_one_has_to_be_there(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
+def test_first_rank_file_must_exist(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
     path = str(tmp_path / "rank{rank}.onnx")
     daemon.handle = updates(path)
     ran = ctl("update", "m", path)
@@ -101,7 +97,7 @@ def test_of_the_files_of_ranks_the_first_one_has_to_be_there(ctl: Ctl, daemon: F
     assert ctl("update", "m", path).status == exit_codes.OK
 
 
-def test_an_update_that_takes_its_time_is_told_from_a_daemon_that_does_not_answer(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_slow_update_and_silent_daemon(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = lambda message, tensors: [] if isinstance(message, Update) else echo(message, tensors)
     ran = ctl("--timeout", "0.3", "update", "m", "--rollback")
     text = "m: update not complete after 0.3 s and continues; see `weightctl status m`"
@@ -144,7 +140,7 @@ def test_reload(ctl: Ctl, daemon: FakeDaemon) -> None:
 
 
 @pytest.mark.parametrize("verb", ["reload", "update m --rollback"])
-def test_a_refusal_to_be_operated_over_zeromq_says_what_to_do(ctl: Ctl, daemon: FakeDaemon, verb: str) -> None:
+def test_zeromq_operation_error_has_a_hint(ctl: Ctl, daemon: FakeDaemon, verb: str) -> None:
     daemon.handle = fails("PERMISSION_DENIED", "may not")
     hint = "this connection uses ZeroMQ; use --socket unix:///PATH for the Unix socket"
     assert ctl(*verb.split()) == (exit_codes.ERROR, "", f"PERMISSION_DENIED: may not; {hint}\n")

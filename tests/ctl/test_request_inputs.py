@@ -1,4 +1,4 @@
-"""The shapes of requests that are made up."""
+"""Tests of the shapes and values of generated requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ANY = TensorSignature("any", "FP32", None)
         ([FIXED], [("w", (2, 3))], None, [(2, 3)], None),
     ],
 )
-def test_what_is_free_is_1_or_as_it_is_said(
+def test_free_dimensions_are_1_or_as_given(
     inputs: Sequence[TensorSignature],
     said: Sequence[Tuple[str, Shape]],
     rows: Optional[int],
@@ -56,7 +56,7 @@ def test_what_is_free_is_1_or_as_it_is_said(
         ([FIXED], [], 2, "--rows 2: no input has a free first dimension: w FP32 [2, 3]"),
     ],
 )
-def test_what_the_model_does_not_take_is_refused_by_name(
+def test_error_names_input_that_does_not_fit(
     inputs: Sequence[TensorSignature], said: Sequence[Tuple[str, Shape]], rows: Optional[int], text: str
 ) -> None:
     with pytest.raises(WrongShape) as caught:
@@ -77,13 +77,13 @@ def test_what_the_model_does_not_take_is_refused_by_name(
         (request_inputs.parse_seconds, "x"),
     ],
 )
-def test_numbers_have_bounds(read: Callable[[str], Any], text: str) -> None:
+def test_limits_numbers(read: Callable[[str], Any], text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
         read(text)
 
 
 @given(st.sampled_from(sorted(ITEM_BYTES)), st.lists(st.integers(0, 5), max_size=3))
-def test_samples_are_what_they_are_to_be_and_others_each_time(datatype: str, shape: Sequence[int]) -> None:
+def test_samples_fit_and_depend_on_seed(datatype: str, shape: Sequence[int]) -> None:
     spec = TensorSpec("x", datatype, (*shape, 64))
     one, other, again = (request_inputs.make_inputs([spec], seed)["x"] for seed in (1, 2, 1))
     assert one.shape == spec.shape
@@ -94,7 +94,7 @@ def test_samples_are_what_they_are_to_be_and_others_each_time(datatype: str, sha
     assert datatype.startswith("FP") or not one.size or one.max() <= 1
 
 
-def test_samples_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samples_have_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_inputs, "MAX_BYTES", 1000)
     for shape, number in (((8,), request_inputs.MAX_SAMPLES), ((100,), 2), ((1000,), 1)):
         assert len(request_inputs.make_many_inputs([TensorSpec("x", "FP32", shape)])) == number

@@ -72,7 +72,7 @@ def response(*models: ModelStatus) -> StatusResponse:
     return StatusResponse("id", "0.1.0", "running", 99, 3725.0, 15 * MB, models)
 
 
-def test_each_listener_has_a_line() -> None:
+def test_listeners_have_a_line_each() -> None:
     proxies = (
         ProxyStatus("default", "ipc:///run/weightd/weightd.sock", 100, 1, 0),
         ProxyStatus("lan", "tcp://*:5555", 0, 0, 3),
@@ -89,11 +89,11 @@ def lines(*models: ModelStatus, memory: Optional[MemoryLimit] = None) -> List[st
 
 
 def of_digits(**changes: Any) -> ModelStatus:
-    """The model, whose generation is another one."""
+    """Return the status of the model with a changed generation."""
     return replace(DIGITS, generations=(replace(DIGITS.generations[0], **changes),))
 
 
-def test_a_serving_model() -> None:
+def test_serving_model() -> None:
     assert lines(DIGITS) == [
         "weightd 0.1.0: running, pid 99, up 1 h 2 min",
         "",
@@ -110,19 +110,19 @@ def test_a_serving_model() -> None:
     ]
 
 
-def test_below_the_processes_stands_who_is_on_which_set_of_cores() -> None:
+def test_lists_workers_per_set_of_cores() -> None:
     places = ("cpu", "cpu:0", "cpu:1", "cpu:0")
     third = replace(WORKERS[0], name="digits.3.w3")
     there = [replace(each, device=device) for each, device in zip((HOLDER, *WORKERS, third), places)]
     assert lines(of_digits(processes=tuple(there)))[10:12] == ["    on cpu:0: w1, w3", "    on cpu:1: w2"]
 
 
-def test_below_the_processes_stands_who_runs_several_predicts_at_once() -> None:
+def test_lists_workers_with_several_predicts() -> None:
     there = [replace(each, concurrency=4) for each in (HOLDER, *WORKERS)]
     assert lines(of_digits(processes=tuple(there)))[9] == "    4 predicts at once: w1, w2"
 
 
-def test_of_ranks_it_is_told_where_each_is_and_which_slice_it_has() -> None:
+def test_ranks_have_device_and_slice() -> None:
     broker = ProcessStatus("digits.3.broker", "broker", "holding", 99, 0, 0, device="cpu")
     ranks = [
         ProcessStatus(f"digits.3.rank{i}", "rank", "ready", 100 + i, 0, 0, device=f"ascend:{i}", sha256=f"{i:064d}")
@@ -140,20 +140,20 @@ def test_of_ranks_it_is_told_where_each_is_and_which_slice_it_has() -> None:
     assert lines(shown)[6].split()[4:6] == ["-", "-"]
 
 
-def test_of_a_model_in_a_group_it_is_told_and_its_process_counts_once() -> None:
+def test_group_process_counts_once() -> None:
     twins = [replace(DIGITS, name=name, group="both") for name in ("one", "two")]
     assert "  in group both: each process serves all models of the group" in render(response(*twins), 0).splitlines()
     assert pss_total(response(*twins)) == pss_total(response(twins[0]))
 
 
-def test_a_card_has_a_line_for_the_communication_of_ranks_where_there_is_some() -> None:
+def test_card_with_buffers_of_ranks() -> None:
     card = DeviceStatus("ascend:0", 1, 63, 10 * MB, 20 * MB, 0, buffer_bytes=400 * MB)
     shown = render(replace(response(), devices=(card,)), 0).splitlines()
     assert shown[2] == "ascend:0: 430.0 MB of unknown capacity, 1 of 63 processes"
     assert shown[4] == "  buffers for communication between ranks 400.0 MB"
 
 
-def test_a_loading_model_shows_how_far_it_is_and_a_failed_one_its_cause() -> None:
+def test_loading_and_failed_model() -> None:
     assert "  next attempt to load the model in 13 s" in lines(replace(FAILED, retry_s=12.7))
     assert lines(LOADING, FAILED)[2:] == [
         "large: ATTACHING, mindspore_lite, /models/large.mindir",
@@ -169,13 +169,13 @@ def test_a_loading_model_shows_how_far_it_is_and_a_failed_one_its_cause() -> Non
     ]
 
 
-def test_a_loading_model_shows_how_long_it_still_takes() -> None:
+def test_loading_model_has_remaining_time() -> None:
     far = replace(LOADING.generations[0], load_fraction=0.437, remaining_s=18.0)
     shown = "  generation 1 on cpu: attaching 3/8, 43 %, about 20 s left, sha256 abababababab"
     assert shown in lines(replace(LOADING, generations=(far,)))
 
 
-def test_what_is_wrong_with_the_configuration_comes_first() -> None:
+def test_configuration_error_comes_first() -> None:
     assert render(replace(response(), note="c: not TOML"), 0).splitlines()[1:3] == ["  note: c: not TOML", ""]
 
 
@@ -184,7 +184,7 @@ def account(model: str, **changes: Any) -> AccountStatus:
     return replace(whole, **changes)
 
 
-def test_tenants_have_a_row_for_each_model_that_they_have_asked() -> None:
+def test_tenants_have_a_row_per_model() -> None:
     research = TenantStatus("research", 2.0, (account("digits"), account("", served=0, unexpected_exits=1)), 0.75, 3)
     tenants = (research, TenantStatus("web", 1.0, (account("large"),)), TenantStatus("default", 1.0, ()))
     assert render(replace(response(DIGITS), tenants=tenants), 0).splitlines()[-8:-1] == [
@@ -198,7 +198,7 @@ def test_tenants_have_a_row_for_each_model_that_they_have_asked() -> None:
     ]
 
 
-def test_a_tenant_that_sees_itself_alone_is_shown_no_process_and_no_memory() -> None:
+def test_tenant_view_has_no_processes_or_memory() -> None:
     own = StatusResponse(
         *("id", "0.1.0", "running", 0, 5.0, 0),
         (ModelStatus("digits", "onnxruntime", "", "serving", 1, 5, 2, ()),),
@@ -217,14 +217,14 @@ def test_a_tenant_that_sees_itself_alone_is_shown_no_process_and_no_memory() -> 
     assert exit_status(own) == exit_codes.OK
 
 
-def test_tenants_are_in_the_json() -> None:
+def test_json_has_tenants() -> None:
     whole = replace(response(), tenants=(TenantStatus("ann", 1.0, (account("m"),)),))
     [ann] = as_json(whole, 0)["tenants"]
     assert (ann["name"], ann["accounts"][0]["failed"]) == ("ann", {"max_rate": 200})
     json.dumps(ann)
 
 
-def test_notes_stand_below_the_table() -> None:
+def test_notes_follow_the_table() -> None:
     worker = replace(WORKERS[0], shared_bytes=0, note="private memory: the page store is on tmpfs")
     shown = lines(of_digits(processes=(HOLDER, worker), saved_bytes=0, copy_bytes=0, note="no self-test"))
     assert shown[8:11] == [
@@ -242,17 +242,17 @@ def test_notes_stand_below_the_table() -> None:
         (9 * MB, 0, "nothing yet: 2 workers on one copy of 9.0 MB"),
     ],
 )
-def test_nothing_is_said_to_be_saved_that_is_not(copy: Optional[int], saved: Optional[int], words: str) -> None:
+def test_reports_saved_memory(copy: Optional[int], saved: Optional[int], words: str) -> None:
     assert lines(of_digits(copy_bytes=copy, saved_bytes=saved))[9] == f"    sharing saves {words}"
 
 
-def test_memory_that_is_not_known_is_no_number() -> None:
+def test_unknown_memory_is_a_dash() -> None:
     shown = lines(of_digits(processes=(replace(HOLDER, pss_bytes=None, private_bytes=None, shared_bytes=None),)))
     assert shown[6].split() == ["holder", "holder", "holding", "100", "-", "-", "-", "-", "-", "-", "-"]
     assert shown[-1] == "memory of the service: 15.0 MB PSS, including the daemon's 15.0 MB"
 
 
-def test_it_fits_into_100_columns_with_large_numbers() -> None:
+def test_large_numbers_fit_into_100_columns() -> None:
     busy = replace(
         WORKERS[0], name="digits.3.w1024", pid=4_194_304, served=9_999_999, p50_us=12345.6, p99_us=99999.9,
         pss_bytes=99_999 * MB, private_bytes=99_999 * MB, shared_bytes=99_999 * MB, note="word " * 100,
@@ -274,17 +274,17 @@ def test_it_fits_into_100_columns_with_large_numbers() -> None:
         (MemoryLimit(GIB, None, None, 1), "1.00 GiB, 1 process killed for lack of memory"),
     ],
 )
-def test_the_last_line_is_what_the_kernel_lets_it_take(memory: MemoryLimit, line: str) -> None:
+def test_last_line_is_the_memory_limit(memory: MemoryLimit, line: str) -> None:
     assert lines(DIGITS, memory=memory) == [*lines(DIGITS), f"memory of the control group: {line}"]
     assert as_json(replace(response(DIGITS), memory=memory), 0)["memory"]["usage_bytes"] == memory.usage_bytes
 
 
 @pytest.mark.parametrize("memory", [None, MemoryLimit(GIB), MemoryLimit(GIB, None, None, 0, 0.0)])
-def test_without_limit_and_pressure_there_is_no_such_line(memory: Optional[MemoryLimit]) -> None:
+def test_no_memory_line_without_limit_and_pressure(memory: Optional[MemoryLimit]) -> None:
     assert lines(DIGITS, memory=memory) == lines(DIGITS)
 
 
-def test_foreign_text_cannot_play_tricks_on_the_terminal() -> None:
+def test_escapes_terminal_sequences() -> None:
     evil = replace(FAILED.generations[0], reason="\x1b[2Jgone\r\nsecond line \x07")
     text = "\n".join(lines(replace(FAILED, name="m\x1b]0;", generations=(evil,))))
     assert "\x1b" not in text
@@ -309,11 +309,11 @@ def test_one_model_of_several() -> None:
         ([replace(DIGITS, state="draining")], exit_codes.NOT_YET),
     ],
 )
-def test_the_exit_status_is_that_of_the_worst_model(models: List[ModelStatus], status: int) -> None:
+def test_exit_status_is_of_worst_model(models: List[ModelStatus], status: int) -> None:
     assert exit_status(response(*models)) == status
 
 
-def test_json_holds_the_whole_answer_and_the_sum() -> None:
+def test_json_has_response_and_total() -> None:
     whole = response(DIGITS, FAILED)
     read = json.loads(json.dumps(as_json(whole, pss_total(whole))))
     assert read["pss_total_bytes"] == 275 * MB

@@ -1,4 +1,4 @@
-"""Fuzz a target with atheris, guided by the coverage of weightd, or run inputs once: `run.py TARGET [FILE ...]`."""
+"""Fuzz a target with atheris, guided by weightd's coverage, or run inputs once: `run.py TARGET [FILE ...]`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ import targets
 _HERE = Path(__file__).resolve().parent
 _SCRATCH = _HERE.parents[1] / "build" / "fuzz"
 
-# msgpack's decoder is compiled, unless MSGPACK_PUREPYTHON=1 asks for the one in Python.
+# msgpack's decoder is compiled unless MSGPACK_PUREPYTHON=1 selects the one in Python.
 _GUIDED_BY = ("weightd", "tomllib", "msgpack")
-# atheris 3.0 loses memory, a kilobyte at a time, where arrays are compared in code that it watches.
+# atheris 3.0 leaks about a kilobyte for each comparison of arrays in instrumented code.
 _NOT_GUIDED_BY = ("weightd_worker.pagesharing.runs",)
 
-# An input takes about a millisecond. What takes ten seconds, or memory beyond what interpreter, numpy and coverage
-# need, is a finding, on a busy machine as well.
+# An input takes about a millisecond. An input that takes ten seconds, or more memory than interpreter, numpy and
+# coverage need, is a finding, on a busy machine as well.
 _TIMEOUT_S = 10
 _MEMORY_MIB = 768
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", choices=targets.NAMES)
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="inputs to run once, without a fuzzer")
@@ -45,7 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def fuzz(name: str, seconds: int) -> NoReturn:
-    """Fuzz for so long. New inputs go to build/fuzz; one that is a finding, to the corpus, and the process fails."""
+    """Fuzz for this time. New inputs go to build/fuzz; a finding goes to the corpus and ends the process with an
+    error."""
     import atheris
 
     with atheris.instrument_imports(include=_GUIDED_BY, exclude=_NOT_GUIDED_BY):
@@ -60,14 +60,14 @@ def fuzz(name: str, seconds: int) -> NoReturn:
         try:
             target.one_input(data)
         except BaseException:
-            file = corpus / f"crash-{hashlib.sha1(data).hexdigest()}"  # as libFuzzer will name it
+            file = corpus / f"crash-{hashlib.sha1(data).hexdigest()}"  # libFuzzer uses this name
             print(f"\n{name}: a finding. To run it again:\n  {_command(name, file)}", file=sys.stderr, flush=True)
             raise
 
     options = {
         "artifact_prefix": f"{corpus}/",
         "dict": words,
-        "len_control": 0,  # the seeds say which length is worth trying
+        "len_control": 0,  # The seeds determine the useful lengths.
         "max_len": target.max_bytes,
         "max_total_time": seconds,
         "print_final_stats": 1,

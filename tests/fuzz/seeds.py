@@ -1,6 +1,6 @@
-"""Writes the seeds: each message of the wire once, and page stores. Configurations are written by hand.
+"""Writer of the seeds: each message of the protocol once, and page stores. Configurations are written by hand.
 
-They are kept in git; after a change of the wire or the store: `python tests/fuzz/seeds.py`.
+The seeds are kept in git; after a change of the protocol or the store: `python tests/fuzz/seeds.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SPECS = (TensorSpec("x", "FP32", (1, 4)), TensorSpec("empty", "BOOL", (2**40, 0
 
 _VALUES: dict[type, Any] = {str: "7", int: 7, bool: True, float: 0.5}
 
-# In the place of a request's id, in msgpack.
+# Invalid values for a request's id, in msgpack.
 _REFUSED: dict[str, bytes] = {
     "bytes": b"\xc4\x017",
     "deep": b"\x91" * 1100 + b"\xc0",
@@ -45,16 +45,16 @@ _REFUSED: dict[str, bytes] = {
 
 
 def seeds() -> dict[str, bytes]:
-    """Return the seeds that are made, by their path in the corpus."""
+    """Return the generated seeds by their path in the corpus."""
     return {**_framing(), **_zmtp(), **_decoder(), **_store()}
 
 
 def message(cls: type[Any]) -> Any:
-    """Return a message of this type with a value in each field, also in those that may be left out."""
+    """Return a message of this type with a value in each field, also in optional ones."""
     hints = typing.get_type_hints(cls)
     kinds = {field.name: field.metadata.get("field_type") for field in dataclasses.fields(cls)}
     made = {name: _value(hints[name], kind.description if kind else "") for name, kind in kinds.items()}
-    # The first of the tensors: there is no seventh.
+    # The index of the only tensor: index 7 would not exist.
     made.update({name: value for name, value in (("tensor_index", 0), ("shared_outputs", (0,))) if name in made})
     return cls(**made)
 
@@ -116,7 +116,7 @@ def _decoder() -> dict[str, bytes]:
     for table in TABLES:
         for tag, cls in table.items():
             made = message(cls)
-            # Its only tensor may be elsewhere.
+            # The only tensor may be in shared memory.
             found[f"decoder/{tag}"] = decoder.written(
                 encode(made), table, () if hasattr(made, "shared_positions") else None
             )
@@ -152,7 +152,7 @@ def _store() -> dict[str, bytes]:
 
 
 def main() -> None:
-    """Write them all; other files of the corpus stay."""
+    """Write all seeds; other files of the corpus stay."""
     for name, data in seeds().items():
         path = CORPUS / name
         path.parent.mkdir(parents=True, exist_ok=True)

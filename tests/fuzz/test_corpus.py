@@ -1,4 +1,4 @@
-"""The corpus of the fuzzer on each change, without the fuzzer; and that a defect would be noticed."""
+"""Tests of the fuzzer's corpus without the fuzzer, and of the targets: they must detect injected defects."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ FILES = sorted(path for path in seeds.CORPUS.glob("*/*") if path.is_file())
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
-def test_an_input_finds_nothing(file: Path) -> None:
+def test_input_has_no_finding(file: Path) -> None:
     targets.load(file.parent.name).one_input(file.read_bytes())
 
 
 @pytest.mark.parametrize("name", targets.NAMES)
-def test_a_target_has_a_corpus_and_runs_whatever_comes(name: str) -> None:
+def test_target_has_a_corpus_and_accepts_any_bytes(name: str) -> None:
     target = targets.load(name)
     sizes = [file.stat().st_size for file in FILES if file.parent.name == name]
     assert 0 < max(sizes) <= target.max_bytes
@@ -39,8 +39,8 @@ def test_a_target_has_a_corpus_and_runs_whatever_comes(name: str) -> None:
         target.one_input(data)
 
 
-def test_every_message_of_the_wire_is_among_the_seeds() -> None:
-    """Where one is missing: `python tests/fuzz/seeds.py`."""
+def test_seeds_include_every_message() -> None:
+    """`python tests/fuzz/seeds.py` adds a missing one."""
     accepted: set[tuple[int, object]] = set()
     for file in FILES:
         if file.parent.name == "decoder":
@@ -52,7 +52,7 @@ def test_every_message_of_the_wire_is_among_the_seeds() -> None:
     assert any(cls is Refusal for _, cls in accepted)
 
 
-def test_configurations_among_the_seeds_are_accepted() -> None:
+def test_seed_configurations_are_valid() -> None:
     for name in ("smallest", "cpu", "cards"):
         product_config.load(seeds.CORPUS / "config" / name)
 
@@ -61,7 +61,7 @@ def test_configurations_among_the_seeds_are_accepted() -> None:
 
 
 def finds(target: str) -> type[BaseException] | None:
-    """The first thing that the corpus of a target finds."""
+    """Return the type of the first finding in the corpus of a target."""
     for file in FILES:
         if file.parent.name == target:
             try:
@@ -106,7 +106,7 @@ DEFECTS = [
     ("decoder", codec, "_unpack", broken, KeyError),
     ("store", product_store, "decode_header", broken, KeyError),
     ("config", product_config, "complete_model", broken, KeyError),
-    # A message that is not what was sent, an index that is not the file's, a store that stays open, beyond the bounds.
+    # A changed message, an index that differs from the file's, an open store, and exceeded limits.
     ("store", OpenStore, "read_hashes", short, AssertionError),
     ("store", OpenStore, "close", nothing, AssertionError),
     ("config", product_config, "complete_model", incomplete, AssertionError),
@@ -114,7 +114,7 @@ DEFECTS = [
 
 
 @pytest.mark.parametrize(("target", "where", "name", "defect", "error"), DEFECTS)
-def test_a_defect_is_a_finding(
+def test_detects_defect(
     monkeypatch: pytest.MonkeyPatch, target: str, where: Any, name: str, *, defect: Any, error: type[BaseException]
 ) -> None:
     assert finds(target) is None
@@ -122,7 +122,7 @@ def test_a_defect_is_a_finding(
     assert finds(target) is error
 
 
-def test_a_decoder_that_does_not_measure_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_detects_decoder_that_does_not_check_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestDescription, "sizes", (16, 0, 7), raising=False)
     with pytest.raises(AssertionError):
         targets.load("decoder").one_input(seeds.seeds()["decoder/lengths"].replace(b"\x08\0\0\0", b"\x07\0\0\0", 1))
@@ -131,7 +131,7 @@ def test_a_decoder_that_does_not_measure_is_a_finding(monkeypatch: pytest.Monkey
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def test_inputs_are_run_again_without_a_fuzzer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_runs_inputs_without_fuzzer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "crash-1"
     file.write_bytes(seeds.seeds()["decoder/status"])
     run.main(["decoder", str(file)])
@@ -140,9 +140,7 @@ def test_inputs_are_run_again_without_a_fuzzer(monkeypatch: pytest.MonkeyPatch, 
         run.main(["decoder", str(file)])
 
 
-def test_without_a_fuzzer_it_says_how_to_get_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hint_without_fuzzer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", nothing)
     with pytest.raises(SystemExit):
         run.main(["decoder"])

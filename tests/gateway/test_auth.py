@@ -1,4 +1,4 @@
-"""Who is who: what proves most goes first, and nobody is somebody by default."""
+"""Tests of authentication: the strongest credentials win, and there is no anonymous access by default."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ ANYBODY = Caller("guests", "anonymous")
 KNOWN = Authenticator({token_digest("secret"): TOKEN}, {"shop": CERTIFICATE}, {1000: USER})
 
 
-def test_a_token_goes_before_a_certificate_and_that_before_a_user() -> None:
+def test_order_of_credentials() -> None:
     assert KNOWN.authenticate(token="secret", common_name="shop", uid=1000) == TOKEN
     assert KNOWN.authenticate(common_name="shop", uid=1000) == CERTIFICATE
     assert KNOWN.authenticate(uid=1000) == USER
 
 
-def test_who_is_nobody_is_refused_and_told_how_to_be_somebody() -> None:
+def test_rejects_unknown_caller_with_a_hint() -> None:
     with pytest.raises(Unauthenticated, match="authorization: Bearer"):
         KNOWN.authenticate()
     with pytest.raises(Unauthenticated):
         KNOWN.authenticate(common_name="stranger", uid=0)
 
 
-def test_a_wrong_token_is_refused_whoever_sends_it() -> None:
+def test_rejects_wrong_token_despite_other_credentials() -> None:
     guests = Authenticator(KNOWN.tokens, KNOWN.certificates, KNOWN.users, ANYBODY)
     with pytest.raises(Unauthenticated):
         guests.authenticate(token="guess", common_name="shop", uid=1000)
@@ -52,12 +52,12 @@ def test_a_wrong_token_is_refused_whoever_sends_it() -> None:
 
 
 @pytest.mark.parametrize("header", ["Bearer secret", "bearer  secret ", "BEARER secret"])
-def test_the_token_of_a_header(header: str) -> None:
+def test_parses_bearer_header(header: str) -> None:
     assert parse_bearer(header) == "secret"
 
 
 @pytest.mark.parametrize("header", ["", "secret", "Basic c2VjcmV0", "Bearer", "Bearer  "])
-def test_a_header_without_one(header: str) -> None:
+def test_rejects_header_without_token(header: str) -> None:
     with pytest.raises(Unauthenticated, match="Bearer TOKEN"):
         parse_bearer(header)
 
@@ -66,7 +66,7 @@ ONE = hashlib.sha256(b"one").hexdigest()
 TWO = hashlib.sha256(b"two").hexdigest()
 
 
-def test_each_line_is_a_caller(tmp_path: Path) -> None:
+def test_reads_callers(tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(f"# of the shop\n\n{ONE} research alice\n  {TWO.upper()}  -\n", "utf-8")
     assert read_tokens(path) == {
@@ -85,29 +85,29 @@ def test_each_line_is_a_caller(tmp_path: Path) -> None:
         (f"{ONE} research a\x07b", "expected a name of at most 256 bytes"),
     ],
 )
-def test_a_wrong_line_is_told_by_its_number(line: str, problem: str) -> None:
+def test_error_has_line_number(line: str, problem: str) -> None:
     with pytest.raises(TokenFileError, match=f"^tokens: line 2: {problem}"):
         parse_tokens(f"{TWO} research\n{line}\n", "tokens")
 
 
-def test_a_token_that_is_there_twice_is_nobodys() -> None:
+def test_rejects_duplicate_token() -> None:
     with pytest.raises(TokenFileError, match="line 2: duplicate token"):
         parse_tokens(f"{ONE} research\n{ONE.upper()} sales\n", "tokens")
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
+def test_reports_all_errors() -> None:
     with pytest.raises(TokenFileError) as caught:
         parse_tokens(f"x\n{ONE} research\ny\n", "tokens")
     assert len(caught.value.problems) == 2
 
 
-def test_somebody_who_writes_the_token_itself_does_not_find_it_in_the_log() -> None:
+def test_error_does_not_contain_token() -> None:
     with pytest.raises(TokenFileError) as caught:
         parse_tokens("my-secret-token research\n", "tokens")
     assert "secret" not in str(caught.value)
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_file(tmp_path: Path) -> None:
     with pytest.raises(TokenFileError, match="No such file"):
         read_tokens(tmp_path / "none")
     os.mkfifo(tmp_path / "pipe")
@@ -123,7 +123,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @given(st.text(max_size=300))
-def test_any_text_is_callers_or_problems(text: str) -> None:
+def test_parses_or_rejects_any_text(text: str) -> None:
     try:
         callers = parse_tokens(text, "tokens")
     except TokenFileError:

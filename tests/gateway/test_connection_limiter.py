@@ -11,12 +11,12 @@ ROOT = Peer("uid 0", is_operator=True)
 
 
 def opened(admission: GatewayConnectionLimiter, peer: Peer, count: int, now: float = 0.0) -> int:
-    """Return how many of so many new connections are admitted."""
+    """Return how many of `count` new connections are admitted."""
     return sum(admission.admit(peer, now) is None for _ in range(count))
 
 
 @given(st.integers(1, 2000), st.integers(1, 2000))
-def test_a_peer_leaves_a_quarter_to_others(most: int, count: int) -> None:
+def test_peer_leaves_a_quarter_to_others(most: int, count: int) -> None:
     admission = GatewayConnectionLimiter(most, 0.0)
     has = opened(admission, A, count)
     assert has == min(count, max(1, 3 * most // 4))
@@ -26,14 +26,14 @@ def test_a_peer_leaves_a_quarter_to_others(most: int, count: int) -> None:
     assert "max_connections" in why
 
 
-def test_a_connection_that_ends_leaves_its_place() -> None:
+def test_closed_connection_frees_its_place() -> None:
     admission = GatewayConnectionLimiter(4, 0.0)
     assert opened(admission, A, 9) == 3
     admission.remove_connection(A)
     assert opened(admission, A, 9) == 1
 
 
-def test_new_connections_have_a_rate_for_each_peer() -> None:
+def test_limits_connection_rate_of_a_peer() -> None:
     admission = GatewayConnectionLimiter(100_000, 10.0)
     burst = int(10 * GatewayConnectionLimiter.BURST_S)
     assert opened(admission, A, 2 * burst) == burst
@@ -42,7 +42,7 @@ def test_new_connections_have_a_rate_for_each_peer() -> None:
     assert opened(admission, A, 100, 1.0) == 10
 
 
-def test_a_peer_that_violates_limits_opens_fewer() -> None:
+def test_violations_reduce_connection_rate() -> None:
     admission = GatewayConnectionLimiter(100_000, 10.0)
     for _ in range(1000):
         admission.penalize(A, 0.0)
@@ -50,18 +50,18 @@ def test_a_peer_that_violates_limits_opens_fewer() -> None:
     assert opened(admission, A, 1000, 3 * GatewayConnectionLimiter.BURST_S) == int(
         10 * GatewayConnectionLimiter.BURST_S
     )
-    # One violation costs as many connections as is said.
+    # One violation costs the configured number of connections.
     admission.penalize(B, 0.0)
     assert opened(admission, B, 1000) == int(10 * GatewayConnectionLimiter.BURST_S - VIOLATION_PENALTY)
 
 
-def test_operators_have_no_limits_but_that_of_all() -> None:
+def test_operators_have_only_the_total_limit() -> None:
     admission = GatewayConnectionLimiter(10, 1.0)
     admission.penalize(ROOT, 0.0)
     assert opened(admission, ROOT, 20) == 10
 
 
-def test_peers_that_were_seen_once_are_forgotten() -> None:
+def test_forgets_old_peers() -> None:
     admission = GatewayConnectionLimiter(100_000, 1.0)
     for number in range(10_000):
         peer = Peer(f"host {number}")

@@ -1,4 +1,4 @@
-"""The daemon as callers see it: a connection for each tenant, and errors that have a code, whatever goes wrong."""
+"""Tests of the daemon client: one connection per tenant, and errors that always have a code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def asked(fake: FakeDaemon, what: Told, timeout: float = 30.0) -> Any:
     return asyncio.run(ask())
 
 
-def test_each_question_says_for_whom_it_is(fake: FakeDaemon) -> None:
+def test_each_request_names_its_tenant(fake: FakeDaemon) -> None:
     async def each(service: DaemonClient) -> None:
         for caller in (ANN, BEN, ITSELF, ANN):
             await service.server(caller)
@@ -56,7 +56,7 @@ def test_each_question_says_for_whom_it_is(fake: FakeDaemon) -> None:
     assert [fake.next()[0].tenant for _ in range(4)] == ["ann", "ben", None, "ann"]  # type: ignore[union-attr]
 
 
-def test_a_status_is_asked_for_once_a_second_for_each_tenant_however_many_want_it(fake: FakeDaemon) -> None:
+def test_requests_status_once_a_second_per_tenant(fake: FakeDaemon) -> None:
     async def many(service: DaemonClient) -> None:
         both = [service.status(caller) for caller in (ANN, BEN) for _ in range(50)]
         await asyncio.gather(*both)
@@ -67,7 +67,7 @@ def test_a_status_is_asked_for_once_a_second_for_each_tenant_however_many_want_i
     assert fake.seen.empty()
 
 
-def test_who_does_not_wait_for_a_status_any_more_keeps_nobody_from_it(fake: FakeDaemon) -> None:
+def test_cancelled_status_does_not_affect_others(fake: FakeDaemon) -> None:
     fake.handle = silent
 
     async def two(service: DaemonClient) -> StatusResponse:
@@ -83,7 +83,7 @@ def test_who_does_not_wait_for_a_status_any_more_keeps_nobody_from_it(fake: Fake
     assert asked(fake, two).version == "9.9"
 
 
-def test_an_answer_is_the_arrays_that_were_asked_with(fake: FakeDaemon) -> None:
+def test_echo_returns_the_same_arrays(fake: FakeDaemon) -> None:
     array = np.arange(100_000.0)
 
     async def infer(service: DaemonClient) -> Any:
@@ -106,13 +106,13 @@ NOTHING_TO_SEND: list[Told] = [
 
 
 @pytest.mark.parametrize("what", NOTHING_TO_SEND)
-def test_what_cannot_be_sent_is_an_error_with_a_code(fake: FakeDaemon, what: Told) -> None:
+def test_unsendable_request_is_an_error_with_a_code(fake: FakeDaemon, what: Told) -> None:
     with pytest.raises(InvalidArgument):
         asked(fake, what)
     assert fake.seen.empty()
 
 
-def test_a_daemon_that_does_not_answer_or_is_not_there(fake: FakeDaemon) -> None:
+def test_unresponsive_and_absent_daemon(fake: FakeDaemon) -> None:
     fake.handle = silent
     with pytest.raises(DeadlineExceeded):
         asked(fake, lambda service: service.ready(ITSELF), timeout=0.1)
@@ -131,7 +131,7 @@ def test_a_request_after_close_is_unavailable(fake: FakeDaemon) -> None:
         asked(fake, request_after_close)
 
 
-def test_a_task_that_is_cancelled_takes_its_request_back(fake: FakeDaemon) -> None:
+def test_cancelled_task_cancels_request(fake: FakeDaemon) -> None:
     fake.handle = silent
 
     async def cancel(service: DaemonClient) -> None:
@@ -148,12 +148,12 @@ def test_a_task_that_is_cancelled_takes_its_request_back(fake: FakeDaemon) -> No
 GOOD = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
-def test_a_context_is_passed_on_as_it_is() -> None:
+def test_passes_trace_context() -> None:
     assert valid_traceparent(GOOD) == GOOD
 
 
 @pytest.mark.parametrize(
     "given", ["", GOOD.upper(), f"ff{GOOD[2:]}", GOOD.replace("b7ad6b7169203331", "0" * 16), f"{GOOD}\n", f"{GOOD}-x"]
 )
-def test_what_is_none_is_passed_over(given: str) -> None:
+def test_ignores_invalid_trace_context(given: str) -> None:
     assert valid_traceparent(given) == ""

@@ -1,4 +1,4 @@
-"""docs/gateway.md is held to the code: its paths, its codes, its bounds, its configurations."""
+"""Tests that docs/gateway.md agrees with the code: its paths, codes, limits and configurations."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def rows(heading: str) -> list[list[str]]:
     return [[cell.strip(" `") for cell in line.strip("|").split(" |")] for line in lines]
 
 
-def test_each_path_is_there_and_is_answered() -> None:
-    told = {
+def test_documents_each_path() -> None:
+    documented = {
         parse_route(path.replace("{model}", "m").replace("{region}", "r")).methods[method]
         for method, path, _ in rows("HTTP")
     }
-    assert told == {*Operation} - {Operation.CHANGE_SETTING, Operation.CUDA_REGISTER}
+    assert documented == {*Operation} - {Operation.CHANGE_SETTING, Operation.CUDA_REGISTER}
 
 
-def test_each_code_is_there_with_its_status() -> None:
-    told = {code: (int(http), int(grpc)) for code, http, grpc, _ in rows("Errors") if not code.startswith("…")}
-    assert told == {code: tuple(status) for code, status in STATUSES.items()}
+def test_documents_each_code() -> None:
+    documented = {code: (int(http), int(grpc)) for code, http, grpc, _ in rows("Errors") if not code.startswith("…")}
+    assert documented == {code: tuple(status) for code, status in STATUSES.items()}
 
 
-def test_the_bounds_are_those_of_the_configuration() -> None:
+def test_documents_defaults_of_limits() -> None:
     defaults = {field.name: field.default for field in toml_schema.table_keys(GatewayConfig)}
     for key, by_default, _ in rows("Limits"):
         number = int(re.sub(r"\D.*", "", by_default.replace(",", "")))
@@ -54,7 +54,7 @@ def test_the_bounds_are_those_of_the_configuration() -> None:
         assert defaults[key] == number * unit, key
 
 
-def test_so_are_those_of_no_configuration() -> None:
+def test_documents_fixed_limits() -> None:
     text = " ".join(TEXT.split())
     for sentence in (
         f"JSON of more than {infer_json.MAX_JSON_BYTES >> 20} MiB, of more than {tensors.MAX_VALUES:,} values",
@@ -65,7 +65,7 @@ def test_so_are_those_of_no_configuration() -> None:
 
 
 @pytest.mark.parametrize("block", re.findall(r"```toml\n(.*?)```", TEXT, re.DOTALL))
-def test_the_configurations_are_good(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configurations_are_valid(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", mock.Mock(return_value=True))
     monkeypatch.setattr("weightd_gateway.config.load._parse_user_id", hash)
     problems = ErrorCollector()
@@ -73,7 +73,7 @@ def test_the_configurations_are_good(block: str, monkeypatch: pytest.MonkeyPatch
     assert problems.errors == []
 
 
-def test_lines_are_short_but_for_tables_and_links_lead_somewhere() -> None:
+def test_lines_are_short_and_links_work() -> None:
     assert [line for line in TEXT.splitlines() if len(line) > 120 and not line.startswith("|")] == []
     for name, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", TEXT):
         text = (DOCS / name).read_text("utf-8") if name else TEXT

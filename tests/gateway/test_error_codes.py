@@ -1,4 +1,4 @@
-"""How errors are told: each code of the daemon has a status in both protocols."""
+"""Tests of error codes: each code of the daemon has a status in HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _GRPC = {
 }
 
 
-def test_each_code_has_its_status() -> None:
+def test_each_code_has_a_status() -> None:
     assert {code: status.grpc for code, status in STATUSES.items()} == _GRPC
     assert {*STATUSES} == {*ERRORS}
     assert all(400 <= status.http < 600 for status in STATUSES.values())
 
 
-def test_what_is_too_large_is_told_apart_in_http_alone() -> None:
+def test_only_http_distinguishes_too_large() -> None:
     assert status_of(TooLarge("x")) == (413, 8)
     assert status_of(ResourceExhausted("x")) == (429, 8)
     assert status_of(NotFound("x")) == (404, 5)
 
 
-def test_seconds_to_wait_are_rounded_up() -> None:
+def test_rounds_retry_time_up() -> None:
     assert retry_after(ResourceExhausted("x", retry_after=0.1)) == 1
     assert retry_after(ResourceExhausted("x", retry_after=2.0)) == 2
     assert retry_after(ResourceExhausted("x")) is None
@@ -56,12 +56,10 @@ def test_seconds_to_wait_are_rounded_up() -> None:
         (ClientClosed("closed"), Unavailable),
     ],
 )
-def test_what_the_client_says_to_this_process_has_a_code_for_the_caller(
-    error: WeightdError, kind: type[WeightdError]
-) -> None:
+def test_client_errors_have_a_code(error: WeightdError, kind: type[WeightdError]) -> None:
     assert type(to_request_error(error)) is kind
 
 
-def test_an_error_of_the_daemon_is_told_as_it_is() -> None:
+def test_daemon_error_is_unchanged() -> None:
     error = NotFound("no model")
     assert to_request_error(error) is error

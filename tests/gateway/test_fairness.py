@@ -13,8 +13,8 @@ from weightd_gateway.fairness import PIPELINE_PASSES, SLICE_S, AdmissionControl,
 from weightd_protocol.errors import ResourceExhausted
 
 
-class World:
-    """A loop whose time passes only in work."""
+class LoopSim:
+    """An event loop whose clock advances only with work."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -35,8 +35,8 @@ class World:
             each()
 
 
-def test_work_is_done_at_once_while_the_pass_has_time() -> None:
-    world = World()
+def test_runs_work_while_pass_has_time() -> None:
+    world = LoopSim()
     for _ in range(3):
         world.want("a", SLICE_S / 2)
     assert world.done == ["a"] * 2
@@ -44,8 +44,8 @@ def test_work_is_done_at_once_while_the_pass_has_time() -> None:
     assert world.done == ["a"] * 3
 
 
-def test_a_peer_with_much_work_holds_up_another_by_one_piece() -> None:
-    world = World()
+def test_busy_peer_delays_others_by_one_item() -> None:
+    world = LoopSim()
     for _ in range(100):
         world.want("a", SLICE_S)
     world.want("b", SLICE_S)
@@ -55,8 +55,8 @@ def test_a_peer_with_much_work_holds_up_another_by_one_piece() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 3 * SLICE_S)), max_size=50))
-def test_all_work_is_done_and_a_pass_ends_in_time(wanted: list[tuple[str, float]]) -> None:
-    world = World()
+def test_runs_all_work_in_bounded_passes(wanted: list[tuple[str, float]]) -> None:
+    world = LoopSim()
     for key, seconds in wanted:
         world.want(key, seconds)
     while world.next:
@@ -66,8 +66,8 @@ def test_all_work_is_done_and_a_pass_ends_in_time(wanted: list[tuple[str, float]
     assert sorted(world.done) == sorted(key for key, _ in wanted)
 
 
-def test_work_that_fails_leaves_the_rest() -> None:
-    world = World()
+def test_failed_work_keeps_the_rest() -> None:
+    world = LoopSim()
 
     def fail() -> None:
         raise ValueError
@@ -82,8 +82,8 @@ def test_work_that_fails_leaves_the_rest() -> None:
     assert world.done == ["a", "a"]
 
 
-def test_of_requests_that_were_sent_ahead_one_begins_in_some_passes() -> None:
-    world = World()
+def test_starts_pipelined_requests_slowly() -> None:
+    world = LoopSim()
     for key in "aaab":
         world.turns.pipelined.run(key, partial(world.done.append, key))
     begun = [len(world.done)]
@@ -97,7 +97,7 @@ def test_of_requests_that_were_sent_ahead_one_begins_in_some_passes() -> None:
     assert world.done[-1] == "b"
 
 
-def test_users_without_seconds_take_turns() -> None:
+def test_new_users_alternate() -> None:
     queue: FairShareQueue[int] = FairShareQueue()
     for user, item in (("a", 0), ("a", 1), ("b", 10), ("b", 11), ("c", 20)):
         queue.put(user, item)
@@ -105,12 +105,12 @@ def test_users_without_seconds_take_turns() -> None:
     assert not queue
 
 
-def test_who_was_idle_has_saved_up_nothing() -> None:
+def test_idle_user_earns_no_credit() -> None:
     queue: FairShareQueue[int] = FairShareQueue()
     for _ in range(3):
         queue.put("a", 0)
         queue.charge(queue.get()[0], 1.0)
-    # The latest item of a began after two seconds: b is one second ahead of a, and not three.
+    # The latest item of a began after two seconds, so b is one second ahead of a and not three.
     order = []
     for item in range(4):
         queue.put("a", item)
@@ -122,7 +122,7 @@ def test_who_was_idle_has_saved_up_nothing() -> None:
     assert order == ["b", "a", "b", "a", "b", "a", "b", "a"]
 
 
-def test_users_that_are_not_ahead_are_forgotten() -> None:
+def test_forgets_users_without_lead() -> None:
     queue: FairShareQueue[int] = FairShareQueue()
     for number in range(100):
         queue.put(number, 0)
@@ -135,7 +135,7 @@ def test_users_that_are_not_ahead_are_forgotten() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.001, 1.0)), min_size=1, max_size=60))
-def test_among_users_that_always_wait_seconds_differ_by_one_item_at_most(costs: list[tuple[str, float]]) -> None:
+def test_waiting_users_differ_by_one_item(costs: list[tuple[str, float]]) -> None:
     queue: FairShareQueue[float] = FairShareQueue()
     for user, cost in costs:
         queue.put(user, cost)
@@ -152,7 +152,7 @@ def test_among_users_that_always_wait_seconds_differ_by_one_item_at_most(costs: 
 ALICE, BOB, EVE = Caller("a", "alice"), Caller("b", "bob"), Caller("e", "eve")
 
 
-def test_who_is_alone_has_three_quarters_and_leaves_the_rest_to_who_comes() -> None:
+def test_single_caller_gets_three_quarters() -> None:
     shares = FairLimit(256)
     assert sum(shares.take(EVE) for _ in range(1000)) == 192
     assert sum(shares.take(ALICE) for _ in range(1000)) == 48
@@ -163,20 +163,20 @@ def test_who_is_alone_has_three_quarters_and_leaves_the_rest_to_who_comes() -> N
     assert sum(shares.take(EVE) for _ in range(1000)) == 147
 
 
-def test_callers_of_one_tenant_are_one_and_those_of_none_are_told_apart() -> None:
+def test_shares_are_per_tenant_or_caller() -> None:
     shares = FairLimit(8)
     assert sum(shares.take(Caller("e", f"token {number}")) for number in range(9)) == 6
     assert [shares.take(Caller(None, f"token {number}")) for number in range(3)] == [True, True, False]
 
 
-def test_whoever_asks_has_no_share() -> None:
+def test_unknown_callers_have_no_share() -> None:
     shares = FairLimit(4)
     assert [shares.take(None) for _ in range(5)] == [True] * 4 + [False]
     shares.release(None)
     assert shares.take(ALICE)
 
 
-def test_the_first_of_a_caller_may_be_all_there_is() -> None:
+def test_first_request_may_use_the_whole_limit() -> None:
     shares = FairLimit(100)
     assert shares.take(ALICE, 100)
     assert not shares.take(BOB)
@@ -185,7 +185,7 @@ def test_the_first_of_a_caller_may_be_all_there_is() -> None:
 
 
 @given(st.integers(1, 300), st.lists(st.tuples(st.sampled_from([ALICE, BOB, EVE]), st.integers(-40, 40))))
-def test_the_last_place_is_for_who_has_none(most: int, steps: list[tuple[Caller, int]]) -> None:
+def test_last_place_is_for_callers_without_one(most: int, steps: list[tuple[Caller, int]]) -> None:
     shares, has = FairLimit(most), dict.fromkeys((ALICE, BOB, EVE), 0)
     for who, count in steps:
         if count < 0:
@@ -198,59 +198,59 @@ def test_the_last_place_is_for_who_has_none(most: int, steps: list[tuple[Caller,
         assert shares.in_use == sum(has.values()) <= most
 
 
-def test_who_comes_beyond_the_bound_is_told_so_and_a_seat_is_another_s_again() -> None:
-    seats = AdmissionControl(2, 100)
-    with seats.admit(ALICE):
-        with seats.admit(BOB):
-            with pytest.raises(ResourceExhausted, match="max_in_flight") as caught, seats.admit(None):
+def test_rejects_beyond_limit_and_reuses_permits() -> None:
+    admission = AdmissionControl(2, 100)
+    with admission.admit(ALICE):
+        with admission.admit(BOB):
+            with pytest.raises(ResourceExhausted, match="max_in_flight") as caught, admission.admit(None):
                 pass
             assert caught.value.retry_after
-        assert seats.in_flight == 1
-        with seats.admit(None):
-            assert seats.in_flight == 2
-    assert seats.in_flight == 0
+        assert admission.in_flight == 1
+        with admission.admit(None):
+            assert admission.in_flight == 2
+    assert admission.in_flight == 0
 
 
-def test_a_seat_is_given_back_whatever_happens() -> None:
-    seats = AdmissionControl(1, 100)
-    with pytest.raises(ValueError, match="x"), seats.admit(ALICE):
+def test_releases_permit_after_error() -> None:
+    admission = AdmissionControl(1, 100)
+    with pytest.raises(ValueError, match="x"), admission.admit(ALICE):
         raise ValueError("x")
-    assert seats.in_flight == 0
+    assert admission.in_flight == 0
 
 
-def test_bytes_are_kept_until_the_end_of_their_request() -> None:
-    seats = AdmissionControl(2, 100)
-    with seats.admit(ALICE) as one:
+def test_request_holds_its_bytes_until_it_ends() -> None:
+    admission = AdmissionControl(2, 100)
+    with admission.admit(ALICE) as one:
         one.reserve(60)
-        with seats.admit(BOB) as other:
+        with admission.admit(BOB) as other:
             other.reserve(0)
             other.reserve(30)
             with pytest.raises(ResourceExhausted, match="max_memory_bytes"):
                 other.reserve(11)
-            assert seats.reserved_bytes == 90
+            assert admission.reserved_bytes == 90
         one.reserve(15)
-    assert seats.reserved_bytes == 0
+    assert admission.reserved_bytes == 0
 
 
-def test_one_request_may_have_all_that_there_is_and_is_told_if_it_wants_more() -> None:
-    seats = AdmissionControl(8, 100)
-    with seats.admit(ALICE) as one:
+def test_request_may_use_the_whole_limit() -> None:
+    admission = AdmissionControl(8, 100)
+    with admission.admit(ALICE) as one:
         for _ in range(4):
             one.reserve(25)
         with pytest.raises(TooLarge, match="max_memory_bytes"):
             one.reserve(1)
-    with seats.admit(ALICE) as one, seats.admit(ALICE) as other:
+    with admission.admit(ALICE) as one, admission.admit(ALICE) as other:
         one.reserve(75)
         with pytest.raises(ResourceExhausted) as caught:
             other.reserve(1)
         assert caught.value.retry_after
 
 
-def test_an_answer_is_kept_until_it_has_been_sent() -> None:
-    seats = AdmissionControl(1, 100)
-    sent = seats.reserve_response(ALICE, 60)
+def test_answer_holds_its_bytes_until_it_is_sent() -> None:
+    admission = AdmissionControl(1, 100)
+    sent = admission.reserve_response(ALICE, 60)
     with pytest.raises(ResourceExhausted, match="max_memory_bytes"):
-        seats.reserve_response(BOB, 41)
+        admission.reserve_response(BOB, 41)
     sent.release()
     sent.release()
-    assert (seats.in_flight, seats.reserved_bytes) == (0, 0)
+    assert (admission.in_flight, admission.reserved_bytes) == (0, 0)

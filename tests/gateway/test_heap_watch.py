@@ -6,20 +6,20 @@ SMALL = 50 * 1024 * 1024
 LARGE = SMALL + GROWTH_BYTES + 1
 
 
-def test_memory_is_returned_while_the_process_is_much_larger_than_it_was() -> None:
+def test_trims_while_process_is_much_larger() -> None:
     growth = HeapGrowth()
     assert not growth.is_due(SMALL)
     assert not growth.is_due(SMALL + GROWTH_BYTES)
     for _ in range(3):
         assert growth.is_due(LARGE)
         growth.record_trimmed(GROWTH_BYTES)
-    # Also where it has grown in the meantime, and has been at work when memory was returned.
+    # This also holds if the process has grown meanwhile and was busy during the trim.
     assert growth.is_due(2 * LARGE)
     growth.record_trimmed(LARGE)
     assert growth.is_due(LARGE)
 
 
-def test_where_the_memory_is_in_use_attempts_are_made_less_often() -> None:
+def test_trims_less_often_while_memory_is_used() -> None:
     growth = HeapGrowth()
     growth.is_due(SMALL)
     attempts = 0
@@ -28,12 +28,12 @@ def test_where_the_memory_is_in_use_attempts_are_made_less_often() -> None:
             attempts += 1
             growth.record_trimmed(0)
     assert 200 < attempts < 300
-    # What is large is used no more.
+    # The large memory is no longer used.
     assert not growth.is_due(SMALL)
     assert growth.is_due(LARGE)
 
 
-def test_the_least_is_that_of_the_whole_life() -> None:
+def test_minimum_is_since_start() -> None:
     growth = HeapGrowth()
     assert not growth.is_due(LARGE)
     assert not growth.is_due(SMALL)

@@ -16,15 +16,15 @@ class UnforeseenError(Exception):
 
 
 class NewError(Exception):
-    """As `UnforeseenError`, for the other test."""
+    """Like `UnforeseenError`, for the other test."""
 
 
 class AbortError(Exception):
-    """What gRPC raises where a call is aborted."""
+    """The error that gRPC raises when a call is aborted."""
 
 
 class Call:
-    """As much of gRPC's context as is needed to end a call in an error."""
+    """The part of gRPC's context that ends a call with an error."""
 
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
         return ()
@@ -33,15 +33,15 @@ class Call:
         raise AbortError
 
 
-def test_an_error_that_a_caller_causes_again_and_again_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_repeated_error_once(caplog: pytest.LogCaptureFixture) -> None:
     for number in range(100):
         log_failure(LOG, f"HTTP request failed: GET /{number}", UnforeseenError(number))
-    # A period may end meanwhile.
+    # A logging interval may end during the loop.
     assert 1 <= len(caplog.records) <= 2
     assert caplog.records[0].exc_info is not None
 
 
-def test_calls_that_fail_again_and_again_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_repeated_call_failure_once(caplog: pytest.LogCaptureFixture) -> None:
     @report_errors
     async def handle(messages: object, context: Context) -> None:
         raise NewError

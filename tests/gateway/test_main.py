@@ -1,4 +1,4 @@
-"""The command line, and how it ends."""
+"""Tests of the gateway's command line and exit status."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from weightd_gateway.server import GatewayServer
 ANYBODY = "[gateway]\nanonymous = '-'\n"
 
 
-def test_a_good_file_is_said_to_be_and_nothing_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_valid_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "gateway.toml"
     config.write_text(ANYBODY)
     assert main(["--check", str(config)]) == 0
     assert capsys.readouterr().out == f"{config}: valid\n"
 
 
-def test_a_wrong_file_is_told_in_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_reports_all_errors_of_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "gateway.toml"
     config.write_text("[gateway]\nhtpp = []\nmax_in_flight = 0\n")
     for arguments in ([str(config)], ["--check", str(config)]):
@@ -31,7 +31,7 @@ def test_a_wrong_file_is_told_in_full(tmp_path: Path, capsys: pytest.CaptureFixt
         assert "gateway.max_in_flight: expected" in second
 
 
-def test_an_address_that_another_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_address_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "gateway.toml"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -40,9 +40,7 @@ def test_an_address_that_another_has(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert f"http: {place}: Address already in use" in capsys.readouterr().err
 
 
-def test_an_extra_that_is_missing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_extra(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "gateway.toml"
     config.write_text(ANYBODY)
 
@@ -55,7 +53,7 @@ def test_an_extra_that_is_missing(
     assert "pip install './weightd[gateway]'" in capsys.readouterr().err
 
 
-def test_a_wrong_command_line() -> None:
+def test_invalid_command_line() -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--none"])
     assert ended.value.code == 64

@@ -1,4 +1,4 @@
-"""The daemon's answers in the words of the Open Inference Protocol."""
+"""Tests of the conversion of the daemon's answers to the Open Inference Protocol."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ METRICS = MetricsResponse(
 )
 
 
-def test_the_server() -> None:
+def test_server_metadata() -> None:
     answer = ServerMetadataResponse("1", "weightd", "9.9", ("digits",), ())
     plain = server_metadata(answer, shared_memory=False)
     assert (plain["name"], plain["version"]) == ("weightd", "9.9")
@@ -83,7 +83,7 @@ def test_the_server() -> None:
     assert "system_shared_memory" in server_metadata(answer, shared_memory=True)["extensions"]
 
 
-def test_the_metadata_of_a_model() -> None:
+def test_model_metadata() -> None:
     assert model_metadata(METADATA) == {
         "name": "digits",
         "versions": ["1"],
@@ -96,7 +96,7 @@ def test_the_metadata_of_a_model() -> None:
     }
 
 
-def test_the_configuration_of_a_model_has_the_names_of_its_metadata() -> None:
+def test_model_config_uses_names_of_metadata() -> None:
     config = model_config(METADATA)
     assert config["max_batch_size"] == 0
     assert config["input"][0] == {"name": "x", "data_type": "TYPE_FP32", "dims": [-1, 2]}
@@ -105,7 +105,7 @@ def test_the_configuration_of_a_model_has_the_names_of_its_metadata() -> None:
     assert not {"sequence_batching", "ensemble_scheduling"} & {*config}
 
 
-def test_statistics_are_of_all_models_or_of_one() -> None:
+def test_statistics_of_all_models_or_one() -> None:
     assert [each["name"] for each in statistics(METRICS)["model_stats"]] == ["digits", "ocr", "bad"]
     [digits] = statistics(METRICS, "digits")["model_stats"]
     assert (digits["inference_count"], digits["execution_count"]) == (40, 12)
@@ -115,12 +115,12 @@ def test_statistics_are_of_all_models_or_of_one() -> None:
         statistics(METRICS, "cats")
 
 
-def test_where_rows_are_not_known_requests_are_counted() -> None:
+def test_counts_requests_if_rows_are_unknown() -> None:
     [ocr] = statistics(METRICS, "ocr")["model_stats"]
     assert ocr["inference_count"] == 2
 
 
-def test_the_index_of_the_repository() -> None:
+def test_repository_index() -> None:
     assert [(each["name"], each["state"]) for each in repository_index(METRICS)] == [
         ("digits", "READY"),
         ("ocr", "LOADING"),

@@ -26,7 +26,7 @@ A, B, C = Caller("a", "token a"), Caller("b", "token b"), Caller(None, "token c"
 
 
 def with_helper(use: Callable[[ParserProcess], Awaitable[T]]) -> T:
-    """Return what is made with a helper, within its loop."""
+    """Run `use` with a parser process in an event loop; return the result."""
 
     async def run() -> T:
         made = ParserProcess(0)
@@ -38,7 +38,7 @@ def with_helper(use: Callable[[ParserProcess], Awaitable[T]]) -> T:
     return asyncio.run(run())
 
 
-def test_a_function_runs_in_a_child_that_starts_when_it_is_needed() -> None:
+def test_starts_child_on_demand() -> None:
     async def use(helper: ParserProcess) -> None:
         before = helper.pid
         pid = await helper.run(A, os.getpid)
@@ -51,7 +51,7 @@ def test_a_function_runs_in_a_child_that_starts_when_it_is_needed() -> None:
     with_helper(use)
 
 
-def test_an_error_of_a_job_is_raised_and_the_child_goes_on() -> None:
+def test_child_survives_error_of_a_job() -> None:
     async def use(helper: ParserProcess) -> None:
         pid = await helper.run(A, os.getpid)
         with pytest.raises(InvalidArgument, match="expected a JSON object"):
@@ -63,7 +63,7 @@ def test_an_error_of_a_job_is_raised_and_the_child_goes_on() -> None:
     with_helper(use)
 
 
-def test_an_error_keeps_nothing_of_its_request_once_it_is_handled() -> None:
+def test_error_releases_arguments() -> None:
     async def failing(helper: ParserProcess, array: np.ndarray[Any, Any]) -> None:
         await helper.run(A, divmod, array, "text")
 
@@ -75,7 +75,7 @@ def test_an_error_keeps_nothing_of_its_request_once_it_is_handled() -> None:
         with contextlib.suppress(Internal):
             await job
         del job
-        # The next batch makes the helper forget the last one.
+        # The next job makes the helper drop its reference to the last one.
         await helper.run(A, os.getpid)
         assert kept() is None
 
@@ -86,7 +86,7 @@ def test_an_error_keeps_nothing_of_its_request_once_it_is_handled() -> None:
         gc.enable()
 
 
-def test_a_caller_that_has_used_more_seconds_waits_for_the_others() -> None:
+def test_caller_that_used_more_time_waits() -> None:
     async def use(helper: ParserProcess) -> list[int]:
         done: list[int] = []
 
@@ -102,7 +102,7 @@ def test_a_caller_that_has_used_more_seconds_waits_for_the_others() -> None:
     assert (done[0], done[-1]) == (0, 1)
 
 
-def test_a_small_job_waits_for_no_large_one() -> None:
+def test_small_job_does_not_wait_for_large_one() -> None:
     async def run() -> None:
         helpers = ParserPool()
         try:
@@ -117,7 +117,7 @@ def test_a_small_job_waits_for_no_large_one() -> None:
     asyncio.run(run())
 
 
-def test_the_event_loop_has_more_of_the_processor_than_small_jobs_and_these_than_large_ones() -> None:
+def test_large_jobs_have_lowest_cpu_priority() -> None:
     async def run() -> tuple[int, int]:
         helpers = ParserPool()
         try:
@@ -129,9 +129,7 @@ def test_the_event_loop_has_more_of_the_processor_than_small_jobs_and_these_than
     assert os.nice(0) < small < large or small == large == 19
 
 
-def test_a_job_that_takes_too_long_fails_alone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_the_slow_job_fails(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     async def use(made: ParserProcess) -> None:
         pid = await made.run(A, os.getpid)
         end = made._kill_child
@@ -153,7 +151,7 @@ def test_a_job_that_takes_too_long_fails_alone(
     assert "took longer than 0.1 s; killing the process" in caplog.text
 
 
-def test_a_child_that_dies_fails_the_job_and_another_one_follows() -> None:
+def test_replaces_dead_child() -> None:
     async def use(helper: ParserProcess) -> None:
         pid = await helper.run(A, os.getpid)
         with pytest.raises(Unavailable, match="parser process died"):
@@ -163,7 +161,7 @@ def test_a_child_that_dies_fails_the_job_and_another_one_follows() -> None:
     with_helper(use)
 
 
-def test_a_stop_of_the_service_ends_no_job() -> None:
+def test_stop_signals_do_not_end_jobs() -> None:
     async def use(helper: ParserProcess) -> None:
         pid = await helper.run(A, os.getpid)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -173,7 +171,7 @@ def test_a_stop_of_the_service_ends_no_job() -> None:
     with_helper(use)
 
 
-def test_a_job_that_nobody_waits_for_is_left_out() -> None:
+def test_skips_cancelled_job() -> None:
     async def use(helper: ParserProcess) -> None:
         first = asyncio.create_task(helper.run(A, os.getpid))
         second = asyncio.create_task(helper.run(A, os._exit, 1))
@@ -184,7 +182,7 @@ def test_a_job_that_nobody_waits_for_is_left_out() -> None:
     with_helper(use)
 
 
-def test_the_child_exits_when_it_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_child_exits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(helper, "IDLE_S", 0.0)
 
     async def use(helper: ParserProcess) -> None:
@@ -199,7 +197,7 @@ def test_the_child_exits_when_it_is_not_needed(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("starts", [False, True])
-def test_jobs_end_when_the_gateway_stops(*, starts: bool) -> None:
+def test_stop_of_gateway_ends_jobs(*, starts: bool) -> None:
     async def use(helper: ParserProcess) -> None:
         if starts:
             await helper.run(A, os.getpid)

@@ -1,4 +1,4 @@
-"""Files of /dev/shm that callers name: each its own, within bounds, and nothing that the owner does to one kills."""
+"""Tests of shared memory regions that callers register: per caller, bounded, and safe against changes by the owner."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def regions(shm: Path) -> RegisteredRegions:
 
 
 def open_descriptors(directory: Path) -> int:
-    """Count this process's descriptors of the directory and of what is in it."""
+    """Return the number of descriptors of the directory and of its files in this process."""
     targets = []
     for descriptor in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # The descriptor of the listing itself is closed meanwhile.
             targets.append(descriptor.readlink())
     return sum(target == directory or directory in target.parents for target in targets)
 
 
-def test_what_a_caller_registers_it_can_read_and_write(shm: Path, regions: RegisteredRegions) -> None:
+def test_caller_reads_and_writes_its_region(shm: Path, regions: RegisteredRegions) -> None:
     regions.register(ANN, "in", "/input", 10, 50)
     assert regions.status(ANN) == [{"name": "in", "key": "/input", "offset": 10, "byte_size": 50}]
     region, offset, nbytes = regions.resolve(ANN, "in", 5, 3)
@@ -47,7 +47,7 @@ def test_what_a_caller_registers_it_can_read_and_write(shm: Path, regions: Regis
     assert (shm / "input").read_bytes()[14:19] == b"\x0eabc\x12"
 
 
-def test_nobody_finds_another_s(regions: RegisteredRegions) -> None:
+def test_callers_do_not_see_other_regions(regions: RegisteredRegions) -> None:
     regions.register(ANN, "in", "input", 0, 100)
     regions.register(BEN, "in", "input", 0, 1)
     assert regions.status(BEN, "in")[0]["byte_size"] == 1
@@ -59,7 +59,7 @@ def test_nobody_finds_another_s(regions: RegisteredRegions) -> None:
             regions.resolve(BEN, name, 0, 1)
 
 
-def test_one_of_several_is_unregistered_or_all(regions: RegisteredRegions) -> None:
+def test_unregisters_one_or_all_regions(regions: RegisteredRegions) -> None:
     for name in "abc":
         regions.register(ANN, name, "input", 0, 1)
     regions.unregister(ANN, "b")
@@ -91,7 +91,7 @@ def test_one_of_several_is_unregistered_or_all(regions: RegisteredRegions) -> No
         ("input", True, 1, "offset: expected integer"),
     ],
 )
-def test_what_cannot_be_registered(
+def test_rejects_invalid_region(
     shm: Path, regions: RegisteredRegions, key: object, offset: object, nbytes: object, problem: str
 ) -> None:
     (shm / "link").symlink_to(shm / "input")
@@ -105,13 +105,13 @@ def test_what_cannot_be_registered(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another's file")
-def test_a_file_of_another_user_is_none(shm: Path, regions: RegisteredRegions) -> None:
+def test_rejects_file_of_another_user(shm: Path, regions: RegisteredRegions) -> None:
     os.chown(shm / "input", 1000, 1000)
     with pytest.raises(InvalidArgument, match="expected a file that belongs to the gateway's user"):
         regions.register(ANN, "in", "input", 0, 1)
 
 
-def test_a_tensor_is_within_its_region(regions: RegisteredRegions) -> None:
+def test_tensor_lies_within_region(regions: RegisteredRegions) -> None:
     regions.register(ANN, "in", "input", 90, 10)
     regions.resolve(ANN, "in", 9, 1)
     regions.resolve(ANN, "in", 10, 0)
@@ -120,7 +120,7 @@ def test_a_tensor_is_within_its_region(regions: RegisteredRegions) -> None:
             regions.resolve(ANN, "in", offset, nbytes)
 
 
-def test_who_cuts_a_file_short_gets_an_error(shm: Path, regions: RegisteredRegions) -> None:
+def test_truncated_file_is_an_error(shm: Path, regions: RegisteredRegions) -> None:
     regions.register(ANN, "in", "input", 0, 100)
     region = regions.resolve(ANN, "in", 0, 100).region
     os.truncate(shm / "input", 10)
@@ -131,7 +131,7 @@ def test_who_cuts_a_file_short_gets_an_error(shm: Path, regions: RegisteredRegio
     assert (shm / "input").stat().st_size == 10
 
 
-def test_a_region_that_is_in_use_stays_until_it_is_not(shm: Path, regions: RegisteredRegions) -> None:
+def test_used_region_outlives_unregistration(shm: Path, regions: RegisteredRegions) -> None:
     descriptors = open_descriptors(shm)
     regions.register(ANN, "in", "input", 0, 100)
     place = regions.resolve(ANN, "in", 0, 100)
@@ -142,7 +142,7 @@ def test_a_region_that_is_in_use_stays_until_it_is_not(shm: Path, regions: Regis
     assert open_descriptors(shm) == descriptors
 
 
-def test_a_caller_has_so_many_and_no_two_of_a_name(regions: RegisteredRegions) -> None:
+def test_limits_regions_and_rejects_duplicate_names(regions: RegisteredRegions) -> None:
     for index in range(MAX_REGIONS_PER_CALLER):
         regions.register(ANN, str(index), "input", 0, 1)
     with pytest.raises(ResourceExhausted):
@@ -154,7 +154,7 @@ def test_a_caller_has_so_many_and_no_two_of_a_name(regions: RegisteredRegions) -
         regions.register(BEN, "x" * 257, "input", 0, 1)
 
 
-def test_where_it_is_off_nobody_has_any(shm: Path) -> None:
+def test_disabled_shared_memory(shm: Path) -> None:
     regions = RegisteredRegions(enabled=False, directory=shm)
     for ask in (
         lambda: regions.register(ANN, "in", "input", 0, 1),

@@ -1,4 +1,4 @@
-"""Tensors to arrays and back: every datatype, and nothing that is not exactly what it says."""
+"""Tests of the conversion between tensors and arrays, for every datatype and for invalid input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def arrays(draw: st.DrawFn, datatypes: list[str], *, finite: bool) -> Any:
 
 
 @given(arrays([*DTYPES], finite=False))
-def test_bytes_are_the_tensor_bit_for_bit(array: Any) -> None:
+def test_bytes_keep_their_bits(array: Any) -> None:
     content = bytes(frame_of(array))
     datatype = datatype_of(array)
     assert len(content) == nbytes_of("x", datatype, list(array.shape))
@@ -45,15 +45,15 @@ def test_bytes_are_the_tensor_bit_for_bit(array: Any) -> None:
 
 
 @given(arrays([each for each in DTYPES if each != "FP16"], finite=True))
-def test_values_are_the_tensor_bit_for_bit_flat_and_nested_through_json(array: Any) -> None:
+def test_json_values_keep_their_bits(array: Any) -> None:
     for values in (to_values("x", array), array.tolist()):
         if array.shape:
             again = from_values("x", datatype_of(array), array.shape, json.loads(json.dumps(values)))
-            # 0.0 and -0.0 are told apart.
+            # The comparison distinguishes 0.0 from -0.0.
             assert (again.shape, again.tobytes()) == (array.shape, array.tobytes())
 
 
-def test_a_scalar_is_a_list_of_one() -> None:
+def test_scalar_is_a_list_of_one() -> None:
     assert from_values("x", "INT64", [], [7]).shape == ()
     assert to_values("x", np.array(7)) == [7]
 
@@ -87,7 +87,7 @@ def test_a_scalar_is_a_list_of_one() -> None:
         ("INT64", [1, 1], [1, [1]], "expected 1 values, got 2"),
     ],
 )
-def test_values_that_are_not_the_tensor(datatype: str, shape: list[int], values: object, problem: str) -> None:
+def test_rejects_values_that_do_not_fit(datatype: str, shape: list[int], values: object, problem: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
         from_values("x", datatype, shape, values)
     assert str(caught.value).startswith("x: ")
@@ -95,29 +95,29 @@ def test_values_that_are_not_the_tensor(datatype: str, shape: list[int], values:
 
 
 @pytest.mark.parametrize("datatype", ["INT8", "UINT8", "INT64", "UINT64"])
-def test_whole_numbers_of_floating_point_are_integers(datatype: str) -> None:
+def test_accepts_whole_floats_as_integers(datatype: str) -> None:
     assert from_values("x", datatype, [3], [1.0, 2, 0.0]).tolist() == [1, 2, 0]
 
 
 @pytest.mark.parametrize("datatype", ["BYTES", "BF16", "fp32", "", None, 7, ["FP32"]])
-def test_what_is_no_datatype_here(datatype: object) -> None:
+def test_rejects_unknown_datatype(datatype: object) -> None:
     with pytest.raises(InvalidArgument, match="x: datatype: expected one of BOOL, UINT8"):
         check_datatype("x", datatype)
 
 
 @pytest.mark.parametrize("shape", [None, 1, "12", [-1], [1.0], [True], [2**40 + 1], [1] * 17, {"0": 1}])
-def test_what_is_no_shape(shape: object) -> None:
+def test_rejects_invalid_shape(shape: object) -> None:
     with pytest.raises(InvalidArgument, match="x: shape: expected"):
         check_shape("x", shape)
 
 
 @pytest.mark.parametrize("shape", [[limits.MAX_DIM] * limits.MAX_RANK, [0, limits.MAX_DIM, limits.MAX_DIM]])
-def test_a_shape_that_nobody_could_describe_is_refused_even_if_it_is_empty(shape: list[int]) -> None:
+def test_rejects_huge_shape_even_if_empty(shape: list[int]) -> None:
     with pytest.raises(InvalidArgument, match="x: shape: expected at most"):
         nbytes_of("x", "FP64", shape)
 
 
-def test_bytes_of_another_length_and_booleans_that_are_none() -> None:
+def test_rejects_wrong_length_and_invalid_booleans() -> None:
     with pytest.raises(InvalidArgument, match=r"expected 8 bytes for FP32 \[2\], got 7"):
         from_bytes("x", "FP32", [2], memoryview(bytes(7)))
     with pytest.raises(InvalidArgument, match="expected 0 or 1 in each byte of a BOOL"):
@@ -125,18 +125,18 @@ def test_bytes_of_another_length_and_booleans_that_are_none() -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_json_has_neither_nan_nor_infinity(value: float) -> None:
+def test_json_rejects_nan_and_infinity(value: float) -> None:
     with pytest.raises(InvalidArgument, match="request binary data"):
         to_values("y", np.array([1.0, value], np.float32))
 
 
-def test_half_floats_have_no_form_in_json() -> None:
+def test_json_rejects_half_floats() -> None:
     with pytest.raises(InvalidArgument, match="JSON cannot represent FP16"):
         to_values("y", np.array([1.0], np.float16))
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=20))
-def test_any_json_is_a_tensor_or_an_error(values: Any) -> None:
+def test_converts_or_rejects_any_json(values: Any) -> None:
     for datatype in DTYPES:
         for shape in ([2], [2, 1]):
             try:

@@ -18,8 +18,8 @@ from weightd_gateway.tls_handshakes import LOOP_SHARE, FairThrottle, HandshakeLi
 A, B = Peer("uid 1"), Peer("host 10.0.0.2")
 
 
-class World:
-    """Time that passes in work, and until the next call that is due."""
+class HandshakeSim:
+    """A clock that advances with work and with scheduled calls."""
 
     def __init__(self, share: float = LOOP_SHARE) -> None:
         self.now = 0.0
@@ -44,8 +44,8 @@ class World:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.0, 0.01)), min_size=1, max_size=50))
-def test_all_work_is_done_within_its_share_of_the_time(wanted: list[tuple[str, float]]) -> None:
-    world = World()
+def test_runs_all_work_within_its_share_of_time(wanted: list[tuple[str, float]]) -> None:
+    world = HandshakeSim()
     for key, seconds in wanted:
         world.want(key, seconds)
     while world.due:
@@ -54,8 +54,8 @@ def test_all_work_is_done_within_its_share_of_the_time(wanted: list[tuple[str, f
     assert sorted(world.done) == sorted(key for key, _ in wanted)
 
 
-def test_a_peer_with_many_handshakes_holds_up_another_by_one() -> None:
-    world = World()
+def test_busy_peer_delays_others_by_one_handshake() -> None:
+    world = HandshakeSim()
     for _ in range(100):
         world.want("a", 0.001)
     world.step()
@@ -64,8 +64,8 @@ def test_a_peer_with_many_handshakes_holds_up_another_by_one() -> None:
     assert world.done == ["a", "a", "b"]
 
 
-def test_work_that_fails_leaves_the_rest() -> None:
-    world = World()
+def test_failed_work_keeps_the_rest() -> None:
+    world = HandshakeSim()
     world.want("a", 0.001)
 
     def fail() -> None:
@@ -80,7 +80,7 @@ def test_work_that_fails_leaves_the_rest() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
-def test_places_are_for_all_peers_and_none_is_lost(steps: list[tuple[str, bool]]) -> None:
+def test_limiter_is_fair_and_loses_no_place(steps: list[tuple[str, bool]]) -> None:
     places, has, waits = (
         HandshakeLimiter(8),
         list[tuple[str, Callable[[], None]]](),
@@ -115,7 +115,7 @@ def test_places_are_for_all_peers_and_none_is_lost(steps: list[tuple[str, bool]]
 
 
 class Echo(asyncio.Protocol):
-    """Sends back what it receives, and closes the connection after the end of that."""
+    """A protocol that echoes and closes the connection at the end of the input."""
 
     transport: Any = None
 
@@ -128,14 +128,14 @@ class Echo(asyncio.Protocol):
 
 @pytest.fixture(scope="module")
 def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Contexts of a server and of a client."""
+    """Return the TLS contexts of a server and a client."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(*SERVER.write(tmp_path_factory.mktemp("tls"), "server"))
     return server, ssl.create_default_context(cadata=AUTHORITY)
 
 
 def connected(handshakes: Handshakes, peer: Peer, context: ssl.SSLContext) -> tuple[socket.socket, asyncio.Task[None]]:
-    """Return a client's socket, and the handshake of its connection."""
+    """Return a client's socket, and the task of its handshake."""
     near, far = socket.socketpair()
     for each in (near, far):
         each.setblocking(False)
@@ -143,28 +143,26 @@ def connected(handshakes: Handshakes, peer: Peer, context: ssl.SSLContext) -> tu
 
 
 class Client:
-    """A client's end of TLS."""
+    """The client side of TLS."""
 
     def __init__(self, context: ssl.SSLContext) -> None:
         self.incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = context.wrap_bio(self.incoming, self._outgoing, server_hostname="localhost")
 
     def sends(self) -> bytes:
-        """Return what it sends next in the handshake."""
+        """Return the next bytes of the handshake."""
         with contextlib.suppress(ssl.SSLWantReadError):
             self.tls.do_handshake()
         return self._outgoing.read()
 
     def says(self, data: bytes) -> bytes:
-        """Return data, encrypted."""
+        """Return the data, encrypted."""
         self.tls.write(data)
         return self._outgoing.read()
 
 
 @pytest.mark.parametrize("size", [1, 100_000])
-def test_what_follows_the_handshake_at_once_reaches_the_protocol(
-    contexts: tuple[ssl.SSLContext, ssl.SSLContext], size: int
-) -> None:
+def test_data_behind_handshake_reaches_protocol(contexts: tuple[ssl.SSLContext, ssl.SSLContext], size: int) -> None:
     async def story() -> None:
         loop, client, handshakes = asyncio.get_running_loop(), Client(contexts[1]), Handshakes()
         far, task = connected(handshakes, A, contexts[0])
@@ -191,7 +189,7 @@ def test_what_follows_the_handshake_at_once_reaches_the_protocol(
     asyncio.run(asyncio.wait_for(story(), 30))
 
 
-def test_a_peer_has_a_share_of_the_handshakes_under_way(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+def test_limits_running_handshakes_of_a_peer(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
     async def story() -> None:
         handshakes = Handshakes(8)
         many = [connected(handshakes, A, contexts[0]) for _ in range(10)]
@@ -212,7 +210,7 @@ def test_a_peer_has_a_share_of_the_handshakes_under_way(contexts: tuple[ssl.SSLC
     asyncio.run(asyncio.wait_for(story(), 30))
 
 
-def test_who_leaves_a_handshake_unfinished_holds_up_no_other_peer(
+def test_unfinished_handshake_does_not_delay_other_peers(
     contexts: tuple[ssl.SSLContext, ssl.SSLContext],
 ) -> None:
     async def story() -> None:
@@ -236,7 +234,7 @@ def test_who_leaves_a_handshake_unfinished_holds_up_no_other_peer(
     asyncio.run(asyncio.wait_for(story(), 30))
 
 
-def test_no_time_is_spent_on_a_client_that_has_left(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+def test_skips_handshake_of_disconnected_client(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
     async def story() -> None:
         far, task = connected(Handshakes(), A, contexts[0])
         with far:

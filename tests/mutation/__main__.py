@@ -34,16 +34,16 @@ from cosmic_ray.work_item import MutationSpec, TestOutcome
 from .modules import CONFIG, REPOSITORY, config, modules, tests_of
 from .operators import Provider
 
-# A mutation may make tests slower. Tests that take longer than this, or the least time-out, count as failed.
+# A mutation may make tests slower. Tests beyond this factor and the minimum time-out count as failed.
 _TIMES_LONGER = 3
 
 
 class Failure(Exception):
-    """The mutations of a module could not be tried; the text tells why."""
+    """An error that prevents the mutations of a module from being tested."""
 
 
 class Result(NamedTuple):
-    """How many mutations were killed, tried and possible."""
+    """The numbers of killed, tested and possible mutations."""
 
     killed: int
     tried: int
@@ -59,7 +59,7 @@ class Result(NamedTuple):
 
 
 class Copy:
-    """A copy of the repository in which one mutation at a time is made."""
+    """A copy of the repository in which one mutation at a time is applied."""
 
     def __init__(self, directory: Path, stop: threading.Event) -> None:
         self._directory = directory
@@ -115,14 +115,14 @@ def mutations_of(module: Path) -> Iterator[MutationSpec]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try what the command line asks for; return 1 if mutations could not be tried. Survivors are no error."""
+    """Test the selected mutations; return 1 if mutations could not be tested. Survivors are no error."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("parts", metavar="PART", nargs="*", help="only the modules whose path has one of these parts")
     parser.add_argument("--sample", type=int, default=5, help="how many mutations of each module; 0 for all [5]")
     parser.add_argument("--seed", default=str(random.randrange(10**6)), help="of the random sample [a random one]")
     parser.add_argument("--list", action="store_true", help="only tell the modules, their mutations and their tests")
     given = parser.parse_args(arguments)
-    os.environ.setdefault("EXAMPLES", "0.25")  # of the property tests, as in CI
+    os.environ.setdefault("EXAMPLES", "0.25")  # This value applies to the property tests, as in CI.
     cosmic_ray.plugins.OPERATOR_PROVIDERS["weightd"] = Provider()
     chosen = [each for each in modules() if not given.parts or any(part in str(each) for part in given.parts)]
     if not chosen:
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(chosen: Sequence[Path], count: int, seed: str) -> dict[Path, Result]:
-    """Try a sample of the mutations of each module, as many modules at once as there are cores."""
+    """Test a sample of the mutations of each module, with one module per core at a time."""
     results: dict[Path, Result] = {}
     stop = threading.Event()
     at_once = min(len(os.sched_getaffinity(0)), len(chosen))
@@ -167,7 +167,7 @@ def _run(chosen: Sequence[Path], count: int, seed: str) -> dict[Path, Result]:
 
         try:
             list(pool.map(run, chosen))
-        finally:  # an interrupt does not wait for all that is left
+        finally:  # An interrupt does not wait for the remaining modules.
             stop.set()
     return results
 
@@ -178,7 +178,7 @@ def _sample(found: Sequence[MutationSpec], count: int, seed: str) -> list[Mutati
 
 
 def _is_valid(mutation: MutationSpec) -> bool:
-    """Tell whether the mutation leaves a module that can be compiled: cosmic-ray also replaces the * of parameters."""
+    """Return whether the mutated module compiles: cosmic-ray also replaces the * of parameters."""
     operator = cosmic_ray.plugins.get_operator(mutation.operator_name)()
     code = mutate_code((REPOSITORY / mutation.module_path).read_text("utf-8"), operator, mutation.occurrence)
     try:

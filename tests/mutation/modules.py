@@ -1,4 +1,4 @@
-"""Which modules `make mutants` changes, and which tests belong to a module."""
+"""Modules that `make mutants` mutates, and the tests that belong to each."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def modules() -> list[Path]:
 
 
 def tests_of(module: Path) -> list[Path]:
-    """Return the test files that belong to a module: first those with its name, then those beside them.
+    """Return the test files of a module: first those with its name, then those beside them.
 
-    The directories under tests/ mirror the packages. If the module's directory has no tests, those of the nearest
-    directory above are taken.
+    The directories under tests/ mirror the packages. If the module's directory has no tests, the nearest directory
+    above with tests is used.
     """
     package = (REPOSITORY / module).parent
     while (package.parent / "__init__.py").exists():
         package = package.parent
     inner = module.parent.relative_to(package.relative_to(REPOSITORY))
-    # A source root with several packages has a test directory for each of them, else there is one for the root.
+    # A source root with several packages has a test directory for each; otherwise there is one for the root.
     several = len(list(package.parent.glob("*/__init__.py"))) > 1
     top = REPOSITORY / "tests" / (package.name.removeprefix("weightd_") if several else module.parts[0])
     for directory in (top / inner, *(top / each for each in inner.parents)):

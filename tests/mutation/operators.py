@@ -1,6 +1,6 @@
-"""Mutation operators of this project for cosmic-ray, beside its own: they remove guards, calls, flags and bounds.
+"""Additional mutation operators for cosmic-ray: they remove guards, calls, flags and bounds.
 
-Each operator enumerates the places of a syntax tree (parso) that it can change, and changes one of them.
+Each operator enumerates the positions in a syntax tree (parso) that it can change, and changes one of them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ _LOGGED = ("debug", "info", "warning", "error", "exception", "critical", "log")
 
 
 class ForceCondition(Operator):
-    """Replaces a condition by True and by False."""
+    """Replaces a condition with True and with False."""
 
     def mutation_positions(self, node: Any) -> Iterator[Position]:
-        """Yield two positions for each condition that the node has, one if the loop would not end."""
+        """Yield two positions for each condition of the node, or one if the loop would not end."""
         for index, _ in self._choices(node):
             yield _position(node.children[index])
 
     def mutate(self, node: Any, index: int) -> Any:
-        """Replace the condition."""
         place, value = self._choices(node)[index]
         node.children[place] = _replaced(node.children[place], value)
         return node
@@ -40,7 +39,6 @@ class ForceCondition(Operator):
 
     @classmethod
     def examples(cls) -> Sequence[Example]:
-        """Show what it does."""
         return (
             Example("if a: pass\nelif b: pass", "if True: pass\nelif b: pass"),
             Example("if a: pass\nelif b: pass", "if a: pass\nelif False: pass", 3),
@@ -52,22 +50,20 @@ class ForceCondition(Operator):
 
 
 class RemoveOperand(Operator):
-    """Removes an operand of `and`, of `or`, and of `|`, by which flags and sets are joined."""
+    """Removes an operand of `and`, `or` and `|`, which joins flags and sets."""
 
     def mutation_positions(self, node: Any) -> Iterator[Position]:
-        """Yield the position of each operand."""
         if node.type in ("and_test", "or_test") or _is_union(node):
             yield from map(_position, node.children[::2])
 
     def mutate(self, node: Any, index: int) -> Any:
-        """Remove the operand, with the operator before it; the first one with the operator behind it."""
+        """Remove the operand with the operator before it, or the first one with the operator behind it."""
         first = max(0, 2 * index - 1)
         node.children = node.children[:first] + node.children[first + 2 :]
         return node
 
     @classmethod
     def examples(cls) -> Sequence[Example]:
-        """Show what it does."""
         return (
             Example("x = a and b and c", "x = b and c"),
             Example("x = a and b and c", "x = a and c", 1),
@@ -77,21 +73,18 @@ class RemoveOperand(Operator):
 
 
 class RemoveStatement(Operator):
-    """Replaces a statement that is there for its effect by `pass`."""
+    """Replaces a statement that has only a side effect with `pass`."""
 
     def mutation_positions(self, node: Any) -> Iterator[Position]:
-        """Yield the position of the statement."""
         if node.parent is not None and node.parent.type == "simple_stmt" and _has_effect(node):
             yield _position(node)
 
     def mutate(self, node: Any, index: int) -> Any:
-        """Replace the statement."""
         assert index == 0
         return _replaced(node, "pass")
 
     @classmethod
     def examples(cls) -> Sequence[Example]:
-        """Show what it does."""
         return (
             Example("os.umask(0)\n", "pass\n"),
             Example("await a()\n", "pass\n"),
@@ -106,18 +99,16 @@ class RemoveBound(Operator):
     """Removes an argument of `min` and `max`, that is, a bound."""
 
     def mutation_positions(self, node: Any) -> Iterator[Position]:
-        """Yield the position of each argument."""
         yield from map(_position, _bounds(node))
 
     def mutate(self, node: Any, index: int) -> Any:
-        """Remove the argument; the last one that remains takes the place of the call."""
+        """Remove the argument; the last remaining one replaces the call."""
         name = node.children[0].value
         left = [each.get_code().strip() for number, each in enumerate(_bounds(node)) if number != index]
         return _replaced(node, f"({left[0]})" if len(left) == 1 else f"{name}({', '.join(left)})")
 
     @classmethod
     def examples(cls) -> Sequence[Example]:
-        """Show what it does."""
         return (
             Example("x = min(a, b)", "x = (b)"),
             Example("x = max(a, b, c)", "x = max(a, c)", 1),
@@ -125,7 +116,7 @@ class RemoveBound(Operator):
 
 
 class Provider:
-    """The operators by their names, as cosmic-ray looks for them."""
+    """The operators by name, in the form that cosmic-ray loads."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(_OPERATORS)
@@ -144,7 +135,7 @@ def _position(node: Any) -> Position:
 
 
 def _replaced(node: Any, text: str) -> Any:
-    """Return a node of that text, with the white space that is before the other node."""
+    """Return a node with this text and the white space before the other node."""
     return get_ast(node.get_first_leaf().prefix + text)
 
 
@@ -154,7 +145,7 @@ def _conditions(node: Any) -> list[int]:
     if node.type in ("if_stmt", "while_stmt", "comp_if", "ternary", "test"):
         found = [index + 1 for index, each in enumerate(children) if each.type == "keyword" and each.value in _KEYWORDS]
     elif node.type in _OPERANDS or (node.type == "atom" and node.parent.type in (*_OPERANDS, "if_stmt", "while_stmt")):
-        found = []  # RemoveOperand has these, or they are part of a condition
+        found = []  # RemoveOperand covers these, or they are part of a condition.
     else:
         found = [index for index, each in enumerate(children) if each.type in _BOOLEAN]
     return [index for index in found if children[index].get_code().strip() not in ("True", "False")]
@@ -173,7 +164,7 @@ def _is_annotation(node: Any) -> bool:
 
 
 def _has_effect(node: Any) -> bool:
-    if node.type == "raise_stmt":  # in an `if` it goes with the condition
+    if node.type == "raise_stmt":  # Inside an `if` the condition covers the raise.
         block = node.parent.parent
         return "if_stmt" not in (block.type, block.parent and block.parent.type)
     if node.type == "expr_stmt":
@@ -190,14 +181,14 @@ def _is_log_call(node: Any) -> bool:
 
 
 def _is_in_init(node: Any) -> bool:
-    """Tell whether the node is in a constructor: without what that assigns, every test fails."""
+    """Return whether the node is in a constructor, without whose assignments every test fails."""
     while node is not None and node.type != "funcdef":
         node = node.parent
     return node is not None and node.name.value == "__init__"
 
 
 def _bounds(node: Any) -> list[Any]:
-    """Return the arguments, if the node is a call of `min` or `max` with several plain ones."""
+    """Return the arguments if the node is a call of `min` or `max` with several plain ones, otherwise none."""
     if node.type != "atom_expr" or len(node.children) != 2 or node.children[0].type != "name":
         return []
     name, call = node.children

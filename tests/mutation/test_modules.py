@@ -1,4 +1,4 @@
-"""The list of modules for mutation tests, and how their tests are found."""
+"""Tests of the list of modules for mutation tests, and of the search for their tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from . import modules
 
 
-def test_each_path_of_the_list_exists_and_has_tests() -> None:
+def test_listed_modules_exist_and_have_tests() -> None:
     without = [str(each) for each in modules.modules() if not modules.tests_of(each)]
     assert without == []
 
@@ -28,7 +28,7 @@ def _make(repository: Path, *names: str) -> None:
         ("cluster/weightd_ray", "tests/cluster"),
     ],
 )
-def test_a_root_with_one_package_has_its_tests_under_the_name_of_the_root(
+def test_single_package_has_tests_of_its_root(
     package: str, tests: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(modules, "REPOSITORY", tmp_path)
@@ -40,7 +40,7 @@ def test_a_root_with_one_package_has_its_tests_under_the_name_of_the_root(
 
 
 @pytest.mark.parametrize(("package", "tests"), [("shared", "tests/shared"), ("weightd_shared", "tests/shared")])
-def test_a_root_with_several_packages_has_tests_for_each_of_them(
+def test_several_packages_have_separate_tests(
     package: str, tests: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(modules, "REPOSITORY", tmp_path)
@@ -49,9 +49,7 @@ def test_a_root_with_several_packages_has_tests_for_each_of_them(
     assert modules.tests_of(Path("protocol", package, "line.py")) == [Path(tests, "test_line.py")]
 
 
-def test_a_directory_without_tests_takes_those_of_the_one_above(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uses_tests_of_parent_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modules, "REPOSITORY", tmp_path)
     _make(tmp_path, *(f"daemon/weightd_daemon{each}/__init__.py" for each in ("", "/queues", "/queues/rows")))
     _make(tmp_path, "tests/daemon/queues/test_rows.py")
@@ -59,7 +57,7 @@ def test_a_directory_without_tests_takes_those_of_the_one_above(
     assert found == [Path("tests/daemon/queues/test_rows.py")]
 
 
-def test_a_path_that_does_not_exist_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_path_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modules, "REPOSITORY", tmp_path)
     with pytest.raises(FileNotFoundError, match="does not exist"):
         modules.modules()

@@ -1,4 +1,4 @@
-"""The operators do what their examples show."""
+"""Tests that the operators produce their examples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ pytest.importorskip("cosmic_ray", reason="`make mutants` installs it and runs th
 
 
 @pytest.mark.parametrize("name", ["ForceCondition", "RemoveBound", "RemoveOperand", "RemoveStatement"])
-def test_an_operator_does_what_its_examples_show(name: str) -> None:
+def test_operator_produces_its_examples(name: str) -> None:
     from cosmic_ray.mutating import mutate_code
 
     from .operators import Provider
@@ -32,7 +32,7 @@ def test_an_operator_does_what_its_examples_show(name: str) -> None:
         "x = a\n",
     ],
 )
-def test_what_is_no_guard_stays(code: str) -> None:
+def test_keeps_other_conditions(code: str) -> None:
     from cosmic_ray.mutating import mutate_code
 
     from .operators import ForceCondition, Provider
@@ -43,7 +43,7 @@ def test_what_is_no_guard_stays(code: str) -> None:
     assert made == [None] * len(made)
 
 
-def test_the_constructor_keeps_its_attributes() -> None:
+def test_keeps_attributes_of_constructor() -> None:
     from cosmic_ray.mutating import mutate_code
 
     from .operators import RemoveStatement

@@ -1,6 +1,6 @@
-"""Frames as an enemy would send them, and the seams between header and tensor frames.
+"""Tests of hostile frames, and of how header and tensor frames fit together.
 
-`test_messages` holds each field of each message to its bounds, in both directions; here is what is around the fields.
+`test_messages` tests the limits of each field of each message in both directions.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def refusal(*frames: Any, table: Any = FROM_CLIENT) -> RemoteProtocolError:
 
 @pytest.fixture(params=["compiled", "pure"])
 def unpacker(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also msgpack in pure Python: it is what there is without a wheel and without a compiler."""
+    """Use msgpack's C extension and its pure Python version, which is installed where there is no wheel or compiler."""
     if request.param == "pure":
         monkeypatch.setattr(msgpack, "unpackb", importlib.import_module("msgpack.fallback").unpackb)
 
 
 @pytest.mark.usefixtures("unpacker")
 @pytest.mark.parametrize("wrap", [bytes, bytearray, memoryview, zmq.Frame])
-def test_any_buffer_is_a_frame(wrap: Any) -> None:
+def test_decodes_any_buffer(wrap: Any) -> None:
     assert encode(decode([*map(wrap, INFER), wrap(bytes(24))], FROM_CLIENT)) == INFER
 
 
@@ -92,16 +92,16 @@ MALFORMED: Dict[str, Tuple[bytes, str]] = {
 
 
 @pytest.mark.usefixtures("unpacker")
-@pytest.mark.parametrize(("raw", "said"), MALFORMED.values(), ids=MALFORMED)
-def test_what_is_no_map_is_refused(raw: bytes, said: str) -> None:
+@pytest.mark.parametrize(("raw", "expected"), MALFORMED.values(), ids=MALFORMED)
+def test_rejects_other_than_maps(raw: bytes, expected: str) -> None:
     error = refusal(raw)
     assert str(error).startswith("envelope: ")
-    assert said in str(error)
+    assert expected in str(error)
     assert len(str(error)) < 300
     assert error.request_id == ("7" if raw.startswith(header()) else "")
 
 
-# In pure Python before 1.1, msgpack lets some of them in: then the schema refuses them.
+# The pure Python msgpack before 1.1 accepts some of these keys; the schema then rejects them.
 KEYS = {
     "a list": b"\x81\x91\x01\x01",
     "a map": b"\x81\x80\x01",
@@ -112,25 +112,25 @@ KEYS = {
 
 
 @pytest.mark.parametrize("raw", KEYS.values(), ids=KEYS)
-def test_a_key_is_a_text(raw: bytes) -> None:
+def test_keys_are_strings(raw: bytes) -> None:
     assert str(refusal(raw)).startswith("envelope: ")
 
 
-# Just below what the unpacker refuses, a value is deeper than Python's own stack: nothing may recurse into it.
+# Just below the unpacker's limit a value is deeper than Python's stack, so no code may recurse into it.
 @pytest.mark.usefixtures("unpacker")
 @pytest.mark.parametrize("depth", [1, 10, 100, 400, 500, 505, 510, 900, 990, 1000, 1010, 1016, 1020, 1022, 1024, 2000])
 @pytest.mark.parametrize("nest", [b"\x91", b"\x81\xa1a"])
-def test_no_depth_is_too_deep(depth: int, nest: bytes) -> None:
+def test_handles_any_depth(depth: int, nest: bytes) -> None:
     for name in ("v", "type", "id", "model_name", "surplus"):
         known = {"v": 2, "type": "model_ready", "id": "7", "model_name": "m"}
         fields = [msgpack.packb(key) + msgpack.packb(value) for key, value in known.items() if key != name]
         raw = bytes([0x81 + len(fields)]) + b"".join(fields) + msgpack.packb(name) + nest * depth + b"\xc0"
-        said = str(refusal(raw))
-        assert name in said or "expected at most" in said or "nested too deep" in said
+        error = str(refusal(raw))
+        assert name in error or "expected at most" in error or "nested too deep" in error
 
 
-def test_claimed_lengths_cost_no_memory() -> None:
-    """A list or a map that claims thousands of items, in each of a thousand levels."""
+def test_claimed_lengths_allocate_no_memory() -> None:
+    """Each of a thousand levels claims a list or a map with thousands of items."""
     bombs = [b"\xdd\x00\x00\xf0\x00" * 1000, b"\xdd\x00\x00\x10\x00" * 1000, b"\xdf\x00\x00\x70\x00\xa1a" * 1000]
     tracemalloc.start()
     try:
@@ -142,12 +142,12 @@ def test_claimed_lengths_cost_no_memory() -> None:
         tracemalloc.stop()
 
 
-def test_a_header_may_be_as_long_as_its_bound_but_no_longer() -> None:
+def test_limits_length_of_header() -> None:
     fits = header(surplus="x" * (limits.MAX_HEADER_BYTES - len(header(surplus="")) - 2))
     assert len(fits) == limits.MAX_HEADER_BYTES
     assert "surplus: unknown field" in str(refusal(fits))
     assert str(refusal(fits + b"x")) == "envelope: expected at most 65536 bytes, got 65537"
-    # Only who asks for it accepts a larger one, or sends it.
+    # A higher limit applies only where a caller passes it.
     answer = StatusResponse("7", "1", "x" * 256, 1, 1.0, 0, ())
     size = len(encode(answer)[0])
     assert decode(encode(answer, max_bytes=size), TO_CLIENT, max_bytes=size) == answer
@@ -160,7 +160,7 @@ def test_a_header_may_be_as_long_as_its_bound_but_no_longer() -> None:
 
 # --- version, type, id -------------------------------------------------------------------------------------------
 
-# Another version, and what is none; another type, and what is none. The last of each is so long that it is cut.
+# Other versions and types, and values of other types. The last one is so long that it is truncated.
 VERSIONS: List[Any] = [0, 1, -1, 2.0, True, "2", None, [2], {}, b"\x02", 2**64 - 1, EXTENSION, list(range(1000))]
 TAGS: List[Any] = [
     "",
@@ -179,11 +179,11 @@ OTHERS = [("v", each) for each in VERSIONS] + [("type", each) for each in TAGS]
 
 
 @pytest.mark.parametrize(("name", "value"), OTHERS, ids=lambda value: repr(value)[:20])
-def test_another_version_or_type_is_refused(name: str, value: object) -> None:
+def test_rejects_other_versions_and_types(name: str, value: object) -> None:
     error = refusal(header(**{name: value}))
     expected = {"v": "this side speaks protocol version 2, the peer sent", "type": "expected one of infer, "}
     assert str(error).startswith(f"{name}: {expected[name]}")
-    # Its kind is told, or a list would be "of 1 items".
+    # The error names the type of the value; otherwise a list would be "of 1 items".
     assert f" {type(value).__name__} " in str(error)
     assert len(str(error)) < 300
     assert error.request_id == "7"
@@ -192,7 +192,7 @@ def test_another_version_or_type_is_refused(name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("request_id", ["7", "i" * 128, "é" * 64, "\n\x00"])
-def test_an_error_carries_a_legal_id(request_id: str) -> None:
+def test_error_has_valid_request_id(request_id: str) -> None:
     error = refusal(header(id=request_id, surplus=1))
     assert error.request_id == request_id
     assert encode(Error(error.request_id, "INVALID_ARGUMENT", str(error)))
@@ -201,7 +201,7 @@ def test_an_error_carries_a_legal_id(request_id: str) -> None:
 @pytest.mark.parametrize(
     "request_id", ["i" * 129, "é" * 64 + "i", "", 7, None, b"7", ["7"], EXTENSION, msgpack.ExtType(5, b"")]
 )
-def test_an_error_carries_no_other_id(request_id: object) -> None:
+def test_error_omits_invalid_request_id(request_id: object) -> None:
     assert refusal(header(id=request_id, surplus=1)).request_id == ""
 
 
@@ -225,7 +225,7 @@ FORGED = encode(Infer("7", RequestDescription("m", (TensorSpec("a\nb", "INT8", (
         (FORGED, [0], r"frames[2] ('a\nb'): INT8 of shape [1] is 1 bytes, got 0"),
     ],
 )
-def test_frames_that_do_not_fit_the_header(header: List[bytes], lengths: List[int], problem: str) -> None:
+def test_rejects_frames_that_do_not_fit_the_header(header: List[bytes], lengths: List[int], problem: str) -> None:
     error = refusal(*header, *map(bytes, lengths), table=TO_CLIENT if header is RESPONSE else FROM_CLIENT)
     assert str(error) == problem
     assert error.request_id == "7"
@@ -234,23 +234,23 @@ def test_frames_that_do_not_fit_the_header(header: List[bytes], lengths: List[in
 PLACED = ResponseDescription("m", (X, TensorSpec("s", "FP64", ())))
 
 
-def test_a_tensor_that_is_elsewhere_has_no_frame() -> None:
+def test_tensor_in_shared_memory_has_no_frame() -> None:
     frames = [*encode(InferResponse("7", PLACED, (0,))), bytes(8)]
     assert decode(frames, TO_CLIENT) == InferResponse("7", PLACED, (0,))
     assert "frames[2] (s): FP64 of shape [] is 8 bytes, got 24" in str(refusal(*frames[:2], bytes(24), table=TO_CLIENT))
 
 
 @pytest.mark.parametrize("positions", [(2,), (0, 0)])
-def test_only_what_there_is_can_be_elsewhere_and_once(positions: Tuple[int, ...]) -> None:
+def test_rejects_wrong_positions_of_shared_tensors(positions: Tuple[int, ...]) -> None:
     expected = f"regions: expected positions of 2 tensors, each once, got {', '.join(map(str, positions))}"
     assert str(refusal(*encode(InferResponse("7", PLACED, positions)), table=TO_CLIENT)) == expected
 
 
-def test_what_describes_the_same_is_the_same_and_is_not_read_again() -> None:
+def test_caches_equal_descriptions() -> None:
     known: codec.Decoder[Any] = codec.Decoder(FROM_CLIENT, max_cached=2)
     first, same = (known.decode([*INFER, bytes(24)]) for _ in range(2))
     assert first.description is same.description
-    # Those that came first go first; a long one is never kept.
+    # The oldest descriptions are dropped first; a long one is never cached.
     for name in ("a", "b"):
         known.decode(encode(Infer("7", RequestDescription(name, ()))))
     assert known.decode([*INFER, bytes(24)]).description is not first.description
@@ -263,7 +263,7 @@ def test_what_describes_the_same_is_the_same_and_is_not_read_again() -> None:
     assert one.description is not other.description
 
 
-def test_descriptions_are_known_as_long_as_they_have_no_more_bytes_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_bytes_of_cached_descriptions(monkeypatch: pytest.MonkeyPatch) -> None:
     known: codec.Decoder[Any] = codec.Decoder(FROM_CLIENT)
     asked = [encode(Infer("7", RequestDescription(name, (), ("o" * 200,) * 20))) for name in "abc"]
     monkeypatch.setattr(codec, "_MAX_CACHED_BYTES", 2 * sum(map(len, asked[0])))
@@ -274,23 +274,23 @@ def test_descriptions_are_known_as_long_as_they_have_no_more_bytes_in_all(monkey
     assert known.decode(asked[0]).description is not first.description
 
 
-def test_of_an_answer_what_is_not_known_is_passed_over() -> None:
-    """In requests it is refused: so a later daemon may tell more to an earlier client."""
-    told = {"id": "7", "ready": True, "color": "red"}
-    assert decode([msgpack.packb({"v": 2, "type": "ready_response", **told})], TO_CLIENT) == ReadyResponse("7", True)
+def test_ignores_unknown_fields_of_responses() -> None:
+    """Requests with unknown fields are rejected. A later daemon may thus send more fields to an earlier client."""
+    fields = {"id": "7", "ready": True, "color": "red"}
+    assert decode([msgpack.packb({"v": 2, "type": "ready_response", **fields})], TO_CLIENT) == ReadyResponse("7", True)
     tensor = {"name": "x", "datatype": "INT8", "shape": [1], "color": "red"}
     header = [{"v": 2, "type": "infer_response", "id": "7"}, {"model_name": "m", "outputs": [tensor], "color": "red"}]
     answer = decode([*map(msgpack.packb, header), b"x"], TO_CLIENT)
     assert answer == InferResponse("7", ResponseDescription("m", (TensorSpec("x", "INT8", (1,)),)))
 
 
-def test_no_frame_is_no_message() -> None:
+def test_rejects_empty_message() -> None:
     assert str(refusal()) == "envelope: expected a frame, got an empty message"
 
 
 @pytest.mark.parametrize(("datatype", "size"), [("INT8", 1), ("BOOL", 1), ("FP16", 2), ("FP32", 4), ("FP64", 8)])
-def test_an_empty_tensor_must_be_one_that_can_be_described(datatype: str, size: int) -> None:
-    """The elements are counted in an int64, with the dimensions of 0 left out."""
+def test_limits_dimensions_of_empty_tensor(datatype: str, size: int) -> None:
+    """The elements are counted in an int64, without the dimensions of 0."""
     largest = Predict(1, RequestDescription("m", (TensorSpec("x", datatype, (2**40, 0, 2**22 // size)),)))
     assert decode([*encode(largest), b""], TO_CHILD) == largest
     shape = (2**40, 0, 2**23 // size)
@@ -299,11 +299,11 @@ def test_an_empty_tensor_must_be_one_that_can_be_described(datatype: str, size: 
     assert str(refusal(*refused, b"", table=TO_CHILD)) == f"predict: {what}"
 
 
-# --- this side ---------------------------------------------------------------------------------------------------
+# --- sending -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("thing", [object(), None, "status", {"type": "status"}, X, Parameters()])
-def test_what_is_no_message_is_not_sent(thing: object) -> None:
+def test_does_not_encode_other_objects(thing: object) -> None:
     with pytest.raises(LocalProtocolError, match="is not a message of the protocol"):
         encode(thing)
 
@@ -322,7 +322,7 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_a_clipped_text_can_always_be_sent(text: str) -> None:
+def test_clipped_text_is_valid(text: str) -> None:
     clipped = clip(text)
     assert encode(Error("", "INTERNAL", clipped))
     whole = text.encode("utf-8", "replace")
@@ -335,8 +335,8 @@ def test_a_clipped_text_can_always_be_sent(text: str) -> None:
 
 
 @pytest.mark.parametrize("module", sorted(Path(codec.__file__).parent.glob("**/*.py")), ids=lambda path: path.stem)
-def test_the_wire_does_no_io(module: Path) -> None:
-    """No socket, clock, thread or file, and numpy only in `tensors`."""
+def test_protocol_does_no_io(module: Path) -> None:
+    """The modules import no sockets, clocks, threads or files, and numpy only in `tensors`."""
     imported: List[str] = []
     for node in ast.walk(ast.parse(module.read_text("utf-8"))):
         if isinstance(node, ast.Import):

@@ -1,8 +1,8 @@
-"""docs/protocol.md describes each client message, field, limit, error code and example as the code has them.
+"""Tests that docs/protocol.md describes each client message, field, limit, error code and example as in the code.
 
-client_examples.json has the examples that the page does not show. The messages between the daemon and its children are
-listed in docs/architecture.md. Their fields and examples are in child_messages.json: the bytes on the wire, which may
-change only together with CHILD_PROTOCOL_VERSION.
+client_examples.json has the examples that the page does not show. docs/architecture.md lists the messages between
+the daemon and its children. child_messages.json has their fields and examples: the encoded bytes, which may change
+only together with CHILD_PROTOCOL_VERSION.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 WIRE = (DOCS / "protocol.md").read_text("utf-8")
 ARCHITECTURE = (DOCS / "architecture.md").read_text("utf-8")
 CHILD: Dict[str, Any] = json.loads(Path(__file__).with_name("child_messages.json").read_text("utf-8"))
-# The frames of an example in hex, for each message without an example in protocol.md.
+# The frames of an example in hex, for each message that has no example in protocol.md.
 CLIENT_EXAMPLES: Dict[str, List[str]] = json.loads(Path(__file__).with_name("client_examples.json").read_text("utf-8"))
 
 CLIENT_CHAPTERS: Mapping[str, Mapping[str, Type[Any]]] = {
@@ -56,7 +56,7 @@ RECORDS: Dict[str, Type[Any]] = {
 
 
 def sections(page: str, level: int) -> Dict[str, str]:
-    """Heading to text, for the headings of one level; the text ends at the next heading of that or a higher level."""
+    """Map the headings of one level to their texts; a text ends at the next heading of the same or a higher level."""
     found: Dict[str, str] = {}
     heading = ""
     for line in without_code(page):
@@ -69,7 +69,7 @@ def sections(page: str, level: int) -> Dict[str, str]:
 
 
 def without_code(page: str) -> Iterator[str]:
-    """The lines; those in a block of code begin with NUL, so that none is taken for a heading."""
+    """Return the lines; lines in a code block begin with NUL, so that they do not count as headings."""
     code = False
     for line in page.splitlines():
         yield "\0" + line if code else line
@@ -77,7 +77,7 @@ def without_code(page: str) -> Iterator[str]:
 
 
 def rows(section: str) -> List[List[str]]:
-    """The cells of the section's first table, without its head."""
+    """Return the cells of the section's first table without its header."""
     table = re.search(r"(^\|.*\|\n)+", section, re.MULTILINE)
     lines = table.group().splitlines()[2:] if table else []
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
@@ -213,7 +213,7 @@ def test_each_client_message_has_one_example() -> None:
 
 
 @pytest.mark.parametrize("tag", MESSAGES)
-def test_each_example_is_such_a_message_and_these_are_its_bytes(tag: str) -> None:
+def test_each_example_has_the_encoded_bytes(tag: str) -> None:
     frames = example_frames(tag)
     message = decode(frames, MESSAGES)
     assert type(message) is MESSAGES[tag]
@@ -225,7 +225,7 @@ def test_each_example_is_such_a_message_and_these_are_its_bytes(tag: str) -> Non
         assert json.loads(block) == msgpack.unpackb(frame)
 
 
-def test_the_examples_answer_each_other() -> None:
+def test_examples_of_requests_and_responses_match() -> None:
     def example(tag: str) -> Any:
         return decode(example_frames(tag), MESSAGES)
 
@@ -236,27 +236,27 @@ def test_the_examples_answer_each_other() -> None:
     assert example("predict_result").description == example("infer_response").description
     assert example("attach").handle == example("built").handle
     assert example("attached").selftest_digest == example("built").selftest_digest
-    # Deep enough to show each record, with a field that is absent and one that is not.
+    # The example is deep enough to show each record, with an absent and a present field.
     process, worker = example("status_response").models[0].generations[0].processes
     assert process.p50_us is None
     assert worker.p50_us
     assert example("status_response").memory.high_bytes is None
 
 
-def test_each_limit_is_there_with_its_value_and_a_reason() -> None:
+def test_documents_each_limit() -> None:
     values = {name: value for name, value in vars(limits).items() if name.isupper()}
     described = rows(CHAPTER["Limits"]) + rows(CHILD_SECTION["Limits"])
     assert sorted(row[:2] for row in described) == sorted([f"`{name}`", f"{value:,}"] for name, value in values.items())
     assert all(row[2] for row in described)
 
 
-def test_each_error_code_is_there_with_its_meaning_and_occasion() -> None:
+def test_documents_each_error_code() -> None:
     described = rows(CHAPTER["Error codes"])
     assert [row[0] for row in described] == [f"`{code}`" for code in ERRORS]
     assert all(len(row) == 4 and all(row) for row in described)
 
 
-def test_each_question_is_there_with_the_codes_that_it_may_end_in_and_whether_it_may_be_sent_again() -> None:
+def test_documents_error_codes_of_each_request() -> None:
     described = rows(SECTION["Codes of each message"])
     assert [row[0] for row in described] == [f"`{tag}`" for tag in FROM_CLIENT]
     for _, codes, *_ in described:
@@ -266,12 +266,12 @@ def test_each_question_is_there_with_the_codes_that_it_may_end_in_and_whether_it
     assert {"infer", "cancel", "status", "metrics", "events", "logs", "update", "reload"} == again <= {*FROM_CLIENT}
 
 
-def test_each_datatype_is_there_with_its_size() -> None:
+def test_documents_each_datatype() -> None:
     described = [(row[0], int(row[1])) for row in rows(SECTION["Datatypes"])]
     assert described == [(f"`{name}`", size) for name, size in ITEM_BYTES.items()]
 
 
-def test_the_diagrams_show_messages_in_their_directions() -> None:
+def test_diagrams_show_messages_in_their_directions() -> None:
     directions: Dict[str, Mapping[str, Type[Any]]] = {
         "C>>D": FROM_CLIENT,
         "D>>C": TO_CLIENT,
@@ -290,7 +290,7 @@ def test_the_diagrams_show_messages_in_their_directions() -> None:
             assert known.issuperset(named.replace("the same ", "").split(", ")), words
 
 
-def test_the_page_shows_an_error_as_it_is() -> None:
+def test_documents_a_real_error() -> None:
     raw: List[Dict[str, Any]] = [
         {"v": 2, "type": "infer", "id": "7"},
         {"model_name": "m", "inputs": [{"shape": [1, True]}]},
@@ -301,7 +301,7 @@ def test_the_page_shows_an_error_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("page", ["protocol.md", "architecture.md", "reliability.md"])
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_work(page: str) -> None:
     for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", (DOCS / page).read_text("utf-8")):
         assert (DOCS / (target or page)).exists()
         if anchor:

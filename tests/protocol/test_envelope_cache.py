@@ -1,4 +1,4 @@
-"""What is read and written by its bytes is what msgpack and the schema make of it."""
+"""Tests that cached envelopes equal the result of msgpack and the schema."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ messages = (
 
 @st.composite
 def frames(draw: Any) -> bytes:
-    """Envelopes whose fields need not be right, some of them cut, or with other bytes somewhere near their end."""
+    """Return envelopes with correct or wrong fields, some truncated or with changed bytes near the end."""
     named = {"id": draw(texts)}
     numbered = {"request": draw(st.integers(0, 2**64 - 1) | st.sampled_from([2**32, 2**63 - 1, 2**63]))}
     asked = {**named, "parameters": {"timeout": draw(st.integers(0, 9))}}
@@ -86,7 +86,7 @@ def frames(draw: Any) -> bytes:
 
 
 def packed(message: Any) -> Optional[bytes]:
-    """The envelope as msgpack and the schema make it, None where they refuse to."""
+    """Return the envelope as msgpack and the schema encode it, or None if they reject the message."""
     try:
         return msgpack.packb({"v": limits.PROTOCOL_VERSION, "type": TAGS[type(message)], **plain(message)})
     except FieldError:
@@ -94,9 +94,9 @@ def packed(message: Any) -> Optional[bytes]:
 
 
 @given(messages)
-def test_an_envelope_is_written_as_msgpack_does(message: Any) -> None:
+def test_encodes_envelope_like_msgpack(message: Any) -> None:
     expected = packed(message)
-    for _ in range(2):  # the second time more is known of its parameters
+    for _ in range(2):  # The second call uses cached parameters.
         if expected is None:
             with pytest.raises(LocalProtocolError):
                 encode(message)
@@ -106,7 +106,7 @@ def test_an_envelope_is_written_as_msgpack_does(message: Any) -> None:
 
 @given(st.builds(Infer, st.just("i"), st.just(REQUEST), st.builds(Parameters, st.integers(1, 9))), frames())
 @example(Infer("i", REQUEST, Parameters(1)), b"\x83\xa1v\x01\xa4type\xaeinfer_response\xa2id\xa1\xff")
-def test_whatever_comes_is_read_as_by_the_schema(before: Infer, frame: bytes) -> None:
+def test_decodes_any_envelope_like_the_schema(before: Infer, frame: bytes) -> None:
     valid: List[Tuple[Any, Any]] = [
         (FROM_CLIENT, before),
         (TO_CLIENT, InferResponse("i", RESPONSE)),
@@ -118,11 +118,11 @@ def test_whatever_comes_is_read_as_by_the_schema(before: Infer, frame: bytes) ->
         for described in (REQUEST, RESPONSE, TWO, THREE):
             for tensors in range(4):
                 header = [frame, plain_frame(described), *[b""] * tensors]
-                # Found by its bytes the second time, if at all.
+                # The second call finds cached bytes, if they are cached at all.
                 assert {outcome(header, table, known) for _ in range(2)} == {outcome(header, table, None)}
 
 
-def test_what_is_known_has_its_frames() -> None:
+def test_cached_message_needs_its_frames() -> None:
     known = Decoder(TO_CHILD)
     frames = encode(Predict(2**40, REQUEST))
     for _ in range(2):
@@ -143,7 +143,7 @@ def outcome(frames: Any, table: Any, known: Optional[Decoder[Any]]) -> Any:
         return str(error), error.request_id
 
 
-def test_what_is_known_of_places_is_bounded_and_found() -> None:
+def test_limits_cached_regions() -> None:
     known: Decoder[Any] = Decoder(TO_CHILD, max_cached=2)
     frames = [
         [*encode(Predict(2**40 + index, TWO, MappedRegions((MappedInput(0, 1, index),)))), b""] for index in range(3)

@@ -1,4 +1,4 @@
-"""The tree of errors, and the codes of the wire."""
+"""Tests of the exception classes and their error codes."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ GRPC = (
 CLASSES = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, Exception)]
 
 
-def test_every_error_is_in_the_tree_and_is_drawn_there() -> None:
+def test_docstring_lists_every_error() -> None:
     for cls in CLASSES:
         assert issubclass(cls, WeightdError)
         assert cls.__name__ in (errors.__doc__ or "")
 
 
-def test_each_code_is_grpcs_and_has_a_class_named_after_it() -> None:
+def test_each_code_is_a_grpc_code_with_a_class() -> None:
     named = {cls.__name__: cls for cls in CLASSES if cls.__base__ is RequestError}
     assert {"".join(word.capitalize() for word in code.split("_")): cls for code, cls in ERRORS.items()} == named
     assert {*ERRORS} <= {*GRPC.split(", ")}
@@ -38,12 +38,12 @@ def test_each_code_is_grpcs_and_has_a_class_named_after_it() -> None:
 
 
 @pytest.mark.parametrize("code", ["", "OK", "internal", "UNKNOWN"])
-def test_there_is_no_error_without_a_code(code: str) -> None:
+def test_unknown_code_is_a_key_error(code: str) -> None:
     with pytest.raises(KeyError):
         request_error(code, "the cause")
 
 
-def test_an_error_can_be_copied() -> None:
+def test_errors_are_copyable() -> None:
     error = RemoteProtocolError("the cause", "7")
     for each in (copy.copy(error), pickle.loads(pickle.dumps(error))):
         assert (str(each), each.request_id) == ("the cause", "7")

@@ -1,4 +1,4 @@
-"""Messages that are cut anywhere arrive whole and in order, and what breaks a bound is not kept."""
+"""Tests that messages split anywhere arrive complete and in order, and that data beyond a limit is not kept."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADER_BYTES, LARGE_HEADER, LIMIT = 40, LARGE_BYTES + 7, 8 * LARGE_BYTES
 
 MOST = 3
 
-# Beside small frames those that are read to where they stay; and, with the bound of a test, those that are mapped.
+# Small frames, frames that are read directly into their buffer, and, with the limits of a test, mapped frames.
 SIZES = st.integers(0, 30) | st.sampled_from(
     [HEADER_BYTES, HEADER_BYTES + 1, LARGE_BYTES - 1, LARGE_BYTES, LARGE_HEADER, 3 * LARGE_BYTES]
 )
@@ -26,7 +26,7 @@ CUTS = st.lists(st.integers(1, 60) | st.integers(LARGE_BYTES - 60, 4 * LARGE_BYT
 
 
 def written(shapes: List[List[int]]) -> Tuple[List[List[bytes]], bytes]:
-    """Messages with frames of these lengths, no two alike, and the stream of them."""
+    """Return distinct messages with frames of these lengths, and their byte stream."""
     sent = [
         [bytes([number % 251, index]) * (size // 2) + b"x" * (size % 2) for index, size in enumerate(shape)]
         for number, shape in enumerate(shapes)
@@ -35,7 +35,7 @@ def written(shapes: List[List[int]]) -> Tuple[List[List[bytes]], bytes]:
 
 
 def read(incoming: FrameReader, stream: bytes, cuts: List[int], *, targets: bool = True) -> List[Message]:
-    """The messages of a stream that comes in pieces, the lengths of which come again and again."""
+    """Return the messages of a stream that arrives in parts; the part lengths repeat."""
     messages: List[Message] = []
     position = turn = 0
     while position < len(stream):
@@ -57,9 +57,7 @@ def read(incoming: FrameReader, stream: bytes, cuts: List[int], *, targets: bool
 
 
 @given(st.lists(SHAPES, max_size=6), CUTS, st.data())
-def test_any_messages_cut_anywhere_arrive_in_order(
-    shapes: List[List[int]], cuts: List[int], data: st.DataObject
-) -> None:
+def test_messages_split_anywhere_arrive_in_order(shapes: List[List[int]], cuts: List[int], data: st.DataObject) -> None:
     sent, stream = written(shapes)
     refused = set(data.draw(st.lists(st.sampled_from([sum(each) for each in shapes] or [0]))))
     asked: List[int] = []
@@ -80,7 +78,7 @@ def test_any_messages_cut_anywhere_arrive_in_order(
         if len(arrived) == fitting:
             assert arrived == frames[:fitting]
         else:
-            # It did not come at once, and was not admitted.
+            # The message did not arrive at once and was not admitted.
             nbytes = sum(message.lengths)
             assert nbytes in refused & {*asked}
             assert arrived == headers
@@ -89,8 +87,8 @@ def test_any_messages_cut_anywhere_arrive_in_order(
 
 
 @given(st.lists(SHAPES, min_size=1, max_size=3), st.data())
-def test_a_beginning_is_no_message(shapes: List[List[int]], data: st.DataObject) -> None:
-    """And what is announced is counted as long as it is on its way."""
+def test_incomplete_message_is_not_returned(shapes: List[List[int]], data: st.DataObject) -> None:
+    """The announced bytes count until the message is complete."""
     sent, stream = written(shapes)
     size = len(message_prefix(sent[-1])) + sum(shapes[-1])
     came = data.draw(st.integers(1, size - 1))
@@ -100,7 +98,7 @@ def test_a_beginning_is_no_message(shapes: List[List[int]], data: st.DataObject)
     assert incoming.admitted_bytes == (sum(shapes[-1]) if came >= len(message_prefix(sent[-1])) else 0)
 
 
-def test_a_frame_that_the_kernel_gives_memory_for_is_read_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_frame_into_mapped_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(framing, "_MMAP_THRESHOLD_BYTES", LARGE_BYTES)
     sent, stream = written([[3, 3, 3 * LARGE_BYTES, 5], [2]])
     messages = read(FrameReader(), stream, [LARGE_BYTES + 1])
@@ -108,21 +106,21 @@ def test_a_frame_that_the_kernel_gives_memory_for_is_read_like_any_other(monkeyp
     assert type(messages[0].frames[2]) is not bytes
 
 
-def test_what_one_stream_takes_another_with_other_bounds_drops() -> None:
-    """How a message is taken apart is remembered for all of them."""
+def test_cached_layout_respects_limits_of_each_reader() -> None:
+    """All readers share the cache of layouts."""
     data = message_prefix([bytes(100)]) + bytes(100)
     for _ in range(2):
         assert FrameReader().receive(data)[0].is_complete
     assert not FrameReader(max_header_bytes=99).receive(data)[0].is_complete
 
 
-def test_what_is_remembered_of_messages_is_bounded() -> None:
+def test_limits_cached_layouts() -> None:
     for size in range(1, 1200):
         FrameReader().receive(message_prefix([bytes(size)]) + bytes(size))
     assert len(framing._KNOWN_LAYOUTS) <= 1024  # pyright: ignore[reportPrivateUsage]
 
 
-def test_what_is_not_kept_needs_no_memory() -> None:
+def test_rejected_message_needs_no_memory() -> None:
     incoming = FrameReader(admit=lambda nbytes: False)
     incoming.receive(struct.pack("<4I", 3, 1, 1, limits.MAX_FRAME_BYTES) + b"ab")
     target = incoming.read_buffer()
@@ -141,7 +139,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 @pytest.mark.parametrize("before", [b"", b"".join(written([[3, 2]])[1:])])
-def test_a_broken_framing_is_told(name: str, before: bytes) -> None:
+def test_reports_broken_framing(name: str, before: bytes) -> None:
     broken, text = BROKEN[name]
     incoming = FrameReader(2 * LIMIT, LIMIT)
     with pytest.raises(RemoteProtocolError, match=text):
@@ -149,8 +147,8 @@ def test_a_broken_framing_is_told(name: str, before: bytes) -> None:
 
 
 @given(st.lists(st.tuples(st.lists(st.integers(0, 9), min_size=1, max_size=30), st.booleans())), st.data())
-def test_what_is_written_in_parts_is_what_was_put(puts: List[Tuple[List[int], bool]], data: st.DataObject) -> None:
-    """And descriptors go with the first byte of what they were put with."""
+def test_writes_messages_in_parts(puts: List[Tuple[List[int], bool]], data: st.DataObject) -> None:
+    """Descriptors are sent with the first byte of their message."""
     outgoing = FrameWriter()
     stream, expected, descriptors = b"", {}, 0
     for sizes, wanted in puts:
@@ -174,13 +172,13 @@ def test_what_is_written_in_parts_is_what_was_put(puts: List[Tuple[List[int], bo
     assert (written, sent, outgoing.next_chunks()) == (stream, expected, ([], ()))
 
 
-def test_no_more_pieces_are_written_at_once_than_the_kernel_takes() -> None:
+def test_limits_chunks_per_write() -> None:
     outgoing = FrameWriter()
     outgoing.put([b"x"] * 2000)
     assert len(outgoing.next_chunks()[0]) <= 1024
 
 
-def test_descriptors_that_were_not_sent_come_back() -> None:
+def test_returns_unsent_descriptors() -> None:
     outgoing = FrameWriter()
     outgoing.put([b"ab"], [3])
     outgoing.put([b"cd"], [4, 5])

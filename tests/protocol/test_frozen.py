@@ -1,4 +1,4 @@
-"""Classes of messages are what the standard library would have made of them."""
+"""Tests that message classes behave like frozen dataclasses of the standard library."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from weightd_protocol.messages.events import Event
 
 
 @dataclass(frozen=True)
-class Ours:
-    """A pair, and more."""
+class FastPair:
+    """Docstring of the pair."""
 
     first: int
     second: str = field(metadata={"some": "thing"})
@@ -31,8 +31,8 @@ class Ours:
 
 
 @dataclasses.dataclass(frozen=True)
-class Theirs:
-    """A pair, and more."""
+class DataclassPair:
+    """Docstring of the pair."""
 
     first: int
     second: str = field(metadata={"some": "thing"})
@@ -41,8 +41,8 @@ class Theirs:
 
 
 @dataclass(frozen=True)
-class Nothing:
-    """Nothing."""
+class NoFields:
+    pass
 
 
 PREFIX = "weightd_protocol.messages."
@@ -51,30 +51,34 @@ ARGUMENTS = st.tuples(st.integers(0, 1), st.text(max_size=1), st.floats(), st.ju
 
 
 @given(ARGUMENTS, ARGUMENTS, st.integers(2, 4))
-def test_they_compare_hash_and_show_themselves_likewise(one: Any, other: Any, count: int) -> None:
-    ours, theirs = [Ours(*each[:count]) for each in (one, other)], [Theirs(*each[:count]) for each in (one, other)]
+def test_eq_hash_and_repr_are_equal(one: Any, other: Any, count: int) -> None:
+    ours, theirs = (
+        [FastPair(*each[:count]) for each in (one, other)],
+        [DataclassPair(*each[:count]) for each in (one, other)],
+    )
     assert (ours[0] == ours[1]) is (theirs[0] == theirs[1])
     assert [*map(hash, ours)] == [*map(hash, theirs)]
-    assert repr(ours) == repr(theirs).replace("Theirs", "Ours")
+    assert repr(ours) == repr(theirs).replace("DataclassPair", "FastPair")
     assert ours[0] != object()
 
 
-def test_they_are_made_from_the_same_arguments() -> None:
-    assert inspect.signature(Ours) == inspect.signature(Theirs)
-    assert Ours(second="2", first=1) == Ours(1, "2", None, (1, 2))
-    assert Nothing() == Nothing()
+def test_constructors_are_equal() -> None:
+    assert inspect.signature(FastPair) == inspect.signature(DataclassPair)
+    assert FastPair(second="2", first=1) == FastPair(1, "2", None, (1, 2))
+    assert NoFields() == NoFields()
     with pytest.raises(TypeError, match="second"):
-        Ours(1)  # type: ignore[call-arg]
+        FastPair(1)  # type: ignore[call-arg]
 
 
-def test_they_have_the_same_fields() -> None:
-    told = [
-        [(each.name, each.type, each.default, each.metadata) for each in dataclasses.fields(c)] for c in (Ours, Theirs)
+def test_fields_are_equal() -> None:
+    fields = [
+        [(each.name, each.type, each.default, each.metadata) for each in dataclasses.fields(c)]
+        for c in (FastPair, DataclassPair)
     ]
-    assert told[0] == told[1]
+    assert fields[0] == fields[1]
 
 
-def test_they_do_not_change() -> None:
+def test_instances_are_immutable() -> None:
     event = Event(1, 2.0, "info", "text")
     with pytest.raises(dataclasses.FrozenInstanceError, match="number"):
         event.number = 2  # type: ignore[misc]
@@ -83,7 +87,7 @@ def test_they_do_not_change() -> None:
     assert dataclasses.replace(event, number=2) == Event(2, 2.0, "info", "text")
 
 
-def test_messages_ask_for_no_more_than_they_are() -> None:
+def test_messages_use_only_supported_features() -> None:
     modules = [importlib.import_module(each.name) for each in pkgutil.iter_modules(messages.__path__, PREFIX)]
     made: list[Any] = [
         each for module in modules for each in vars(module).values() if isinstance(each, type) and is_made(each)
@@ -91,17 +95,17 @@ def test_messages_ask_for_no_more_than_they_are() -> None:
     assert Event in made
     for each in made:
         assert not hasattr(each, "__post_init__")
-        for told in dataclasses.fields(each):
-            assert told.default_factory is dataclasses.MISSING
-            assert told.init
-            assert told.repr
-            assert told.compare
+        for member in dataclasses.fields(each):
+            assert member.default_factory is dataclasses.MISSING
+            assert member.init
+            assert member.repr
+            assert member.compare
 
 
 def is_made(each: type) -> bool:
     return getattr(each, "__repr__", None) is Event.__repr__
 
 
-def test_they_can_be_copied_and_sent() -> None:
+def test_instances_are_copyable() -> None:
     event = Event(1, 2.0, "info", "text")
     assert copy.deepcopy(event) == pickle.loads(pickle.dumps(event)) == event

@@ -1,6 +1,7 @@
-"""Every message, field and bound, derived from the schema: what is legal passes both ways, what is not names its path.
+"""Tests of every message, field and limit, derived from the schema: legal values round-trip, illegal ones name their
+path.
 
-The tensor frames of these tests are `range` objects: they have a length, which is all that the decoder may look at.
+The tensor frames of these tests are `range` objects: they have a length, and the decoder may not read more of them.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ RECORDS: Dict[str, Type[Any]] = {
 
 
 def fields_of(name: str) -> List[Tuple[str, str, Any]]:
-    """Name, kind and default of each field, and the description where it has one, in the place of a field."""
+    """Return name, kind and default of each field; a class without fields has its description instead."""
     described = [each for each in dataclasses.fields(RECORDS[name]) if "description" in each.metadata]
     return [
         *describe_fields(RECORDS[name]),
@@ -54,15 +55,15 @@ def fields_of(name: str) -> List[Tuple[str, str, Any]]:
     ]
 
 
-# So large that only the bounds of fields matter.
+# This is so large that only the limits of fields apply.
 NO_BOUND = 1 << 30
 
 
-# --- from the description of a field to values -------------------------------------------------------------------
+# --- values from field descriptions ------------------------------------------------------------------------------
 
 
 class Domain(NamedTuple):
-    """Values that a field allows, up to its bounds; values that it does not, from just beyond them; any it allows."""
+    """Legal values of a field including its limits, illegal values just beyond them, and a strategy of legal values."""
 
     good: List[Any]
     bad: List[Any]
@@ -137,7 +138,7 @@ def merged(parts: Tuple[Raw, Raw]) -> Raw:
     return {**parts[0], **parts[1]}
 
 
-# Of a size that a frame's length can be, sometimes empty, sometimes a scalar.
+# The sizes are possible lengths of a frame, sometimes empty, sometimes of a scalar.
 SHAPES = st.lists(st.integers(0, 4), max_size=16) | st.lists(st.integers(0, 2**29), max_size=2)
 
 LIST = re.compile(r"list of at most (\d+): (.*)")
@@ -167,7 +168,7 @@ def domain(description: str) -> Domain:
 
 
 def smallest(description: str) -> Any:
-    """A legal value with each list that may hold a record holding one, so that every field can be reached."""
+    """Return a legal value in which every list of records has one record, so that a path to every field exists."""
     if description in RECORDS:
         return {name: smallest(each) for name, each, _ in fields_of(description)}
     found = LIST.fullmatch(description.replace("nil, or ", ""))
@@ -177,20 +178,19 @@ def smallest(description: str) -> Any:
 
 
 def pack(tag: str, raw: Raw) -> List[bytes]:
-    """The header frames."""
     envelope = {name: value for name, value in raw.items() if name != "description"}
     frames = [msgpack.packb({"v": 2, "type": tag, **envelope})]
     return frames if len(envelope) == len(raw) else [*frames, msgpack.packb(raw["description"])]
 
 
 def unpacked(header: Sequence[bytes]) -> Raw:
-    """What `pack` was given, with version and type."""
+    """Return the argument of `pack`, with version and type."""
     envelope, *description = map(msgpack.unpackb, header)
     return {**envelope, "description": description[0]} if description else envelope
 
 
 def frames(tag: str, raw: Raw) -> List[Any]:
-    """The header, and for each tensor that it describes a frame of the right length."""
+    """Return the header, and a frame of the correct length for each described tensor."""
     described: Raw = raw.get("description", {})
     tensors = described.get("inputs" if "inputs" in described else "outputs", ())
     sizes = [messages.TensorSpec(**spec).nbytes for spec in tensors]
@@ -198,20 +198,20 @@ def frames(tag: str, raw: Raw) -> List[Any]:
 
 
 def places(raw: Raw) -> Raw:
-    """What it says of shared memory, if anything."""
+    """Return the message's shared-memory part, or an empty map."""
     holder: Raw = raw if "regions" in raw else raw.get("parameters", {})
     found: Raw = holder.get("regions", {})
     return found
 
 
 def elsewhere(raw: Raw) -> List[int]:
-    """The positions of tensors that have no frame."""
+    """Return the positions of tensors that have no frame."""
     positions: List[int] = raw.get("shared_outputs") or [each["tensor_index"] for each in places(raw).get("inputs", ())]
     return positions
 
 
 def coherent(raw: Raw) -> Raw:
-    """The same with positions as they may be: each of a tensor that there is, and once."""
+    """Return the message with legal positions: each of an existing tensor, and at most once."""
     raw, positions = copy.deepcopy(raw), elsewhere(raw)
     if len({*positions}) < len(positions):
         positions = [*range(len(positions))]
@@ -234,7 +234,7 @@ def header_size(raw: Raw) -> int:
 
 
 def again(message: Any, tensors: Sequence[Any]) -> Any:
-    """The message after a second journey."""
+    """Encode and decode the message a second time."""
     return decode([*encode(message, max_bytes=NO_BOUND), *tensors], ALL, max_bytes=NO_BOUND)
 
 
@@ -245,7 +245,7 @@ VALID = st.one_of([st.tuples(st.just(tag), domain(ALL[tag].__name__).some.map(co
 
 
 @given(VALID)
-def test_what_is_legal_decodes_and_makes_the_journey_back_unchanged(sample: Tuple[str, Raw]) -> None:
+def test_legal_messages_round_trip(sample: Tuple[str, Raw]) -> None:
     tag, raw = sample
     sent = frames(tag, raw)
     message = decode(sent, ALL)
@@ -255,7 +255,7 @@ def test_what_is_legal_decodes_and_makes_the_journey_back_unchanged(sample: Tupl
 
 
 def complete(description: str, raw: Any) -> Any:
-    """What is sent for `raw`: a field that it lacks has its default, and is absent if that is None or left out."""
+    """Return `raw` as it is encoded: missing fields have their defaults, except None and defaults that are omitted."""
     found = LIST.fullmatch(description)
     if found:
         return [complete(found.group(2), item) for item in raw]
@@ -274,17 +274,17 @@ def complete(description: str, raw: Any) -> Any:
     return whole
 
 
-def test_a_message_cannot_be_changed() -> None:
+def test_messages_are_immutable() -> None:
     for cls in RECORDS.values():
         assert cls.__dataclass_params__.frozen, cls
 
 
-def test_each_tag_is_of_one_table_and_one_class() -> None:
+def test_tags_are_unique() -> None:
     assert sum(map(len, TABLES)) == len(ALL) == len(set(ALL.values()))
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_a_message_of_another_direction_is_refused(table: Mapping[str, Type[Any]]) -> None:
+def test_rejects_message_of_other_direction(table: Mapping[str, Type[Any]]) -> None:
     for tag, cls in ALL.items():
         sent = frames(tag, coherent(smallest(cls.__name__)))
         if tag in table:
@@ -294,11 +294,11 @@ def test_a_message_of_another_direction_is_refused(table: Mapping[str, Type[Any]
                 decode(sent, table)
 
 
-# --- bounds ------------------------------------------------------------------------------------------------------
+# --- limits ------------------------------------------------------------------------------------------------------
 
 
 class Site(NamedTuple):
-    """A place for a value in a message: the message's tag, the way to the value, and the value's description."""
+    """A location in a message: the message's tag, the path to the value, and the value's description."""
 
     tag: str
     path: Path
@@ -325,7 +325,7 @@ SITES = [site for tag, cls in ALL.items() for site in sites(tag, (), cls.__name_
 
 
 def put(raw: Any, path: Path, value: Any) -> Any:
-    """A copy of `raw` with `value` at `path`; without anything there if it is GONE."""
+    """Return a copy of `raw` with `value` at `path`, or without a value if it is GONE."""
     changed = here = copy.deepcopy(raw)
     for step in path[:-1]:
         here = here[step]
@@ -337,26 +337,26 @@ def put(raw: Any, path: Path, value: Any) -> Any:
 
 GONE = object()
 
-# There are more than a thousand places: a test each would take longer to be told of than to run.
+# There are more than a thousand locations: the report of a test for each would take longer than the tests.
 PLACES: Dict[str, List[Site]] = {}
 for _each in SITES:
     PLACES.setdefault(_each.tag, []).append(_each)
 
 
 @pytest.mark.parametrize("tag", PLACES)
-def test_at_its_bound_a_value_passes(tag: str) -> None:
+def test_value_at_its_limit_passes(tag: str) -> None:
     for site in PLACES[tag]:
         passes_at_its_bound(site)
 
 
 @pytest.mark.parametrize("tag", PLACES)
-def test_beyond_its_bound_a_value_is_refused_by_its_path(tag: str) -> None:
+def test_value_beyond_its_limit_names_its_path(tag: str) -> None:
     for site in PLACES[tag]:
         is_refused_beyond_its_bound(site)
 
 
 @pytest.mark.parametrize("tag", PLACES)
-def test_beyond_its_bound_a_value_is_not_sent(tag: str) -> None:
+def test_value_beyond_its_limit_is_not_encoded(tag: str) -> None:
     for site in PLACES[tag]:
         is_not_sent_beyond_its_bound(site)
 
@@ -393,7 +393,7 @@ def is_refused_beyond_its_bound(site: Site) -> None:
 
 
 def is_not_sent_beyond_its_bound(site: Site) -> None:
-    """The bad values are the same, but for None, which in a message means absent, and what no peer could have sent."""
+    """Use the same illegal values, except None, which means absent, and values that a peer could not encode."""
     message = decode(frames(site.tag, coherent(smallest(ALL[site.tag].__name__))), ALL)
     more = ["a\ud800"] if TEXT.fullmatch(site.description) else []
     for value in [*domain(site.description).bad, *more]:
@@ -404,7 +404,7 @@ def is_not_sent_beyond_its_bound(site: Site) -> None:
 
 
 def typed(value: Any) -> Any:
-    """A list of the wire as a message has it; too long, it must be refused for that and not for its type."""
+    """Return a decoded list as a tuple; a too long list must be rejected for its length and not for its type."""
     is_long = type(value) is LIST_TYPE and len(value) > 1
     return tuple(value) if is_long else value
 
@@ -413,7 +413,7 @@ LIST_TYPE: Type[Any] = list
 
 
 def replaced(message: Any, path: Path, value: Any) -> Any:
-    """A copy of the message with `value` at `path`, whatever it is."""
+    """Return a copy of the message with any `value` at `path`."""
     if not path:
         return value
     step, rest = path[0], path[1:]
@@ -422,8 +422,8 @@ def replaced(message: Any, path: Path, value: Any) -> Any:
     return dataclasses.replace(message, **{step: replaced(getattr(message, step), rest, value)})
 
 
-def test_the_largest_messages_fit_in_a_header() -> None:
-    """But for answers that have a bound of their own, or as much as has room, nothing legal is too large to be sent."""
+def test_largest_messages_fit_into_a_header() -> None:
+    """Responses with other limits, or with as many items as fit, are excluded."""
     for tag, cls in ALL.items():
         if tag not in ("status_response", "metrics_response", "logs_response", "events_response"):
             is_a_childs = tag in worker_messages.FROM_CHILD or tag in worker_messages.TO_CHILD
@@ -437,7 +437,7 @@ def test_the_largest_messages_fit_in_a_header() -> None:
 def largest(description: str) -> Any:
     if description in RECORDS:
         raw = {name: largest(each) for name, each, _ in fields_of(description)}
-        # Sixteen times the largest dimension is no tensor.
+        # Sixteen times the largest dimension is no valid tensor.
         return {**raw, "shape": [0, 2**30, 2**20, *[0] * 13]} if description == "TensorSpec" else raw
     found = LIST.fullmatch(description)
     if found:
@@ -456,13 +456,13 @@ def decodes_to_an_equal_message_or_is_refused(sent: Sequence[Any], tensors: Sequ
     try:
         message = decode([*sent, *tensors], ALL)
     except RemoteProtocolError as error:
-        # Such an error is answered, and the answer must be one.
+        # The daemon replies with such an error, so it must be encodable.
         encode(messages.Error(error.request_id, "INVALID_ARGUMENT", clip(str(error))))
     else:
         assert again(message, tensors) == message
 
 
-# Where bytes go, how many, and those that come instead.
+# Position, number of removed bytes, and inserted bytes.
 CHANGE = st.tuples(st.integers(0, 400), st.integers(0, 8), st.binary(max_size=8))
 
 

@@ -1,4 +1,5 @@
-"""Headers that cost more to unpack than a legal message: they are refused before an object is built from them."""
+"""Tests of the preview, which rejects headers that cost more to unpack than a legal message, before msgpack builds
+objects."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ VALUES: Any = st.recursive(
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=40), inner, max_size=5),
     max_leaves=10,
 )
-# Each form of msgpack that has a length.
+# Lengths around the limits of each msgpack format.
 LENGTHS = [0, 1, 15, 16, 31, 32, 255, 256, 65_535, 65_536]
 FORMS: List[Any] = [
     *[["t" * each for each in LENGTHS], [b"b" * each for each in LENGTHS], [[None] * each for each in LENGTHS]],
@@ -37,7 +38,7 @@ LONG = "x" * preview.SHORT_BYTES
 
 
 def items_of(value: Any) -> int:
-    """Return the items of a value, counted in the value itself."""
+    """Return the number of items of a value, itself included."""
     if isinstance(value, dict):
         return limits.CONTAINER_ITEMS + sum(items_of(key) + items_of(each) for key, each in value.items())
     return limits.CONTAINER_ITEMS + sum(map(items_of, value)) if isinstance(value, list) else 1
@@ -46,7 +47,7 @@ def items_of(value: Any) -> int:
 @settings(max_examples=50)
 @example(FORMS)
 @given(VALUES)
-def test_every_value_is_counted(value: Any) -> None:
+def test_counts_items_of_any_value(value: Any) -> None:
     value = [LONG, value]
     frame, items = msgpack.packb(value), items_of(value)
     assert preview.find_problem(frame, items) == ""
@@ -55,7 +56,7 @@ def test_every_value_is_counted(value: Any) -> None:
 
 @settings(max_examples=50)
 @given(st.binary(max_size=200) | VALUES.map(msgpack.packb), st.data())
-def test_what_is_cut_short_or_no_msgpack_is_left_to_msgpack(raw: bytes, data: Any) -> None:
+def test_leaves_invalid_data_to_msgpack(raw: bytes, data: Any) -> None:
     frame = msgpack.packb(LONG)[:-1] + raw
     preview.find_problem(frame[: data.draw(st.integers(0, len(frame)))], 50)
     preview.find_problem(raw.ljust(preview.SHORT_BYTES + 1, b"\xc1"), 50)
@@ -63,7 +64,7 @@ def test_what_is_cut_short_or_no_msgpack_is_left_to_msgpack(raw: bytes, data: An
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 8, 16, 17, 300, 70_000])
-def test_an_extension_type_is_refused(size: int) -> None:
+def test_rejects_extension_types(size: int) -> None:
     frame = msgpack.packb([LONG, msgpack.ExtType(5, bytes(size))])
     assert preview.find_problem(frame, 1000) == "expected no extension type, got one"
 
@@ -89,7 +90,7 @@ CASES: SelfTestCases = tuple({each.name: each.shape for each in SPECS} for _ in 
     ],
     ids=lambda each: type(each).__name__,
 )
-def test_the_largest_legal_message_is_within_its_bound(message: Any, table: Any) -> None:
+def test_accepts_largest_legal_message(message: Any, table: Any) -> None:
     header = encode(message, max_bytes=limits.MAX_CHILD_HEADER_BYTES)
     assert sum(map(len, header)) > 40_000
     assert decode(header, table, max_bytes=limits.MAX_CHILD_HEADER_BYTES) == message
@@ -111,7 +112,7 @@ UNITS: Dict[str, bytes] = {
 
 
 def filled(unit: bytes, nbytes: int, *, nested: bool) -> bytes:
-    """Return lists of 60 such units, one in another or one beside another."""
+    """Return lists of 60 such units, nested or side by side."""
     part = b"\xdc\x00\x3d" + unit * 60 if nested else b"\xdc\x00\x3c" + unit * 60
     count = nbytes // len(part)
     return part * count + b"\xc0" if nested else b"\xdd" + count.to_bytes(4, "big") + part * count
@@ -119,7 +120,7 @@ def filled(unit: bytes, nbytes: int, *, nested: bool) -> bytes:
 
 @pytest.fixture
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> List[int]:
-    """The items of the frames that msgpack has unpacked."""
+    """Return a list that records the number of items of each frame that msgpack unpacks."""
     found: List[int] = []
     unpack = msgpack.unpackb
 
@@ -144,7 +145,7 @@ def unpacked(monkeypatch: pytest.MonkeyPatch) -> List[int]:
         ("predict_result", FROM_CHILD, 1_000_000),
     ],
 )
-def test_an_envelope_full_of_items_is_not_unpacked(
+def test_rejects_envelope_with_too_many_items(
     unpacked: List[int], tag: str, table: Any, nbytes: int, unit: bytes, nested: bool
 ) -> None:
     head = msgpack.packb({"v": 2, "type": tag, "id": "7"})[1:]
@@ -157,7 +158,7 @@ def test_an_envelope_full_of_items_is_not_unpacked(
 
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
-def test_a_description_full_of_items_is_not_unpacked(unpacked: List[int], unit: bytes, nested: bool) -> None:
+def test_rejects_description_with_too_many_items(unpacked: List[int], unit: bytes, nested: bool) -> None:
     envelope = msgpack.packb({"v": 2, "type": "infer", "id": "7"})
     names = b"".join(map(msgpack.packb, ("model_name", "m", "inputs")))
     with pytest.raises(RemoteProtocolError, match=r"^infer: description: expected (at most|no extension)") as caught:
@@ -166,7 +167,7 @@ def test_a_description_full_of_items_is_not_unpacked(unpacked: List[int], unit: 
     assert len(unpacked) == 1
 
 
-def test_the_bound_of_a_request_grows_with_the_tensors_that_it_may_name() -> None:
+def test_limit_depends_on_number_of_tensors() -> None:
     description = RequestDescription("m" * 256, SPECS[:2], tuple("o" * 256 for _ in range(3)))
     frame = msgpack.packb(schema.plain(description))
     assert preview.find_problem(frame, max_request_items(2, 3)) == ""
@@ -179,7 +180,7 @@ def test_the_bound_of_a_request_grows_with_the_tensors_that_it_may_name() -> Non
 # --- type and id of a message that is not decoded ------------------------------------------------------------------
 
 
-def test_type_and_id_are_read_where_they_come_before_lists_and_maps() -> None:
+def test_reads_type_and_id_before_lists_and_maps() -> None:
     assert heading(encode(ModelMetadata("7", "m"))) == ("model_metadata", "7")
     assert heading([msgpack.packb({"id": "7", "type": "infer", "parameters": [1] * 60_000})]) == ("infer", "7")
     assert heading([msgpack.packb({"type": "infer", "parameters": [1], "id": "7"})]) == ("infer", "")
@@ -189,6 +190,6 @@ def test_type_and_id_are_read_where_they_come_before_lists_and_maps() -> None:
 @pytest.mark.parametrize(
     "frame", [b"", b"\xc0", b"\x81", b"\x81\xa2id", b"\x81\xa2id\xa2x", b"\x81\xa2id\xa1\xff", b"\xc1"]
 )
-def test_what_has_no_front_has_neither_type_nor_id(frame: bytes) -> None:
+def test_invalid_frame_has_no_type_and_id(frame: bytes) -> None:
     assert heading([frame]) == ("", "")
     assert heading([]) == ("", "")

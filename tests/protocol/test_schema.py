@@ -1,4 +1,4 @@
-"""The kinds of values by themselves; `test_messages` holds every field of every message to its bounds."""
+"""Tests of the kinds of values; `test_messages` tests the limits of every field of every message."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def problem(kind: Metadata, value: object) -> str:
     return str(caught.value)
 
 
-def test_values_become_typed_and_are_not_shared() -> None:
+def test_decoded_values_are_typed_and_not_shared() -> None:
     raw: Dict[str, Any] = {
         "leaves": [{"size": 1}, {"size": 2, "note": "", "extra": 3}],
         "best": {"extra": 0, "size": 9},
@@ -73,14 +73,14 @@ def test_values_become_typed_and_are_not_shared() -> None:
     assert repr(tree.leaves[0]) == "Leaf(size=1, note='none', extra=None)"
 
 
-def test_on_the_way_back_none_is_left_out_but_where_it_says_something() -> None:
+def test_encodes_none_only_where_it_has_a_meaning() -> None:
     small: Dict[str, Any] = {"leaves": [], "best": {"size": 1, "note": "none"}}
     for tree, raw in ((Tree((), Leaf(1)), small), (Tree((), None), {**small, "best": None})):
         assert plain(tree) == raw
         assert decode(Tree, raw) == tree
 
 
-def test_what_is_left_out_at_its_default_is_checked_all_the_same() -> None:
+def test_checks_values_before_omitting_defaults() -> None:
     assert (plain(Sparse()), plain(Sparse(2)), decode(Sparse, {"step": 0})) == ({}, {"step": 2}, Sparse())
     for wrong in (False, 10):
         with pytest.raises(FieldError, match="step: expected integer, 0 to 9"):
@@ -105,7 +105,7 @@ BROKEN: List[Tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("raw", "expected"), BROKEN)
-def test_an_error_names_the_path(raw: object, expected: str) -> None:
+def test_error_names_path(raw: object, expected: str) -> None:
     with pytest.raises(FieldError) as caught:
         decode(Tree, raw)
     assert str(caught.value) == expected
@@ -120,7 +120,7 @@ UNFIT: Any = [
 
 
 @pytest.mark.parametrize(("message", "expected"), UNFIT)
-def test_the_way_back_is_as_strict(message: object, expected: str) -> None:
+def test_encoding_is_equally_strict(message: object, expected: str) -> None:
     with pytest.raises(FieldError) as caught:
         plain(message)
     assert str(caught.value) == expected
@@ -136,7 +136,7 @@ def test_the_way_back_is_as_strict(message: object, expected: str) -> None:
         *((number(9, positive=True), value) for value in (5e-324, 9)),
     ],
 )
-def test_a_value_within_its_bounds(kind: Metadata, value: Any) -> None:
+def test_accepts_value_within_limits(kind: Metadata, value: Any) -> None:
     checked = kind["field_type"].check(value)
     assert checked == value
     assert type(checked) is (float if kind["field_type"].description.startswith("number") else type(value))
@@ -163,11 +163,11 @@ def test_a_value_within_its_bounds(kind: Metadata, value: Any) -> None:
         *((boolean(), value, "boolean, got ") for value in (0, 1, None, "true", 1.0)),
     ],
 )
-def test_a_value_beyond_its_bounds(kind: Metadata, value: object, got: str) -> None:
+def test_rejects_value_beyond_limits(kind: Metadata, value: object, got: str) -> None:
     assert problem(kind, value).startswith(f"expected {got}")
 
 
-def test_a_map_holds_its_names_and_values_to_their_bounds() -> None:
+def test_checks_names_and_values_of_maps() -> None:
     kind = mapping(number(), 2)
     given = {"a": 1, "b": 2.0}
     checked = kind["field_type"].check(given)
@@ -188,10 +188,10 @@ def test_lists_nest() -> None:
     assert problem(kind, [[1], [2, 10]]) == "[1][1]: expected integer, 0 to 9, got int 10"
 
 
-# --- words -------------------------------------------------------------------------------------------------------
+# --- error texts -------------------------------------------------------------------------------------------------
 
 
-def test_no_value_is_shown_at_length() -> None:
+def test_truncates_values_in_errors() -> None:
     deep: Any = []
     for _ in range(100_000):
         deep = [deep]
@@ -206,7 +206,7 @@ LABELS: Dict[Any, str] = {"a.b-c": "a.b-c", "é": "é", "": "''", "a\tb": r"'a\t
 
 
 @pytest.mark.parametrize(("name", "expected"), [*LABELS.items(), ("x" * 40, "x" * 40), ("x" * 41, f"'{'x' * 36}...")])
-def test_a_name_is_quoted_where_it_must_be(name: object, expected: str) -> None:
+def test_quotes_names(name: object, expected: str) -> None:
     assert label(name) == expected
 
 

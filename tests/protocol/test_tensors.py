@@ -1,4 +1,4 @@
-"""numpy arrays of every kind through frames and back."""
+"""Tests of the conversion of numpy arrays to frames and back."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from weightd_protocol.tensors import frame_of, from_frame, spec_of, to_wire
 CUBE = np.arange(24).reshape(2, 3, 4)
 
 
-def journey(value: Any) -> Any:
-    """The array that the other side has, decoded from bytes alone."""
+def round_trip(value: Any) -> Any:
+    """Return the array that the receiver decodes from the bytes."""
     array = to_wire(value)
     header = encode(Infer("7", RequestDescription("m", (spec_of("x", array),))))
     frame = bytes(frame_of(array))
@@ -38,7 +38,7 @@ def journey(value: Any) -> Any:
 def test_every_datatype_byte_order_and_shape(datatype: str, order: Any, shape: Any) -> None:
     dtype = np.dtype(NUMPY_DTYPE[datatype])
     array = np.asarray(np.arange(np.prod(shape, dtype=int)), dtype.newbyteorder(order)).reshape(shape)
-    arrived = journey(array)
+    arrived = round_trip(array)
     assert arrived.dtype == dtype
     assert arrived.shape == shape
     assert np.array_equal(arrived, array)
@@ -62,13 +62,13 @@ VIEWS: Dict[str, Any] = {
 
 
 @pytest.mark.parametrize("value", VIEWS.values(), ids=VIEWS)
-def test_however_it_lies_in_memory(value: Any) -> None:
-    arrived = journey(value)
+def test_any_memory_layout(value: Any) -> None:
+    arrived = round_trip(value)
     assert arrived.shape == np.shape(value)
     assert np.array_equal(arrived, value)
 
 
-def test_the_frame_holds_the_elements_in_c_order_little_endian() -> None:
+def test_frame_is_little_endian_in_c_order() -> None:
     array = np.array([[1, 2], [3, 4]], dtype=">u2", order="F")
     assert bytes(frame_of(to_wire(array))) == bytes([1, 0, 2, 0, 3, 0, 4, 0])
 
@@ -77,22 +77,22 @@ def address(array: Any) -> Any:
     return array.__array_interface__["data"][0]
 
 
-def test_an_array_as_the_wire_wants_it_is_not_copied() -> None:
+def test_does_not_copy_suitable_arrays() -> None:
     frozen = CUBE.copy()
     frozen.flags.writeable = False
     for array in (CUBE, np.zeros((), "<f4"), np.zeros((2, 0, 3), "<f4"), CUBE[1:], frozen):
         wired = to_wire(array)
         assert address(wired) == address(array)
         assert not array.size or np.shares_memory(np.asarray(frame_of(wired)), array)
-    # What is read-only stays so.
+    # A read-only array stays read-only.
     assert frame_of(to_wire(frozen)).readonly
     for frame, writable in ((bytes(frame_of(frozen)), False), (bytearray(frame_of(frozen)), True)):
         assert from_frame(spec_of("x", frozen), frame).flags.writeable is writable
 
 
-def test_nan_and_infinity_travel_bit_by_bit() -> None:
+def test_keeps_bits_of_nan_and_infinity() -> None:
     bits = np.array([0x7FC00001, 0x7F800001, 0x7F800000, 0xFF800000, 0x80000000], dtype="<u4")
-    assert np.array_equal(journey(bits.view("<f4")).view("<u4"), bits)
+    assert np.array_equal(round_trip(bits.view("<f4")).view("<u4"), bits)
 
 
 REFUSED: Dict[str, Any] = {
@@ -113,12 +113,12 @@ if np.dtype(np.longdouble).itemsize > 8:
 
 
 @pytest.mark.parametrize("value", REFUSED.values(), ids=REFUSED)
-def test_what_has_no_datatype_is_refused(value: Any) -> None:
+def test_rejects_unsupported_datatypes(value: Any) -> None:
     with pytest.raises(InvalidArgument, match="is not a supported datatype; expected one of BOOL, UINT8, "):
         to_wire(value)
 
 
-def test_a_type_of_an_extension_is_refused() -> None:
+def test_rejects_extension_datatypes() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     for name in ("bfloat16", "float8_e5m2", "int4"):
         with pytest.raises(InvalidArgument, match=f"dtype {name} is not a supported datatype"):
@@ -126,20 +126,20 @@ def test_a_type_of_an_extension_is_refused() -> None:
 
 
 @pytest.mark.skipif(np.__version__ < "1.24", reason="this numpy makes an array of objects, with a warning")
-def test_what_is_no_array_is_refused() -> None:
+def test_rejects_other_than_arrays() -> None:
     with pytest.raises(InvalidArgument, match="expected an array: "):
         to_wire([[1], [1, 2]])
 
 
-def test_dimensions_and_size_are_bounded_and_a_copy_is_not_made_to_find_out() -> None:
-    assert journey(np.zeros((1,) * limits.MAX_RANK)).ndim == 16
+def test_checks_limits_before_copying() -> None:
+    assert round_trip(np.zeros((1,) * limits.MAX_RANK)).ndim == 16
     with pytest.raises(InvalidArgument, match="expected at most 16 dimensions, got 17"):
         to_wire(np.zeros((1,) * (limits.MAX_RANK + 1)))
     with pytest.raises(InvalidArgument, match="expected at most 1073741824 bytes, got 1073741825"):
         to_wire(np.broadcast_to(np.int8(0), (limits.MAX_FRAME_BYTES + 1,)))
 
 
-def test_a_boolean_is_0_or_1() -> None:
+def test_booleans_are_0_or_1() -> None:
     spec = TensorSpec("x", "BOOL", (3,))
     assert from_frame(spec, b"\x00\x01\x01").tolist() == [False, True, True]
     for frame in (b"\x00\x01\x02", b"\xff\x00\x00"):
@@ -152,8 +152,8 @@ SHAPES = st.lists(st.integers(0, 4), max_size=16) | st.lists(st.integers(0, 2**4
 
 
 @given(st.sampled_from(sorted(ITEM_BYTES)), SHAPES, st.randoms(use_true_random=False))
-def test_whatever_decodes_is_an_array(datatype: str, shape: List[int], random: Any) -> None:
-    """An empty tensor may claim dimensions that numpy cannot multiply: none of these may reach it."""
+def test_any_decoded_tensor_is_an_array(datatype: str, shape: List[int], random: Any) -> None:
+    """An empty tensor may claim dimensions whose product numpy cannot compute; none of these may reach numpy."""
     if random.random() < 0.5:
         shape = [*shape[:15], 0]
     spec = TensorSpec("x", datatype, tuple(shape))

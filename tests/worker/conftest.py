@@ -1,4 +1,4 @@
-"""Fixtures: models for this interpreter's engine, a native log, and the daemon's end of the socket."""
+"""Fixtures: models for this interpreter's engine, a native log, and the daemon's side of the child socket."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ CONVERTED = (
     *("two_inputs", "two_batches", "integers", "fixed", "centred", "log"),
     *("embedding", "lstm", "image"),
 )
-"""The models of the zoo that are asked of MindSpore Lite."""
+"""The models of the zoo that are converted for MindSpore Lite."""
 ENGINE = "mindspore_lite" if importlib.util.find_spec("mindspore_lite") else "onnxruntime"
-"""What this interpreter has: .venv has one, .venv-mslite the other."""
+"""The engine of this interpreter: ONNX Runtime in .venv, MindSpore Lite in .venv-mslite."""
 
 
 @pytest.fixture(scope="session")
 def onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of the ONNX models. Where there is no onnx, .venv writes them."""
+    """Return the directory of the ONNX models. An interpreter without the package onnx has .venv write them."""
     directory = tmp_path_factory.mktemp("onnx")
     python = sys.executable if importlib.util.find_spec("onnx") else mindir.REPOSITORY / ".venv" / "bin" / "python"
     environment = {**os.environ, "PYTHONPATH": str(mindir.REPOSITORY / "tests" / "support")}
@@ -73,7 +73,7 @@ def onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def model(onnx: Path) -> Callable[[str], Path]:
-    """Give the path of a model of the zoo, in the format of this interpreter's engine."""
+    """Return a function that maps the name of a zoo model to its path, in the format of this interpreter's engine."""
     if ENGINE == "mindspore_lite":
         mindir.convert_all({onnx / f"{name}.onnx": onnx / f"{name}.mindir" for name in CONVERTED}, Path(sys.executable))
     return lambda name: onnx / f"{name}{SUFFIX[ENGINE]}"
@@ -81,13 +81,13 @@ def model(onnx: Path) -> Callable[[str], Path]:
 
 @pytest.fixture
 def engine() -> Engine:
-    """This interpreter's engine, not built yet."""
+    """Return this interpreter's engine before its build."""
     return ENGINES[ENGINE](BuildSettings(1, "cpu"))
 
 
 @pytest.fixture(scope="session")
 def built(model: Callable[[str], Path]) -> Callable[[str], Engine]:
-    """Give this interpreter's engine with a model of the zoo. All tests have the same one: it is not to be spoilt."""
+    """Return a function that builds a zoo model. All tests share the engine, so no test may corrupt it."""
 
     @functools.lru_cache(maxsize=None)
     def build(name: str) -> Engine:
@@ -100,7 +100,7 @@ def built(model: Callable[[str], Path]) -> Callable[[str], Engine]:
 
 @pytest.fixture
 def fresh(engine: Engine, model: Callable[[str], Path]) -> Callable[[str], Engine]:
-    """Give the engine that the test has to itself with a model of the zoo."""
+    """Return a function that builds a zoo model in an engine that only this test uses."""
 
     def build(name: str) -> Engine:
         engine.build(str(model(name)))
@@ -111,9 +111,10 @@ def fresh(engine: Engine, model: Callable[[str], Path]) -> Callable[[str], Engin
 
 @pytest.fixture
 def native_log(tmp_path: Path) -> Callable[[], ContextManager[Path]]:
-    """Let file descriptor 2 be a file for a block, as the daemon sets it up for a child.
+    """Return a context manager that redirects file descriptor 2 to a file, as the daemon does for a child.
 
-    Not for a whole test: pytest itself redirects the descriptor between a fixture and its test.
+    It covers a block and not the whole test, because pytest itself redirects the descriptor between a fixture and its
+    test.
     """
 
     @contextlib.contextmanager
@@ -134,7 +135,7 @@ def native_log(tmp_path: Path) -> Callable[[], ContextManager[Path]]:
 def popen(
     command: List[str], log: Path, environment: Mapping[str, str], arguments: Sequence[str]
 ) -> subprocess.Popen[bytes]:
-    """Start a process that reads its arguments from stdin, and whose output goes to the log."""
+    """Start a process that reads its arguments from stdin and writes its output to the log."""
     with log.open("ab") as file, tempfile.TemporaryFile() as stdin:
         stdin.write(json.dumps([*arguments]).encode())
         stdin.seek(0)
@@ -142,7 +143,7 @@ def popen(
 
 
 class Daemon:
-    """The daemon's end: starts children and talks to them."""
+    """The daemon's side of the protocol with its children: starts them, sends orders and receives their messages."""
 
     def __init__(self, directory: Path, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.directory = directory
@@ -152,7 +153,7 @@ class Daemon:
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.RCVTIMEO, LIMIT_MS)
-        # The path of a socket has at most 107 bytes.
+        # The path of a Unix socket has at most 107 bytes.
         self.runtime = Path(tempfile.mkdtemp(prefix="weightd-", dir="/tmp"))
         self.socket.bind(f"ipc://{self.runtime}/children")
 
@@ -166,12 +167,12 @@ class Daemon:
         parent: int = 0,
         variables: Optional[Mapping[str, str]] = None,
     ) -> None:
-        """Start a child; `more` are further arguments, `variables` of its environment."""
+        """Start a child; `more` are further arguments, `variables` are added to its environment."""
         command = [sys.executable, "-m", "weightd_worker", "--parent", str(parent or self.parent)]
         self.launch(name, command, variables, [*self.arguments(name, model, engine, device), *more])
 
     def arguments(self, name: str, model: Path, engine: str = ENGINE, device: str = "cpu") -> List[str]:
-        """Return those of a child, but for its parent."""
+        """Return the arguments of a child, except its parent."""
         arguments = ["--address", f"ipc://{self.runtime}/children", "--name", name, "--engine", engine]
         arguments += ["--model", str(model), "--store", str(self.directory / "store")]
         return [*arguments, "--threads", "1", "--device", device]
@@ -183,18 +184,17 @@ class Daemon:
         variables: Optional[Mapping[str, str]] = None,
         arguments: Sequence[str] = (),
     ) -> None:
-        """Start a process, which finds what this one does, and reads its arguments from stdin."""
+        """Start a process with this process's module path; it reads its arguments from stdin."""
         environment = {**os.environ, **(variables or {})}
         path = [*environment.get("PYTHONPATH", "").split(os.pathsep), *sys.path]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         self.children[name] = self.popen(command, self.directory / f"{name}.log", environment, arguments)
 
     def tell(self, name: str, order: object, *frames: Any) -> None:
-        """Send an order."""
         self.socket.send_multipart([name.encode(), *encode(order), *frames])
 
     def hear(self, name: str, kind: Type[M]) -> Tuple[M, List[bytes]]:
-        """Wait for the next message, which has to be of this kind and from this child."""
+        """Wait for the next message and return it; it must have this type and come from this child."""
         peer, *frames = self.socket.recv_multipart()
         message = decode(frames, FROM_CHILD)
         if isinstance(message, AnnounceSelfTest):
@@ -206,37 +206,36 @@ class Daemon:
         return message, frames[2:]
 
     def ask(self, name: str, number: int, **inputs: Any) -> None:
-        """Send a request."""
         specs = tuple(spec_of(key, array) for key, array in inputs.items())
         self.tell(
             name, Predict(number, RequestDescription("m", specs)), *(frame_of(array) for array in inputs.values())
         )
 
     def hear_result(self, name: str) -> Tuple[PredictResult, List[bytes]]:
-        """Wait for the answer to a request, and its outputs in their order."""
+        """Wait for the result of a request; return it with the frames of its outputs in order."""
         return self.hear(name, PredictResult)
 
     def answer(self, name: str, number: int) -> Any:
-        """Wait for the one output of a request."""
+        """Wait for the result of a request with one output and return that output."""
         result, frames = self.hear_result(name)
         assert result.request == number
         (spec,) = result.description.outputs
         return np.frombuffer(frames[0], NUMPY_DTYPE[spec.datatype]).reshape(spec.shape)
 
     def stop(self, name: str) -> int:
-        """Tell it to stop; return its exit status."""
+        """Send STOP to the child and return its exit status."""
         self.tell(name, Stop())
         status: int = self.children[name].wait(LIMIT_MS / 1000)
         return status
 
     def log(self, name: str) -> str:
-        """What it has written to stderr."""
+        """Return the output of the child."""
         return (self.directory / f"{name}.log").read_text()
 
 
 @contextlib.contextmanager
 def daemon_in(directory: Path) -> Generator[Daemon, None, None]:
-    """Be the daemon for a block; what it has started ends with that."""
+    """Provide a daemon for a block; end all processes that it has started when the block ends."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     daemon = Daemon(directory, context)
     yield daemon
@@ -257,6 +256,6 @@ def daemon(tmp_path: Path) -> Generator[Daemon, None, None]:
 
 @pytest.fixture(scope="module")
 def one_daemon(tmp_path_factory: pytest.TempPathFactory) -> Generator[Daemon, None, None]:
-    """The same for all tests of a file."""
+    """Return a daemon that all tests of a file share."""
     with daemon_in(tmp_path_factory.mktemp("daemon")) as daemon:
         yield daemon

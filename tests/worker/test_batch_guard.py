@@ -1,4 +1,4 @@
-"""Requests that are run together, and alone, too."""
+"""Tests of the batch guard, which compares answers of batched requests with their answers alone."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from weightd_worker.engines.engine import ModelSignature
 SIGNATURE = ModelSignature((TensorSignature("x", "FP32", (-1, -1)),), (TensorSignature("y", "FP32", (-1, -1)),))
 
 
-class World:
-    """Trials of a model that is a function, whose answer to many rows may differ. A holder has tried rows of 2."""
+class GuardedModel:
+    """A batch guard with a model that is a function and may answer batches differently; a holder has tested rows of
+    width 2."""
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class World:
         return joint, joint.merge_inputs([[frame_of(array)] for array in arrays])
 
     def run(self, *counts: int, width: int = 2, together: Callable[[Any], Any] = np.negative) -> List[int]:
-        """Return how many rows were run at once for it, beside all together."""
+        """Run a batch; return the numbers of rows that the guard ran again alone."""
         joint, inputs = self.joint(*counts, width=width)
         return self.check(joint, inputs, together)
 
@@ -49,10 +50,10 @@ class World:
         return [len(each["x"]) for each in self.engine.received_inputs[before:]]
 
 
-def test_each_form_is_run_alone_when_it_comes_for_the_first_time() -> None:
-    world = World()
+def test_runs_new_forms_alone() -> None:
+    world = GuardedModel()
     assert world.run(1, 2, 0, 3) == [1, 2, 3]
-    # It is the number of all rows that counts.
+    # The form is the total number of rows.
     assert world.run(4, 2) == []
     assert world.run(1, 4) == [1, 4]
     assert world.run(1, 4, width=3) == [1, 4]
@@ -60,23 +61,23 @@ def test_each_form_is_run_alone_when_it_comes_for_the_first_time() -> None:
     assert world.run(1, 2, 3) == []
 
 
-def test_what_a_holder_has_compared_is_not_run_alone_again() -> None:
-    world = World(rows=1, compared=3)
+def test_skips_forms_compared_by_holder() -> None:
+    world = GuardedModel(rows=1, compared=3)
     for counts, width, alone in (((1, 2), 2, []), ((2, 2), 2, [2, 2]), ((1, 2), 3, [1, 2])):
         joint, inputs = world.joint(*counts, width=width)
         assert world.trials.can_batch(joint)
         assert world.check(joint, inputs) == alone
 
 
-def test_of_dimensions_that_no_holder_has_tried_as_many_rows_are_run_alone_as_it_does() -> None:
-    world = World()
+def test_runs_unknown_dimensions_alone_several_times() -> None:
+    world = GuardedModel()
     joint, inputs = world.joint(60, 7, width=3)
     assert [world.check(joint, inputs) for _ in range(4)] == [[60, 7]] * 3 + [[]]
     assert [world.run(1, 1, width=3) for _ in range(2)] == [[1, 1], []]
 
 
-def test_rows_that_only_make_up_the_number_are_not_compared() -> None:
-    world = World(sizes=(2, 8))
+def test_does_not_compare_padding() -> None:
+    world = GuardedModel(sizes=(2, 8))
     assert world.run(1, 2, 1, together=lambda x: np.concatenate([-x[:4], x[4:]])) == [2, 2, 2]
 
 
@@ -90,20 +91,20 @@ DIFFERENT: List[Tuple[Function, Function, str]] = [
 
 
 @pytest.mark.parametrize(("alone", "together", "note"), DIFFERENT)
-def test_what_differs_is_told_and_is_no_form_that_is_known(alone: Function, together: Function, note: str) -> None:
-    world = World(alone=alone)
+def test_unequal_form_stays_unknown(alone: Function, together: Function, note: str) -> None:
+    world = GuardedModel(alone=alone)
     for _ in range(2):
         with pytest.raises(NotBatchable, match=note):
             world.run(1, 2, together=together)
 
 
 def odd(x: Any) -> Any:
-    """Answers 13 in a batch otherwise than alone, whatever is beside it."""
+    """Return another answer for 13 in a batch than alone, whatever the other rows are."""
     return -x + (x == 13) * (len(x) > 2)
 
 
 def coupled(x: Any) -> Any:
-    """Adds the largest value of all rows to each."""
+    """Add the largest value of all rows to each row."""
     return -x + x.max()
 
 
@@ -113,17 +114,17 @@ def coupled(x: Any) -> Any:
         (odd, ([1, 2], [13], [3]), (1, 2, 3), [2]),
         (odd, ([1, 13], [13], [3]), (1, 2, 3), [1, 2]),
         (odd, ([1, 2], [13], [3], [13]), (1, 2, 3, 2), [2]),
-        # A principal's own rows together are compared, too.
+        # The rows of one principal in a batch are compared, too.
         (odd, ([1, 2], [13], [3]), (1, 1, 1), [1]),
         (odd, ([1, 2], [13], [3]), (), []),
-        # Whose rows change others' is not to be told.
+        # The guard cannot tell which principal's rows change the other rows.
         (coupled, ([1], [13], [1]), (1, 2, 3), []),
     ],
 )
-def test_whose_rows_differ_is_found_row_by_row(
+def test_finds_principals_with_unequal_rows(
     model: Function, values: Sequence[List[float]], principal_ids: Tuple[int, ...], guilty: List[int]
 ) -> None:
-    world = World(alone=model)
+    world = GuardedModel(alone=model)
     arrays = [np.repeat(np.array(each, np.float32)[:, None], 2, 1) for each in values]
     joint = BatchLayout([describe_request("m", {"x": array}) for array in arrays])
     inputs = joint.merge_inputs([[frame_of(array)] for array in arrays])
@@ -133,8 +134,8 @@ def test_whose_rows_differ_is_found_row_by_row(
 
 
 @pytest.mark.parametrize(("rows", "most"), [(8, 64), (70, 70)])
-def test_forms_are_as_many_as_can_be_remembered(rows: int, most: int) -> None:
-    world = World(rows)
+def test_limits_number_of_forms(rows: int, most: int) -> None:
+    world = GuardedModel(rows)
     joints = [world.joint(1, 1, width=width) for width in range(1, most + 2)]
     for joint, inputs in joints[:most]:
         assert world.trials.can_batch(joint)
@@ -144,8 +145,8 @@ def test_forms_are_as_many_as_can_be_remembered(rows: int, most: int) -> None:
     assert world.trials.can_batch(world.joint(1, 1, width=1)[0])
 
 
-def test_one_of_a_thousand_is_run_alone_again_if_it_is_not_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
+def test_rechecks_one_of_a_thousand_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = GuardedModel()
     joint, inputs = world.joint(1, 2)
     for _ in range(1000):
         world.check(joint, inputs)
@@ -160,14 +161,14 @@ def test_one_of_a_thousand_is_run_alone_again_if_it_is_not_large(monkeypatch: py
     monkeypatch.setattr(trials_module, "_RECHECK_INTERVAL", 1)
     monkeypatch.setattr(trials_module, "_MAX_SAMPLE_BYTES", 2 * 3 * 2 * 4)
     for size, is_kept in ((3, True), (4, False)):
-        world = World()
+        world = GuardedModel()
         for _ in range(2):
             world.run(size - 1, 1)
             joint, inputs = world.joint(size - 1, 1)
             world.check(joint, inputs)
             world.check(joint, inputs, np.positive)
         assert world.trials.is_due == is_kept
-    world = World()
+    world = GuardedModel()
     world.check(joint, inputs)
     monkeypatch.setattr(trials_module, "_MAX_SAMPLE_BYTES", 1000)
     world.check(joint, inputs, np.abs)

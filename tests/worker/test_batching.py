@@ -1,4 +1,4 @@
-"""Requests that are run together."""
+"""Tests of the layout of batches: merged inputs and the slices of outputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ requests = st.lists(st.builds(request, st.integers(0, 5), st.integers(0, 99)), m
     rows=st.integers(0, 20),
     sizes=st.sampled_from([(), (4, 16)]),
 )
-def test_rows_lie_one_behind_another_and_what_is_missing_is_the_last_one_again(
+def test_concatenates_rows_and_pads_with_the_last(
     parts: List[Dict[str, Any]], turns: Sequence[bool], rows: int, sizes: Tuple[int, ...]
 ) -> None:
     parts = [{name: part[name] for name in (reversed([*part]) if turn else part)} for part, turn in zip(parts, turns)]
@@ -59,7 +59,7 @@ def test_rows_lie_one_behind_another_and_what_is_missing_is_the_last_one_again(
 
 
 @given(parts=requests, rows=st.integers(0, 20))
-def test_each_request_has_the_rows_of_the_answer_that_are_its_own(parts: List[Dict[str, Any]], rows: int) -> None:
+def test_each_request_gets_its_rows(parts: List[Dict[str, Any]], rows: int) -> None:
     wanted = [("n", "x") if index % 2 else None for index in range(len(parts))]
     joint = BatchLayout([describe_request("m", part, names) for part, names in zip(parts, wanted)], rows)
     inputs = joint.merge_inputs([[frame_of(array) for array in part.values()] for part in parts])
@@ -83,18 +83,18 @@ def test_each_request_has_the_rows_of_the_answer_that_are_its_own(parts: List[Di
         {"x": X[:1], "i": INDEX},
     ],
 )
-def test_requests_that_differ_in_more_than_their_rows_are_not_run_together(other: Dict[str, Any]) -> None:
+def test_rejects_requests_that_differ_beyond_rows(other: Dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument, match="expected"):
         BatchLayout([described(x=X, i=INDEX), described(**other)])
 
 
-def test_what_has_no_first_dimension_has_no_rows() -> None:
+def test_scalars_have_no_rows() -> None:
     with pytest.raises(InvalidArgument, match="expected the same number of rows in each input"):
         BatchLayout([described(x=np.float32(1) + np.zeros((), np.float32))])
 
 
 @pytest.mark.parametrize("shape", [(), (1, 4), (5, 4)])
-def test_an_answer_of_another_number_of_rows_is_nobodys(shape: Tuple[int, ...]) -> None:
+def test_rejects_answer_with_wrong_number_of_rows(shape: Tuple[int, ...]) -> None:
     joint = BatchLayout([described(x=X), described(x=X)])
     with pytest.raises(NotBatchable, match=r"output z has shape \[.*\] for 4 rows"):
         joint.learn_slices({"y": np.zeros((4, 7)), "z": np.zeros(shape)})

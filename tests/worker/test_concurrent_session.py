@@ -1,6 +1,7 @@
-"""A worker that runs several predicts at once: the order in which they begin and end is the test's.
+"""Tests of a worker session that runs several predicts at once; the test determines the order of their starts and
+ends.
 
-What it does as every other worker is in test_session.
+`test_session` covers the behaviour that such a session shares with every other worker.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ Orders = Sequence[Optional[Frames]]
 
 
 class Engine(FakeEngine):
-    """Answers twice the input: when it is let to, and unless another outcome is told for it."""
+    """An engine that returns twice the input, or the outcome set for the input, when the test releases the predict."""
 
     @property
     def concurrency(self) -> int:
@@ -74,12 +75,12 @@ class Engine(FakeEngine):
 
 
 class Script:
-    """A connection, and what happens meanwhile: whenever the session can only wait, the test chooses what comes next.
+    """A scripted connection. Whenever the session can only wait, the test chooses the next event.
 
     Args:
-        orders: that come one after another; where it says None another daemon is there.
-        choose: given the numbers of those that run, returns which of them ends; None: the next order comes.
-        late: whether an order comes already before it has to be waited for.
+        orders: the orders in sequence; None stands for a new daemon.
+        choose: receives the numbers of the running predicts and returns the one to end, or None for the next order.
+        late: whether an order arrives before the session waits for it.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Script:
     def receive(self, timeout_s: float = -1) -> Optional[List[Frames]]:
         if not timeout_s:
             return [self._next()] if self._orders and self._orders[0] and self._late() else []
-        # Either there is something to hear, or everybody is at a gate.
+        # Continue when a message has arrived or all predicts wait at the gate.
         while not select.select([self._descriptor], [], [], 0.0005)[0]:
             if len(self._engine.gates) == self.session._threads._unfinished:
                 break
@@ -155,22 +156,22 @@ def predict(number: int) -> Frames:
     return [*encode(Predict(number, RequestDescription("m", (spec_of("x", x),)))), bytes(frame_of(x))]
 
 
-def told(script: Script) -> List[Any]:
-    """What was answered, in its order: the number of a request, or its error."""
+def replies(script: Script) -> List[Any]:
+    """Return the replies in order: the number of a request, or its error."""
     kinds = (PredictResult, PredictFailed, PredictCancelled, Pong, Reconnected)
     return [
         each.request if isinstance(each, PredictResult) else each for each in script.sent if isinstance(each, kinds)
     ]
 
 
-def one_after_another(*numbers: Optional[float]) -> Callable[[List[float]], Optional[float]]:
-    """Ends in this order; None: the next order comes."""
+def in_order(*numbers: Optional[float]) -> Callable[[List[float]], Optional[float]]:
+    """Return a function that ends predicts in this order; None stands for the next order."""
     left = list(numbers)
     return lambda running: left.pop(0) if left else running[0]
 
 
-def test_it_says_how_many_it_runs_at_once() -> None:
-    script = Script(Engine(), [STOP], one_after_another())
+def test_hello_reports_concurrency() -> None:
+    script = Script(Engine(), [STOP], in_order())
     assert script.run() == exit_codes.OK
     assert script.sent[0].concurrency == SIZE
     assert isinstance(script.sent[0], Hello)
@@ -178,7 +179,7 @@ def test_it_says_how_many_it_runs_at_once() -> None:
 
 @st.composite
 def asked(draw: st.DrawFn) -> Tuple[List[str], List[Frames], Dict[float, BaseException]]:
-    """Kinds of orders, the orders, and what fails. The requests have the numbers from 0 on."""
+    """Return the kinds of orders, the orders and the failing requests; requests are numbered from 0."""
     kinds = draw(st.lists(st.sampled_from(["predict", "predict", "together", "skip", "ping", "unmap"]), max_size=20))
     orders: List[Frames] = []
     fails: Dict[float, BaseException] = {}
@@ -199,7 +200,7 @@ def asked(draw: st.DrawFn) -> Tuple[List[str], List[Frames], Dict[float, BaseExc
 
 @settings(max_examples=100, deadline=None)
 @given(asked(), st.data())
-def test_each_is_answered_once_and_other_orders_wait_their_turn(orders: Any, data: st.DataObject) -> None:
+def test_answers_each_request_once_and_orders_in_sequence(orders: Any, data: st.DataObject) -> None:
     engine = Engine()
     kinds, frames, engine.outcomes = orders
 
@@ -215,7 +216,7 @@ def test_each_is_answered_once_and_other_orders_wait_their_turn(orders: Any, dat
     assert {each.request for each in answers if isinstance(each, PredictFailed)} == engine.outcomes.keys() & set(
         engine.begun
     )
-    # They were obeyed when nothing ran, each in its place among the requests.
+    # The session obeyed these orders while no predict ran, in sequence with the requests.
     assert script.running_at == {"pong": [0] * kinds.count("ping"), "unmap": [0] * kinds.count("unmap")}
     pings = [index for index, kind in enumerate(kinds) if kind == "ping"]
     pongs = [index for index, each in enumerate(script.sent) if isinstance(each, Pong)]
@@ -228,73 +229,73 @@ def test_each_is_answered_once_and_other_orders_wait_their_turn(orders: Any, dat
         assert all(each.request < count or isinstance(each, PredictCancelled) for each in before)
 
 
-def test_each_is_answered_when_it_has_ended() -> None:
-    script = Script(Engine(), [predict(1), predict(2), predict(3), STOP], one_after_another(None, None, 3, 1, 2))
+def test_answers_each_request_when_it_ends() -> None:
+    script = Script(Engine(), [predict(1), predict(2), predict(3), STOP], in_order(None, None, 3, 1, 2))
     assert script.run() == exit_codes.OK
-    assert told(script) == [3, 1, 2]
+    assert replies(script) == [3, 1, 2]
 
 
-def test_one_that_spoils_the_model_is_the_last_that_is_told_and_nothing_begins_after_it() -> None:
+def test_corruption_is_reported_last() -> None:
     engine = Engine()
     engine.outcomes = {2: ModelCorrupted("gone"), 3: MaybeCorrupted("perhaps")}
     orders = [predict(1), predict(2), predict(3), predict(4), STOP]
-    script = Script(engine, orders, one_after_another(None, None, None, 2, 3, 1))
+    script = Script(engine, orders, in_order(None, None, None, 2, 3, 1))
     assert script.run() == exit_codes.MODEL_CORRUPTED
-    # The third one runs again elsewhere, and so does the fourth.
-    assert told(script) == [1, PredictFailed(2, "INTERNAL", "gone", is_exiting=True)]
+    # The third and the fourth request run again on another worker.
+    assert replies(script) == [1, PredictFailed(2, "INTERNAL", "gone", is_exiting=True)]
     assert engine.begun == [1, 2, 3]
 
 
-def test_of_two_that_spoil_it_each_is_told() -> None:
+def test_reports_each_of_two_corruptions() -> None:
     engine = Engine()
     engine.outcomes = {1: ModelCorrupted("one"), 2: RuntimeError("two")}
-    script = Script(engine, [predict(1), predict(2), predict(3), STOP], one_after_another(None, None, 2, 1, 3))
+    script = Script(engine, [predict(1), predict(2), predict(3), STOP], in_order(None, None, 2, 1, 3))
     assert script.run() == exit_codes.MODEL_CORRUPTED
-    assert told(script) == [
+    assert replies(script) == [
         3,
         PredictFailed(2, "INTERNAL", "RuntimeError: two", is_exiting=False),
         PredictFailed(1, "INTERNAL", "one", is_exiting=True),
     ]
 
 
-def test_another_daemon_gets_no_answer_that_it_has_not_asked_for() -> None:
-    """What runs ends before its memory is forgotten; what waits is forgotten, but for orders of any daemon's."""
+def test_next_daemon_gets_no_old_answers() -> None:
+    """Running predicts end before their regions are unmapped; queued requests are dropped, other orders are kept."""
     engine = Engine()
     orders: List[Optional[Frames]] = [*map(predict, range(1, 6)), PING, None, predict(9), STOP]
-    script = Script(engine, orders, one_after_another(*[None] * 6, None, 9))
+    script = Script(engine, orders, in_order(*[None] * 6, None, 9))
     assert script.run() == exit_codes.OK
-    assert told(script) == [Reconnected(), Pong(), 9]
+    assert replies(script) == [Reconnected(), Pong(), 9]
     assert engine.begun[SIZE:] == [9]
 
 
 @pytest.mark.parametrize("ends_before", [False, True])
-def test_one_that_has_spoilt_it_when_another_daemon_comes_ends_unheard(ends_before: bool) -> None:
+def test_corrupted_worker_ends_silently_on_reconnect(ends_before: bool) -> None:
     engine = Engine()
     engine.outcomes = {1: ModelCorrupted("gone")}
-    chosen = one_after_another(None, 1, None) if ends_before else one_after_another(None, None)
+    chosen = in_order(None, 1, None) if ends_before else in_order(None, None)
     script = Script(engine, [predict(1), predict(2), None], chosen)
     assert script.run() == exit_codes.MODEL_CORRUPTED
-    assert told(script) == []
+    assert replies(script) == []
 
 
-def test_what_no_predict_may_raise_is_the_end_of_the_process() -> None:
+def test_unexpected_exception_ends_process() -> None:
     engine = Engine()
     engine.outcomes = {1: KeyboardInterrupt()}
     with pytest.raises(KeyboardInterrupt):
-        Script(engine, [predict(1), STOP], one_after_another(1)).run()
+        Script(engine, [predict(1), STOP], in_order(1)).run()
 
 
-class Two(FakeEngine):
-    """Runs two predicts at once."""
+class TwoPredicts(FakeEngine):
+    """An engine that runs two predicts at once."""
 
     @property
     def concurrency(self) -> int:
         return 2
 
 
-def test_what_was_run_together_is_run_again_alone_when_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rechecks_batches_while_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_guard, "_RECHECK_INTERVAL", 1)
-    engine = Two(lambda inputs: {"y": inputs["x"] * 2}, SIGNATURE)
+    engine = TwoPredicts(lambda inputs: {"y": inputs["x"] * 2}, SIGNATURE)
     job = [encode(BeginBatch(2)), predict(1), predict(2)]
     orders: List[List[Frames]] = [job, job, [], [STOP]]
 
@@ -312,7 +313,7 @@ def test_what_was_run_together_is_run_again_alone_when_nothing_runs(monkeypatch:
 
 
 class Rebuilt(Engine):
-    """Has built a new model with the first predict."""
+    """An engine that builds a new model during the first predict."""
 
     def __init__(self, script: List[Script]) -> None:
         super().__init__()
@@ -334,11 +335,11 @@ class Rebuilt(Engine):
         return super()._answer(inputs)
 
 
-def test_pages_of_a_model_that_was_built_again_are_shared_when_nothing_else_runs() -> None:
+def test_shares_pages_of_rebuilt_model_while_idle() -> None:
     scripts: List[Script] = []
     engine = Rebuilt(scripts)
     orders = [predict(1), predict(2), predict(3), STOP]
-    scripts.append(Script(engine, orders, one_after_another(1, 2, None, 3)))
+    scripts.append(Script(engine, orders, in_order(1, 2, None, 3)))
     assert scripts[0].run() == exit_codes.OK
     assert engine.shared_at == [[1.0]]
     assert sorted(scripts[0].values) == [1, 2, 3]

@@ -1,4 +1,4 @@
-"""A connection to a daemon that goes away and comes back, over real sockets."""
+"""Tests of a worker's connection to a daemon that exits and is replaced, over real sockets."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LIMIT_MS = 20_000
 
 
 class Ends:
-    """A worker, its connection, and the daemons that follow one another; the first one has no channel."""
+    """A worker's connection and a sequence of daemons; the first daemon has no channel."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path) -> None:
         self._context = context
@@ -41,7 +41,7 @@ class Ends:
         self.connection = WorkerConnection(self.worker, self._address)
 
     def replace(self, *, has_channel: bool = False) -> None:
-        """Put another daemon in the place of the one before; wait until the worker is connected to it."""
+        """Replace the daemon and wait until the worker has connected to the new one."""
         self.end()
         if has_channel:
             self._listener = socket.socket(socket.AF_UNIX)
@@ -56,7 +56,7 @@ class Ends:
         zmq_io.receive_event(self._connected)
 
     def accept(self) -> Stream:
-        """Hear that the worker is back; return the channel that it has connected before: the last one."""
+        """Receive the worker's RECONNECTED; return the last channel that it has connected."""
         assert self.hear() == Reconnected()
         assert self._listener is not None
         with contextlib.suppress(BlockingIOError):
@@ -69,7 +69,7 @@ class Ends:
         return self.channel
 
     def asked(self) -> Stream:
-        """Put a daemon with a channel there, which sends a request; return the channel."""
+        """Replace the daemon by one with a channel, which sends a request; return the channel."""
         with self.waiting(b"request"):
             self.replace(has_channel=True)
             channel = self.accept()
@@ -77,7 +77,6 @@ class Ends:
         return channel
 
     def hear(self) -> Union[ChildMessage, Forked]:
-        """Return the worker's next message."""
         assert self._daemon is not None
         assert self._daemon.poll(LIMIT_MS)
         peer, *frames = self._daemon.recv_multipart()
@@ -90,7 +89,7 @@ class Ends:
 
     @contextlib.contextmanager
     def waiting(self, *orders: bytes) -> Generator[None, None, None]:
-        """The worker waits while the block runs, and has these messages in the end."""
+        """Let the worker wait while the block runs; check that it then has received these messages."""
         self._received: List[bytes] = []
         thread = threading.Thread(target=self._wait, args=(len(orders),), daemon=True)
         thread.start()
@@ -100,7 +99,7 @@ class Ends:
         assert self._received == list(orders)
 
     def _wait(self, count: int) -> None:
-        # Who waits in vain has the sockets closed under it at the end of the test.
+        # If the worker never receives a message, the end of the test closes its sockets.
         with contextlib.suppress(zmq.ZMQError):
             while len(self._received) < count:
                 messages = self.connection.receive()
@@ -110,7 +109,7 @@ class Ends:
                     self._received += [bytes(frames[0]) for frames in messages]
 
     def silent(self) -> bool:
-        """Whether all that the worker has said was heard."""
+        """Return whether all messages of the worker have been received."""
         self.connection.send([b"end"])
         assert self._daemon is not None
         return self._daemon.recv_multipart() == [b"w1", b"end"]
@@ -130,9 +129,9 @@ class Ends:
 
 @pytest.fixture
 def ends() -> Generator[Ends, None, None]:
-    """A worker and its first daemon."""
+    """Return a worker connection and its first daemon."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    # The path of a socket has at most 107 bytes.
+    # The path of a Unix socket has at most 107 bytes.
     directory = Path(tempfile.mkdtemp(prefix="weightd-", dir="/tmp"))
     made = Ends(context, directory)
     made.replace()
@@ -147,16 +146,16 @@ def ends() -> Generator[Ends, None, None]:
     shutil.rmtree(str(directory))
 
 
-# --- another daemon ---------------------------------------------------------------------------------------------------
+# --- reconnection -----------------------------------------------------------------------------------------------------
 
 
-def test_the_first_connection_is_no_return(ends: Ends) -> None:
+def test_first_connection_is_no_reconnection(ends: Ends) -> None:
     with ends.waiting(b"two"):
         ends.tell(b"two")
     assert ends.silent()
 
 
-def test_it_hears_once_of_each_daemon_that_follows(ends: Ends) -> None:
+def test_reports_each_new_daemon_once(ends: Ends) -> None:
     for number in (b"0", b"1", b"2"):
         with ends.waiting(number):
             ends.replace()
@@ -167,8 +166,8 @@ def test_it_hears_once_of_each_daemon_that_follows(ends: Ends) -> None:
         assert ends.silent()
 
 
-def test_what_is_there_is_read_first(ends: Ends) -> None:
-    # While it computes another daemon comes.
+def test_reads_pending_messages_first(ends: Ends) -> None:
+    # Another daemon connects while the worker computes.
     ends.replace()
     ends.tell(b"two")
     with ends.waiting(b"two"):
@@ -178,7 +177,7 @@ def test_what_is_there_is_read_first(ends: Ends) -> None:
         ends.tell(b"three")
 
 
-def test_daemons_that_came_and_went_while_it_computed_are_of_no_consequence(ends: Ends) -> None:
+def test_tolerates_daemons_replaced_during_predict(ends: Ends) -> None:
     ends.replace()
     ends.replace()
     with ends.waiting(b"two"):
@@ -190,7 +189,7 @@ def test_daemons_that_came_and_went_while_it_computed_are_of_no_consequence(ends
 # --- the channel ------------------------------------------------------------------------------------------------------
 
 
-def test_requests_come_by_the_channel_and_are_answered_there(ends: Ends) -> None:
+def test_answers_requests_over_channel(ends: Ends) -> None:
     with ends.waiting(b"predict", b"ping"):
         ends.replace(has_channel=True)
         channel = ends.accept()
@@ -203,33 +202,33 @@ def test_requests_come_by_the_channel_and_are_answered_there(ends: Ends) -> None
     assert ends.silent()
 
 
-def test_what_has_come_by_the_channel_comes_first(ends: Ends) -> None:
+def test_reads_channel_before_socket(ends: Ends) -> None:
     channel = ends.asked()
     channel.send([b"predict"])
     ends.tell(b"stop")
     assert ends.worker.poll(LIMIT_MS)
-    # Whoever sends hears what has come, instead of who waits.
+    # A send reads pending messages without waiting.
     ends.connection.send(encode(Reconnected()))
     with ends.waiting(b"predict", b"stop"):
         pass
     assert ends.connection.receive(0) == ends.connection.receive(0.01) == []
 
 
-def test_what_lies_behind_a_large_request_is_read_with_it(ends: Ends) -> None:
+def test_reads_message_behind_a_large_request(ends: Ends) -> None:
     channel = ends.asked()
     assert channel.send([b"predict", b"", bytes(150_000)])
     assert channel.send([b"skip"])
     assert [bytes(frames[0]) for frames in ends.connection.receive() or ()] == [b"predict", b"skip"]
 
 
-def test_who_has_no_channel_is_answered_over_the_socket(ends: Ends) -> None:
+def test_answers_over_socket_without_channel(ends: Ends) -> None:
     with ends.waiting(b"predict"):
         ends.tell(b"predict")
     ends.connection.reply(encode(Reconnected()))
     assert ends.hear() == Reconnected()
 
 
-def test_it_can_be_woken_and_goes_on_to_hear(ends: Ends) -> None:
+def test_receives_after_wake_up(ends: Ends) -> None:
     end, other = os.pipe()
     ends.connection.watch(end)
     channel = ends.asked()
@@ -246,12 +245,12 @@ def test_it_can_be_woken_and_goes_on_to_hear(ends: Ends) -> None:
         os.close(descriptor)
 
 
-def test_a_large_answer_waits_until_it_is_read(ends: Ends) -> None:
+def test_large_answer_waits_for_reader(ends: Ends) -> None:
     channel = ends.asked()
     frames = [b"result", b"", bytes(range(256)) * 20_000]
     thread = threading.Thread(target=ends.connection.reply, args=(frames,), daemon=True)
     thread.start()
-    # A daemon that has more to ask does not wait for it.
+    # A daemon that sends another request is not blocked by the answer.
     channel.send([b"predict", b"", bytes(5_000_000)])
     messages: List[Any] = []
     while not messages:
@@ -261,7 +260,7 @@ def test_a_large_answer_waits_until_it_is_read(ends: Ends) -> None:
     assert not thread.is_alive()
 
 
-def test_an_answer_for_a_daemon_that_has_gone_reaches_nobody(ends: Ends) -> None:
+def test_answer_for_old_daemon_is_dropped(ends: Ends) -> None:
     ends.asked()
     ends.replace(has_channel=True)
     ends.connection.reply([b"result"])
@@ -272,7 +271,7 @@ def test_an_answer_for_a_daemon_that_has_gone_reaches_nobody(ends: Ends) -> None
     assert ends.silent()
 
 
-def test_a_channel_that_ends_leaves_the_socket(ends: Ends) -> None:
+def test_uses_socket_after_channel_ends(ends: Ends) -> None:
     with ends.waiting(b"stop"):
         ends.replace(has_channel=True)
         channel = ends.accept()
@@ -283,7 +282,7 @@ def test_a_channel_that_ends_leaves_the_socket(ends: Ends) -> None:
 
 
 class Daemons:
-    """One after another, at the same path; there is one, and it has let the connection in."""
+    """A sequence of daemons at the same path; the current one has accepted the connection."""
 
     def __init__(self, directory: Path) -> None:
         self._path = str(directory / "children.channel")
@@ -294,20 +293,20 @@ class Daemons:
         self.let_in()
 
     def listen(self) -> None:
-        """Another one begins."""
+        """Start the next daemon."""
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.settimeout(LIMIT_MS / 1000)
         self._listener.bind(self._path)
         self._listener.listen()
 
     def let_in(self) -> Stream:
-        """It accepts."""
+        """Accept the worker's connection."""
         assert self._listener is not None
         self.channel = Stream(self._listener.accept()[0])
         return self.channel
 
     def end(self) -> None:
-        """The one that is there ends."""
+        """Stop the current daemon."""
         for each in (self.channel, self._listener):
             if each is not None:
                 each.close()
@@ -331,7 +330,7 @@ def frames(messages: Optional[Sequence[Sequence[Any]]]) -> List[List[bytes]]:
     return [list(map(bytes, each)) for each in messages]
 
 
-def test_messages_go_both_ways(daemons: Daemons) -> None:
+def test_sends_and_receives(daemons: Daemons) -> None:
     assert daemons.channel is not None
     assert daemons.connection.receive(0) == daemons.connection.receive(0.01) == []
     daemons.channel.send([b"order", b"more"])
@@ -340,7 +339,7 @@ def test_messages_go_both_ways(daemons: Daemons) -> None:
     assert [each.frames for each in daemons.channel.receive()] == [[b"done"]]
 
 
-def test_over_a_channel_it_hears_once_of_each_daemon_that_follows(daemons: Daemons) -> None:
+def test_channel_reports_each_new_daemon_once(daemons: Daemons) -> None:
     for _ in range(3):
         daemons.end()
         daemons.listen()
@@ -349,20 +348,20 @@ def test_over_a_channel_it_hears_once_of_each_daemon_that_follows(daemons: Daemo
         assert frames(daemons.connection.receive()) == [[b"next"]]
 
 
-def test_the_last_words_of_a_daemon_come_first(daemons: Daemons) -> None:
+def test_reads_last_message_of_old_daemon_first(daemons: Daemons) -> None:
     assert daemons.channel is not None
     daemons.channel.send([b"last"])
     daemons.end()
     assert frames(daemons.connection.receive()) == [[b"last"]]
     daemons.listen()
-    # Who only looks hears nothing of it.
+    # A non-blocking receive does not report the end of the daemon.
     assert daemons.connection.receive(0) == []
     assert daemons.connection.receive() is None
 
 
-def test_what_is_said_to_nobody_is_lost_and_the_next_daemon_does_not_hear_it(daemons: Daemons) -> None:
+def test_drops_messages_without_daemon(daemons: Daemons) -> None:
     daemons.end()
-    # Whether the daemon is gone shows when it is sent, or when it is read.
+    # The end of the daemon shows in a send or in a receive.
     assert not daemons.connection.send([b"bad news"])
     assert daemons.connection.receive(0.05) == []
     assert not daemons.connection.send([b"bad news"])
@@ -371,7 +370,7 @@ def test_what_is_said_to_nobody_is_lost_and_the_next_daemon_does_not_hear_it(dae
     assert daemons.let_in().receive() == []
 
 
-def test_while_there_is_none_it_does_not_spin(daemons: Daemons) -> None:
+def test_does_not_spin_without_daemon(daemons: Daemons) -> None:
     daemons.end()
     begin = time.process_time()
     assert daemons.connection.receive(0.5) == []
@@ -379,7 +378,7 @@ def test_while_there_is_none_it_does_not_spin(daemons: Daemons) -> None:
     daemons.listen()
 
 
-def test_a_daemon_that_hangs_up_does_not_make_it_spin_either(daemons: Daemons) -> None:
+def test_does_not_spin_if_daemon_hangs_up(daemons: Daemons) -> None:
     daemons.end()
     daemons.listen()
     begin, count = time.monotonic(), 5
@@ -389,7 +388,7 @@ def test_a_daemon_that_hangs_up_does_not_make_it_spin_either(daemons: Daemons) -
     assert time.monotonic() - begin >= count * 0.02
 
 
-def test_over_a_channel_it_can_be_woken_and_goes_on_to_hear(daemons: Daemons) -> None:
+def test_channel_receives_after_wake_up(daemons: Daemons) -> None:
     connection, (end, other) = daemons.connection, os.pipe()
     connection.watch(end)
     for _ in range(2):
@@ -399,7 +398,7 @@ def test_over_a_channel_it_can_be_woken_and_goes_on_to_hear(daemons: Daemons) ->
         assert daemons.channel is not None
         daemons.channel.send([b"order"])
         assert frames(connection.receive()) == [[b"order"]]
-        # Another daemon is watched as well.
+        # The connection also watches the next daemon.
         daemons.end()
         daemons.listen()
         assert connection.receive() is None
@@ -408,7 +407,7 @@ def test_over_a_channel_it_can_be_woken_and_goes_on_to_hear(daemons: Daemons) ->
         os.close(descriptor)
 
 
-def test_a_large_message_waits_until_it_is_read(daemons: Daemons) -> None:
+def test_large_message_waits_for_reader(daemons: Daemons) -> None:
     channel, large = daemons.channel, bytes(5_000_000)
     assert channel is not None
     thread = threading.Thread(target=daemons.connection.send, args=([large],), daemon=True)
@@ -421,6 +420,6 @@ def test_a_large_message_waits_until_it_is_read(daemons: Daemons) -> None:
     assert not thread.is_alive()
 
 
-def test_memory_of_clients_is_not_taken(daemons: Daemons) -> None:
+def test_rejects_client_memory(daemons: Daemons) -> None:
     with pytest.raises(RemoteProtocolError, match="descriptors"):
         daemons.connection.take_descriptor()

@@ -1,4 +1,4 @@
-"""What a process does before it imports what takes long: it is stopped there, or its parent ends."""
+"""Tests that a process which is still importing its modules ends with its parent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from testkit.waiting import until
 
-# Starts the module as its own, whose numpy tells its pid and is never loaded; and waits.
+# Starts the module as a child whose numpy prints its pid and never finishes loading; then waits.
 PARENT = """
 import os, subprocess, sys
 command = [sys.executable, "-m", sys.argv[1], "--parent", str(os.getpid())]
@@ -33,7 +33,7 @@ def ended(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("module", ["weightd_worker", "weightd_worker.forkserver"])
-def test_one_that_is_stopped_while_it_imports_ends_with_its_parent(module: str, tmp_path: Path) -> None:
+def test_importing_process_ends_with_parent(module: str, tmp_path: Path) -> None:
     (tmp_path / "numpy").mkdir()
     (tmp_path / "numpy" / "__init__.py").write_text(NUMPY)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}

@@ -1,4 +1,4 @@
-"""The child as the daemon starts it: a real process, a real socket, the real engine of this interpreter."""
+"""Tests of a child as the daemon starts it: real process, real socket, and the real engine of this interpreter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OTHER = "onnxruntime" if ENGINE == "mindspore_lite" else "mindspore_lite"
 
 
 def serve(daemon: Daemon, model: Path) -> Tuple[Built, Attached]:
-    """A holder "h", and a worker "w" that has attached to what it shares."""
+    """Start a holder "h" and attach a worker "w" to its weights."""
     for name in ("h", "w"):
         daemon.start(name, model)
         daemon.hear(name, Hello)
@@ -42,22 +42,22 @@ def serve(daemon: Daemon, model: Path) -> Tuple[Built, Attached]:
     return built, attached
 
 
-def test_from_hello_to_stop(daemon: Daemon, model: Model) -> None:
+def test_life_cycle(daemon: Daemon, model: Model) -> None:
     path = model("wide")
     own = int(Path("/proc/self/oom_score_adj").read_text("ascii"))
     # A shell may have started the tests with SIGINT ignored, which children inherit.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for name, role, above in (("h", "holder", 200), ("w", "worker", 400)):
-            daemon.start(name, path, "--role", role, "--origin-note", "it is told so")
+            daemon.start(name, path, "--role", role, "--origin-note", "spawned by the test")
             hello, _ = daemon.hear(name, Hello)
-            assert (hello.origin, hello.origin_note) == ("spawned", "it is told so")
+            assert (hello.origin, hello.origin_note) == ("spawned", "spawned by the test")
             assert hello.engine_pid == str(daemon.children[name].pid)
             assert hello.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
             assert hello.versions["weightd"] == VERSION
             assert sorted(hello.versions) == sorted(["weightd", "python", "numpy", ENGINE])
             assert not hello.sharing_traits.pids_fixed_at_build
-            # When memory runs out it goes before the daemon; ctrl-C is the daemon's business.
+            # The kernel kills the child before the daemon when memory runs out; only the daemon handles Ctrl-C.
             score = Path(f"/proc/{hello.engine_pid}/oom_score_adj").read_text("ascii")
             assert int(score) == min(own + above, 1000)
             daemon.children[name].send_signal(signal.SIGINT)
@@ -72,7 +72,7 @@ def test_from_hello_to_stop(daemon: Daemon, model: Model) -> None:
     attached, _ = daemon.hear("w", Attached)
     assert (attached.selftest_digest, attached.note) == (built.selftest_digest, "")
     assert built.shared_bytes >= attached.shared_bytes >= 4 * MIB - 64 * 1024
-    # A store that cannot be settled costs a warning.
+    # A store that cannot be trimmed causes only a warning.
     (daemon.directory / "store").unlink()
     daemon.tell("h", TrimStore())
 
@@ -87,9 +87,9 @@ def test_from_hello_to_stop(daemon: Daemon, model: Model) -> None:
     assert "KeyboardInterrupt" not in daemon.log("h") + daemon.log("w")
 
 
-def test_all_its_threads_stay_on_its_cores(daemon: Daemon, model: Model) -> None:
+def test_threads_stay_on_assigned_cores(daemon: Daemon, model: Model) -> None:
     core = str(max(os.sched_getaffinity(0)))
-    # As the daemon has it: numpy, imported before, would have threads of its own.
+    # The daemon sets these variables: numpy, imported earlier, would start threads without them.
     alone = {"OPENBLAS_NUM_THREADS": "1", "ORT_DISABLE_TELEMETRY": "1"}
     daemon.start("w", model("wide"), "--threads", "2", "--cores", core, device="cpu:0", variables=alone)
     hello, _ = daemon.hear("w", Hello)
@@ -100,22 +100,21 @@ def test_all_its_threads_stay_on_its_cores(daemon: Daemon, model: Model) -> None
     assert {re.findall(r"Cpus_allowed_list:\s*(.+)", each)[0] for each in status} == {core}
 
 
-def test_it_does_not_run_on_others_where_those_cannot_be_had(daemon: Daemon, model: Model) -> None:
+def test_exits_if_cores_are_unavailable(daemon: Daemon, model: Model) -> None:
     daemon.start("w", model("wide"), "--cores", "9999", device="cpu:0")
     assert daemon.children["w"].wait(30) == 1
     assert daemon.log("w").splitlines()[-1] == "cannot run on cores 9999: Invalid argument"
 
 
-def test_what_an_engine_makes_in_its_first_predict_is_shared_too(daemon: Daemon, model: Model) -> None:
-    """MindSpore Lite rearranges the weights of a convolution then. They are a quarter of what is shared here."""
+def test_shares_memory_of_first_predict(daemon: Daemon, model: Model) -> None:
+    """MindSpore Lite rearranges the weights of a convolution in its first predict: a quarter of the shared memory
+    here."""
     built, attached = serve(daemon, model("convolution"))
     assert built.shared_bytes > 2 * MIB
     assert attached.shared_bytes > 0.9 * built.shared_bytes
 
 
-def test_where_there_is_nothing_to_share_the_worker_serves_and_the_holder_says_why(
-    daemon: Daemon, model: Model
-) -> None:
+def test_serves_without_shareable_memory(daemon: Daemon, model: Model) -> None:
     built, attached = serve(daemon, model("relu"))
     note = "weights are not shared: the model has no memory of 128 KiB or more in one piece"
     assert (built.handle, built.note, built.has_sharing_failed) == ("", note, False)
@@ -125,8 +124,8 @@ def test_where_there_is_nothing_to_share_the_worker_serves_and_the_holder_says_w
     assert daemon.answer("w", 1).tolist() == [[0, 2, 0, 4]]
 
 
-def test_a_store_that_cannot_be_written_or_read_costs_only_memory(daemon: Daemon, model: Model) -> None:
-    (daemon.directory / "store").write_bytes(b"somebody else's")
+def test_unusable_store_costs_only_memory(daemon: Daemon, model: Model) -> None:
+    (daemon.directory / "store").write_bytes(b"another file")
     built, _ = serve(daemon, model("wide"))
     assert (built.handle, built.shared_bytes, built.has_sharing_failed) == ("", 0, True)
     assert built.note.startswith("weights are not shared: sharing pages failed: ")
@@ -138,7 +137,7 @@ def test_a_store_that_cannot_be_written_or_read_costs_only_memory(daemon: Daemon
     assert attached.note.startswith("weights are not shared: ")
 
 
-def test_a_model_that_cannot_be_read_is_told_with_its_name(daemon: Daemon, tmp_path: Path) -> None:
+def test_error_names_unreadable_model(daemon: Daemon, tmp_path: Path) -> None:
     daemon.start("h", tmp_path / "none.onnx")
     broken, _ = daemon.hear("h", ProcessFailed)
     assert broken.reason.startswith(f"{tmp_path}/none.onnx: ")
@@ -146,7 +145,7 @@ def test_a_model_that_cannot_be_read_is_told_with_its_name(daemon: Daemon, tmp_p
 
 
 @pytest.mark.skipif(importlib.util.find_spec(OTHER) is not None, reason="this interpreter has both engines")
-def test_an_engine_that_this_interpreter_has_not_is_told_with_a_hint(daemon: Daemon, tmp_path: Path) -> None:
+def test_missing_engine_has_a_hint(daemon: Daemon, tmp_path: Path) -> None:
     daemon.start("h", tmp_path, engine=OTHER)
     broken, _ = daemon.hear("h", ProcessFailed)
     assert broken.reason.startswith(f"{sys.executable}: No module named '{OTHER}'; install ")
@@ -154,9 +153,7 @@ def test_an_engine_that_this_interpreter_has_not_is_told_with_a_hint(daemon: Dae
     assert "Traceback" not in daemon.log("h")
 
 
-def test_an_engine_whose_import_fails_in_any_way_is_told(
-    daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reports_any_import_failure(daemon: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / f"{ENGINE}.py").write_text("raise ValueError('numpy.ndarray size changed')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     daemon.start("h", tmp_path)
@@ -166,7 +163,7 @@ def test_an_engine_whose_import_fails_in_any_way_is_told(
     assert "Traceback" in daemon.log("h")
 
 
-def test_an_order_that_breaks_the_protocol_ends_it_with_a_traceback(daemon: Daemon, model: Model) -> None:
+def test_protocol_violation_ends_child(daemon: Daemon, model: Model) -> None:
     daemon.start("h", model("relu"))
     daemon.hear("h", Hello)
     daemon.socket.send_multipart([b"h", b"\xc1"])
@@ -174,14 +171,14 @@ def test_an_order_that_breaks_the_protocol_ends_it_with_a_traceback(daemon: Daem
     assert "RemoteProtocolError" in daemon.log("h")
 
 
-def test_sigterm_ends_it_even_while_it_waits(daemon: Daemon, model: Model) -> None:
+def test_sigterm_ends_waiting_child(daemon: Daemon, model: Model) -> None:
     daemon.start("h", model("relu"))
     daemon.hear("h", Hello)
     daemon.children["h"].terminate()
     assert daemon.children["h"].wait(30) == -signal.SIGTERM
 
 
-def test_a_child_of_somebody_else_ends_at_once_and_says_nothing_to_the_daemon(daemon: Daemon, tmp_path: Path) -> None:
+def test_child_of_another_parent_ends_silently(daemon: Daemon, tmp_path: Path) -> None:
     daemon.start("h", tmp_path, parent=1)
     assert daemon.children["h"].wait(30) == 1
     assert f"expected to be a child of 1, but the parent is {os.getpid()}" in daemon.log("h")

@@ -1,4 +1,4 @@
-"""A process that serves several models, as the daemon starts it: on a simulated card."""
+"""Tests of a process that serves several models, as the daemon starts it, on a simulated card."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 X = np.arange(128, dtype=np.float32).reshape(2, 64) % 3 - 1
 
 
-class House:
-    """The process "g" on a card, as the daemon's end sees it."""
+class GroupProcess:
+    """The process "g" of a model group on a simulated card, as the daemon sees it."""
 
     def __init__(self, daemon: Daemon, host: Host, directory: Path) -> None:
         self.daemon = daemon
@@ -48,10 +48,10 @@ class House:
         self.paths = [models.mlp(directory / f"m{seed}.mindir", batch=2, seed=seed) for seed in (1, 2)]
 
     def begin(self, share: str = "workspace", *, device: str = "ascend:0", samples: Sequence[str] = ("", "")) -> None:
-        told = GroupMembers(
+        members = GroupMembers(
             share, tuple(GroupMember(str(path), sample=each) for path, each in zip(self.paths, samples))
         )
-        arguments = ["--role", "rank", "--models", told.json()]
+        arguments = ["--role", "rank", "--models", members.json()]
         variables = environment(self.host)
         self.daemon.start("g", Path(), *arguments, engine="mindspore_lite", device=device, variables=variables)
 
@@ -72,7 +72,7 @@ class House:
 
     @property
     def workspaces(self) -> int:
-        """How many lie on the card."""
+        """Return the number of workspaces on the card."""
         return [each.kind for each in self.host.card_state(0).allocations].count(driver_state.WORKSPACE)
 
     def broken(self, order: object) -> str:
@@ -89,55 +89,55 @@ class House:
 
 
 @pytest.fixture
-def house(daemon: Daemon, tmp_path: Path) -> House:
-    return House(daemon, Host(tmp_path / "host", cards=1), tmp_path)
+def group(daemon: Daemon, tmp_path: Path) -> GroupProcess:
+    return GroupProcess(daemon, Host(tmp_path / "host", cards=1), tmp_path)
 
 
 @pytest.mark.parametrize("share", ["workspace", "weights", "both"])
-def test_each_model_answers_as_it_does_alone(house: House, share: str) -> None:
-    hello = house.start(share)
-    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in house.paths]
+def test_each_model_answers_as_alone(group: GroupProcess, share: str) -> None:
+    hello = group.start(share)
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in group.paths]
     assert hello.sha256 == joint_digest(digests)
-    house.daemon.tell("g", JoinGroup())
-    entered, _ = house.daemon.hear("g", JoinedGroup)
+    group.daemon.tell("g", JoinGroup())
+    entered, _ = group.daemon.hear("g", JoinedGroup)
     assert [each.inputs for each in entered.members] == [(TensorSignature("x", "FP32", (2, 64)),)] * 2
     assert (entered.inputs, entered.outputs) == ((), ())
-    house.daemon.tell("g", RunSelfTest())
-    warmed, _ = house.daemon.hear("g", SelfTestDone)
+    group.daemon.tell("g", RunSelfTest())
+    warmed, _ = group.daemon.hear("g", SelfTestDone)
     assert [each.selftest_cases for each in warmed.members] == [({"x": (2, 64)},)] * 2
     assert len({each.selftest_digest for each in warmed.members}) == 2
     for member in (0, 1, 1, 0):
-        assert house.answer(member) == models.answer(house.paths[member], X).tolist()
-    house.daemon.tell("g", Ping(run_selftest=True))
-    assert house.daemon.hear("g", Pong)[0] == Pong()
-    assert house.daemon.stop("g") == exit_codes.OK
+        assert group.answer(member) == models.answer(group.paths[member], X).tolist()
+    group.daemon.tell("g", Ping(run_selftest=True))
+    assert group.daemon.hear("g", Pong)[0] == Pong()
+    assert group.daemon.stop("g") == exit_codes.OK
 
 
-def test_a_sample_is_what_a_model_is_proved_by(house: House, tmp_path: Path) -> None:
-    house.paths[1] = models.mlp(tmp_path / "free.mindir")
+def test_sample_is_the_selftest_of_its_model(group: GroupProcess, tmp_path: Path) -> None:
+    group.paths[1] = models.mlp(tmp_path / "free.mindir")
     np.savez(str(tmp_path / "sample.npz"), x=X[:1])
-    with_sample = house.enter(samples=("", str(tmp_path / "sample.npz")))
+    with_sample = group.enter(samples=("", str(tmp_path / "sample.npz")))
     assert [each.selftest_cases for each in with_sample.members] == [({"x": (2, 64)},), ({"x": (1, 64)},)]
-    house.daemon.stop("g")
-    without = house.enter()
+    group.daemon.stop("g")
+    without = group.enter()
     assert (without.members[1].selftest_digest, without.members[1].selftest_cases) == ("", ())
 
 
-def test_they_have_one_workspace_or_one_copy_of_the_weights_of_one_file(house: House) -> None:
-    house.host.switch(workspace_mib=64)
-    house.enter("workspace")
-    assert house.workspaces == 1
-    house.daemon.stop("g")
-    house.paths[1] = house.paths[0]
-    house.enter("weights")
-    assert house.workspaces == 2
-    assert house.host.copies_of_weights(0) == 1
+def test_models_share_workspace_or_weights(group: GroupProcess) -> None:
+    group.host.switch(workspace_mib=64)
+    group.enter("workspace")
+    assert group.workspaces == 1
+    group.daemon.stop("g")
+    group.paths[1] = group.paths[0]
+    group.enter("weights")
+    assert group.workspaces == 2
+    assert group.host.copies_of_weights(0) == 1
 
 
-def test_what_cannot_be_is_told(house: House, tmp_path: Path) -> None:
-    house.paths[1] = models.mlp(tmp_path / "exported.mindir", exported=True)
-    house.start()
-    assert "Model build failed, path: " in house.broken(JoinGroup())
+def test_reports_failed_build_and_attach(group: GroupProcess, tmp_path: Path) -> None:
+    group.paths[1] = models.mlp(tmp_path / "exported.mindir", exported=True)
+    group.start()
+    assert "Model build failed, path: " in group.broken(JoinGroup())
 
 
 @pytest.mark.parametrize(
@@ -147,39 +147,39 @@ def test_what_cannot_be_is_told(house: House, tmp_path: Path) -> None:
         ("both", "cpu", "device: a group of models runs on a card, expected ascend:N, got 'cpu'"),
     ],
 )
-def test_a_group_that_cannot_be_is_told(house: House, share: str, device: str, problem: str) -> None:
-    house.begin(share, device=device)
-    broken, _ = house.daemon.hear("g", ProcessFailed)
+def test_reports_invalid_group(group: GroupProcess, share: str, device: str, problem: str) -> None:
+    group.begin(share, device=device)
+    broken, _ = group.daemon.hear("g", ProcessFailed)
     assert broken.reason == problem
-    assert house.daemon.stop("g") == exit_codes.CANNOT_BUILD
+    assert group.daemon.stop("g") == exit_codes.CANNOT_BUILD
 
 
-def test_a_predict_that_fails_is_the_end_of_all(house: House) -> None:
-    house.enter()
-    house.host.fault("predict", "fail", times=1)
-    house.ask(1, X)
-    failed, _ = house.daemon.hear("g", PredictFailed)
+def test_failed_predict_ends_process(group: GroupProcess) -> None:
+    group.enter()
+    group.host.fault("predict", "fail", times=1)
+    group.ask(1, X)
+    failed, _ = group.daemon.hear("g", PredictFailed)
     assert failed.is_exiting
-    assert house.daemon.stop("g") == exit_codes.MODEL_CORRUPTED
+    assert group.daemon.stop("g") == exit_codes.MODEL_CORRUPTED
 
 
-def test_a_model_that_there_is_not_breaks_the_protocol(house: House) -> None:
-    house.enter()
-    house.ask(2, X)
-    assert house.daemon.children["g"].wait(30) == exit_codes.FAILED
-    assert "model_index: expected one index below 2, got [2]" in house.daemon.log("g")
+def test_unknown_model_index_breaks_protocol(group: GroupProcess) -> None:
+    group.enter()
+    group.ask(2, X)
+    assert group.daemon.children["g"].wait(30) == exit_codes.FAILED
+    assert "model_index: expected one index below 2, got [2]" in group.daemon.log("g")
 
 
 def play(answers: Sequence[Any], *orders: Optional[Sequence[Any]]) -> Tuple[int, Script]:
-    """Run a session with two models, of which the second gives these answers one after another."""
+    """Run a session with two models, of which the second returns these answers in sequence."""
     fixed = ModelSignature((TensorSignature("x", "FP32", (1,)),), (TensorSignature("y", "FP32", (1,)),))
     engines = [FakeEngine(lambda inputs: {"y": inputs["x"]}, fixed), FakeEngine(sequence(*answers), fixed)]
     script, group = Script(*orders), SimpleNamespace(engines=engines, build=lambda: None)
-    told: Any = [GroupMember("/m/0"), GroupMember("/m/1")]
-    return MultiModelSession(cast(Any, script), cast(Any, group), told).run("ab" * 32), script
+    members: Any = [GroupMember("/m/0"), GroupMember("/m/1")]
+    return MultiModelSession(cast(Any, script), cast(Any, group), members).run("ab" * 32), script
 
 
-def test_a_model_whose_answer_changes_when_others_run_is_told() -> None:
+def test_reports_answer_changed_by_other_models() -> None:
     zero, one = np.zeros(1, np.float32), np.ones(1, np.float32)
     status, script = play([zero, one], encode(JoinGroup()), encode(RunSelfTest()), encode(Stop()))
     assert status == exit_codes.CANNOT_BUILD
@@ -188,7 +188,7 @@ def test_a_model_whose_answer_changes_when_others_run_is_told() -> None:
     )
 
 
-def test_another_daemon_is_told_the_last_step() -> None:
+def test_reports_last_step_to_next_daemon() -> None:
     x = np.zeros(1, np.float32)
     order = [
         *encode(Predict(1, RequestDescription("m", (spec_of("x", x),)), model_index=1, step=5)),

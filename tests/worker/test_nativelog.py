@@ -1,4 +1,4 @@
-"""The cause of a native failure: what the library wrote to file descriptor 2, where that is a file."""
+"""Tests of the native log: the cause of a failure is read from file descriptor 2 if that is a file."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ GARBAGE = bytes(range(256)) * 64
 
 
 class Cause(Exception):
-    """What a RuntimeError becomes."""
+    """The exception into which a RuntimeError is converted."""
 
 
 def fail(log: NativeLog, error: Exception, written: bytes) -> None:
     with log.translate_errors(Cause):
-        with contextlib.suppress(OSError):  # it may be closed
+        with contextlib.suppress(OSError):  # The descriptor may be closed.
             os.write(2, written)
         raise error
 
@@ -50,23 +50,23 @@ def cause_of(written: bytes, error: str = "failed!", log: NativeLog = LOG) -> st
     [
         (b"I fine\nE  the root \nW hm\nE its caller\n", "failed!: the root | its caller"),
         (b"I fine\n", "failed!"),
-        # Lines that repeat stand once, and the first four are enough.
+        # Repeated lines appear once, and only the first four are used.
         (b"".join(b"E %c\n" % each for each in b"aabacdef"), "failed!: a | b | c | d"),
         (b"E cut o", "failed!: cut o"),
-        # Of a huge log the end is read.
+        # Only the end of a huge log is read.
         (b"E too early\n" + NOISE + b"E the root\n", "failed!: the root"),
         (GARBAGE + b"\nE \xff\xfe root\x00\n" + GARBAGE, "failed!: \ufffd\ufffd root\x00"),
     ],
 )
-def test_the_error_lines_become_the_cause(written: bytes, cause: str, native_log: NativeLogFile) -> None:
+def test_error_lines_become_the_cause(written: bytes, cause: str, native_log: NativeLogFile) -> None:
     with native_log() as log:
         os.write(2, b"E of something before\n")
         assert cause_of(written) == cause
-        log.unlink()  # a file that has no name any more can be read too
+        log.unlink()  # A file without a name is readable, too.
         assert cause_of(written) == cause
 
 
-def test_an_exception_of_several_lines_becomes_one(native_log: NativeLogFile) -> None:
+def test_joins_lines_of_exception(native_log: NativeLogFile) -> None:
     with native_log():
         assert cause_of(b"E why\n", error="  build\n failed! ") == "build failed!: why"
 
@@ -81,7 +81,7 @@ def test_success_and_other_errors_pass(native_log: NativeLogFile) -> None:
 
 
 @pytest.mark.parametrize("piece", [b"[", b"[ERROR] [", b"[ERROR] a:1", b":1", b"]", b"[ERROR] [x:1] y] "])
-def test_a_long_hostile_line_does_not_keep_the_glog_pattern_busy(native_log: NativeLogFile, piece: bytes) -> None:
+def test_glog_pattern_is_fast_on_hostile_lines(native_log: NativeLogFile, piece: bytes) -> None:
     with native_log():
         begin = time.process_time()
         cause_of(b"[ERROR] " + piece * (60 * 1024 // len(piece)) + b"\n", log=NativeLog(GLOG_ERROR))
@@ -103,12 +103,12 @@ def test_a_long_hostile_line_does_not_keep_the_glog_pattern_busy(native_log: Nat
         ("ERROR weightd.worker: [a/b.cc:7] Run] of our own", None),
     ],
 )
-def test_lines_of_mindspore_lite(line: str, text: Any) -> None:
+def test_parses_lines_of_mindspore_lite(line: str, text: Any) -> None:
     match = GLOG_ERROR.match(line)
     assert (match and match.group("text")) == text
 
 
-def test_the_log_is_emptied_only_when_it_is_large_and_goes_on_from_the_start(native_log: NativeLogFile) -> None:
+def test_truncates_only_large_logs(native_log: NativeLogFile) -> None:
     with native_log() as log:
         os.write(2, b"x" * 4 * 1024 * 1024)
         nativelog.truncate_if_too_large()
@@ -121,7 +121,7 @@ def test_the_log_is_emptied_only_when_it_is_large_and_goes_on_from_the_start(nat
 
 
 @pytest.mark.parametrize("what", ["pipe", "terminal", "null", "closed"])
-def test_where_stderr_is_no_file_there_is_no_cause(what: str, native_log: NativeLogFile) -> None:
+def test_no_cause_unless_stderr_is_a_file(what: str, native_log: NativeLogFile) -> None:
     ours, theirs = pty.openpty() if what == "terminal" else os.pipe()
     null = os.open(os.devnull, os.O_WRONLY)
     with native_log():

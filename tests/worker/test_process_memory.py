@@ -1,4 +1,4 @@
-"""What is kept of freed memory, in a process of its own: the C library is told for good."""
+"""Tests of retained and released memory, in separate processes because malloc settings are permanent."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _run(code: str) -> None:
     subprocess.run([sys.executable, "-c", _BEFORE + code], check=True)
 
 
-def test_before_it_keeps_nothing_is_done() -> None:
+def test_does_nothing_before_it_retains_memory() -> None:
     _run("""
 tuner.limit_retained(), tuner.release_retained()
 assert not asked
@@ -55,7 +55,7 @@ assert faults(10, 8_000_000) > 10 * 16_000_000 // 65_536 // 2
 
 
 @pytest.mark.parametrize("nbytes", [600_000, 8_000_000])
-def test_a_predict_has_the_memory_of_the_one_before(nbytes: int) -> None:
+def test_predict_reuses_memory(nbytes: int) -> None:
     _run(f"""
 tuner.retain_freed_memory()
 predict({nbytes})
@@ -63,7 +63,7 @@ assert faults(20, {nbytes}) < 100
 """)
 
 
-def test_what_is_kept_is_bounded_and_given_back() -> None:
+def test_retained_memory_is_bounded_and_released() -> None:
     _run("""
 tuner.retain_freed_memory()
 before = private_bytes()
@@ -81,7 +81,7 @@ assert len(asked) == 2
 """)
 
 
-def test_what_each_predict_takes_anew_is_not_given_back_after_each() -> None:
+def test_keeps_memory_that_each_predict_allocates() -> None:
     _run("""
 import time
 tuner.retain_freed_memory()
@@ -97,7 +97,7 @@ assert len(asked) == 2
 """)
 
 
-def test_what_is_needed_is_not_counted() -> None:
+def test_does_not_count_memory_in_use() -> None:
     _run("""
 import time
 tuner.retain_freed_memory()
@@ -127,7 +127,7 @@ Anonymous: 0 kB
 Anonymous: 0 kB
 """
 
-# The code of a library that has been used, in KiB, before and after; and whether it can be used again.
+# Prints the resident code of a used library in KiB before and after, and checks that the library still works.
 SCRIPT = """
 import re, sys, numpy
 from weightd_worker import process_memory as library_pages
@@ -143,16 +143,16 @@ print(before, after)
 """
 
 
-def test_what_can_be_let_go_is_code_and_constants_of_libraries_that_nobody_has_changed() -> None:
+def test_drops_only_unchanged_library_pages() -> None:
     assert list(unchanged_mappings(LINES.splitlines())) == [(0x1000, 0x3000), (0x7000, 0x9000)]
 
 
-def test_what_was_let_go_comes_again_when_it_is_used() -> None:
+def test_dropped_pages_are_loaded_again() -> None:
     ran = subprocess.run([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, check=True, timeout=60)
     before, after = map(int, ran.stdout.split())
     assert after < before / 4
 
 
-def test_where_the_kernel_does_not_tell_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_drops_nothing_without_smaps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(process_memory, "_SMAPS", str(tmp_path / "none"))
     process_memory.drop_unchanged_pages()

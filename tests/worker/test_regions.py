@@ -1,4 +1,4 @@
-"""What is read from a client's memory is a copy, and what is written there stays where it may be."""
+"""Tests of client memory: inputs are copied before use, and outputs are written only within their bounds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
 
 @pytest.fixture
 def memory() -> Iterator[int]:
-    """The client's descriptor, of memory that the client has written to."""
+    """Return the client's descriptor of a memfd that the client has filled."""
     descriptor = memfd.create(_BYTES)
     os.pwrite(descriptor, bytes(_BYTES), 0)
     yield descriptor
@@ -38,20 +38,20 @@ def memory() -> Iterator[int]:
 
 
 def punch(descriptor: int, offset: int, nbytes: int) -> None:
-    """Take the pages of a range away from a memfd."""
+    """Punch a hole into a memfd."""
     function = ctypes.CDLL(None).fallocate
     mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
     assert function(descriptor, mode, ctypes.c_long(offset), ctypes.c_long(nbytes)) == 0
 
 
 def allocated(descriptor: int) -> int:
-    """Return how many bytes of a memfd have memory."""
+    """Return how many bytes of a memfd are allocated."""
     return os.fstat(descriptor).st_blocks * 512
 
 
 @pytest.fixture
 def regions(memory: int) -> RegionTable:
-    """With that region as number 7."""
+    """Return a table with the client's memory as region 7."""
     regions = RegionTable()
     regions.map(7, os.dup(memory))
     return regions
@@ -66,7 +66,7 @@ def _u8(count: int, datatype: str = "UINT8") -> TensorSpec:
 
 
 @pytest.mark.parametrize("offset", [0, 1, 64, _BYTES - 24])
-def test_a_tensor_is_read_from_anywhere(regions: RegionTable, memory: int, offset: int) -> None:
+def test_reads_tensor_at_any_offset(regions: RegionTable, memory: int, offset: int) -> None:
     values = np.arange(6, dtype="<f4").reshape(2, 3)
     os.pwrite(memory, values.tobytes(), offset)
     array = _read(regions, TensorSpec("x", "FP32", (2, 3)), 7, offset)
@@ -74,11 +74,11 @@ def test_a_tensor_is_read_from_anywhere(regions: RegionTable, memory: int, offse
     assert array.flags.aligned
 
 
-def test_a_tensor_without_elements_is_read_at_the_end(regions: RegionTable) -> None:
+def test_reads_empty_tensor_at_the_end(regions: RegionTable) -> None:
     assert _read(regions, _u8(0), 7, _BYTES).shape == (0,)
 
 
-def test_a_tensor_is_read_from_anywhere_between_holes(regions: RegionTable, memory: int) -> None:
+def test_reads_tensor_across_holes(regions: RegionTable, memory: int) -> None:
     os.pwrite(memory, b"\1" * _BYTES, 0)
     page = mmap.PAGESIZE
     punch(memory, 2 * page, page)
@@ -86,21 +86,21 @@ def test_a_tensor_is_read_from_anywhere_between_holes(regions: RegionTable, memo
     assert _read(regions, _u8(5), 7, 4 * page).tobytes() == b"\1" * 5
 
 
-def test_what_was_read_does_not_change(regions: RegionTable, memory: int) -> None:
+def test_copies_what_it_reads(regions: RegionTable, memory: int) -> None:
     os.pwrite(memory, b"\1" * 100, 0)
     array = _read(regions, _u8(100, "BOOL"), 7, 0)
     os.pwrite(memory, b"\2" * 100, 0)
     assert (array.view(np.uint8) == 1).all()
 
 
-def test_a_hole_is_read_as_zeros(regions: RegionTable, memory: int) -> None:
+def test_reads_hole_as_zeros(regions: RegionTable, memory: int) -> None:
     os.pwrite(memory, b"\1" * _BYTES, 0)
     punch(memory, 0, _BYTES)
     assert not _read(regions, _u8(_BYTES), 7, 0).any()
     assert allocated(memory) == 0
 
 
-def test_nothing_is_written_to_a_hole(regions: RegionTable, memory: int) -> None:
+def test_does_not_write_to_holes(regions: RegionTable, memory: int) -> None:
     page = mmap.PAGESIZE
     punch(memory, 2 * page, page)
     present = allocated(memory)
@@ -108,7 +108,7 @@ def test_nothing_is_written_to_a_hole(regions: RegionTable, memory: int) -> None
     assert not regions.write(frame, 7, page, 2 * page)
     assert not regions.write(frame, 7, 2 * page + 1, 2 * page)
     assert allocated(memory) == present
-    # Nothing more is written to this region; another mapping of it is not concerned.
+    # After that the region rejects every write; another mapping of the same memory does not.
     assert not regions.write(frame, 7, 3 * page, 2 * page)
     regions.map(8, os.dup(memory))
     assert regions.write(frame, 8, 3 * page, 2 * page)
@@ -118,7 +118,7 @@ def test_nothing_is_written_to_a_hole(regions: RegionTable, memory: int) -> None
 
 @pytest.mark.parametrize("replaced", [_BYTES, mmap.PAGESIZE])
 @pytest.mark.parametrize("kind", ["read", "write"])
-def test_a_mapping_is_not_used_after_a_page_was_missing_during_a_copy(
+def test_drops_mapping_after_missing_page(
     memory: int, kind: str, replaced: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_REPLACE_CHUNK_BYTES", replaced)
@@ -126,7 +126,7 @@ def test_a_mapping_is_not_used_after_a_page_was_missing_during_a_copy(
     copy = window.read if kind == "read" else window.write
     array = np.ones(_BYTES, np.uint8)
     assert copy(0, array)
-    punch(memory, _BYTES // 2, 1)  # within a page: no hole
+    punch(memory, _BYTES // 2, 1)  # This range lies within a page and makes no hole.
     assert copy(0, array)
     punch(memory, 0, mmap.PAGESIZE)
     punch(memory, _BYTES // 2, _BYTES // 2)
@@ -136,7 +136,7 @@ def test_a_mapping_is_not_used_after_a_page_was_missing_during_a_copy(
     assert allocated(memory) == present
 
 
-def test_no_page_is_allocated_while_the_client_punches_holes(regions: RegionTable) -> None:
+def test_allocates_no_page_while_client_punches_holes(regions: RegionTable) -> None:
     """After the last hole the client writes nothing, so a page that has memory then was allocated by the worker."""
     nbytes = 1 << 20
     memory = memfd.create(nbytes)
@@ -156,7 +156,7 @@ def test_no_page_is_allocated_while_the_client_punches_holes(regions: RegionTabl
         os.close(memory)
 
 
-def test_a_system_without_userfaultfd_reads_everything_and_writes_nothing(
+def test_only_reads_without_userfaultfd(
     memory: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused() -> None:
@@ -176,7 +176,7 @@ def test_a_system_without_userfaultfd_reads_everything_and_writes_nothing(
     assert "no userfaultfd for shared memory of clients: [Errno 1] Operation not permitted" in caplog.text
 
 
-def test_a_bool_that_is_none_is_refused_however_it_changes(regions: RegionTable, memory: int) -> None:
+def test_rejects_invalid_bool_that_changes(regions: RegionTable, memory: int) -> None:
     stop = threading.Event()
 
     def scribble() -> None:
@@ -210,9 +210,7 @@ def test_tensors_may_overlap(regions: RegionTable, memory: int) -> None:
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 5)])
 @pytest.mark.parametrize("dtype", ["<f4", "|b1", ">f8"])
-def test_an_output_is_written_where_there_is_room_and_nowhere_else(
-    regions: RegionTable, memory: int, shape: Any, dtype: str
-) -> None:
+def test_writes_output_only_within_bounds(regions: RegionTable, memory: int, shape: Any, dtype: str) -> None:
     array = to_wire(np.ones(shape, dtype))
     frame = frame_of(array)
     assert regions.write(frame, 7, 1001, array.nbytes)
@@ -222,7 +220,7 @@ def test_an_output_is_written_where_there_is_room_and_nowhere_else(
         assert os.pread(memory, 100, 3000) == bytes(100)
 
 
-def test_what_the_client_has_sealed_later_can_be_read_and_not_written(memory: int) -> None:
+def test_only_reads_memory_sealed_later(memory: int) -> None:
     os.pwrite(memory, b"\5", 0)
     fcntl.fcntl(memory, 1033, 8)
     regions = RegionTable()
@@ -232,7 +230,7 @@ def test_what_the_client_has_sealed_later_can_be_read_and_not_written(memory: in
     assert not regions.write(frame_of(array), 7, 0, 1)
 
 
-def test_what_cannot_be_read_fails_the_request_that_names_it(regions: RegionTable, memory: int) -> None:
+def test_unreadable_region_fails_its_request(regions: RegionTable, memory: int) -> None:
     regions.map(8, os.open(f"/proc/self/fd/{memory}", os.O_WRONLY))
     regions.unmap(7)
     for number in (7, 8, 9):
@@ -243,7 +241,7 @@ def test_what_cannot_be_read_fails_the_request_that_names_it(regions: RegionTabl
             regions.write(b"\1", number, 0, 1)
 
 
-def test_nothing_is_left_of_a_region_that_is_forgotten(regions: RegionTable, memory: int) -> None:
+def test_unmapped_region_leaves_nothing(regions: RegionTable, memory: int) -> None:
     def mapped() -> int:
         return Path("/proc/self/maps").read_text("ascii").count(f" {os.fstat(memory).st_ino} ")
 

@@ -1,4 +1,4 @@
-"""The life of a child, with a socket that is a script and an engine that is a function."""
+"""Tests of a worker session with a scripted socket and a fake engine."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ ZEROS, ONES = np.zeros((1, 3), np.float32), np.ones((1, 3), np.float32)
 
 @pytest.fixture(autouse=True)
 def heap(monkeypatch: pytest.MonkeyPatch) -> List[str]:
-    """What is done with that of the session."""
+    """Return the list of calls that the session makes to its malloc tuner."""
     done: List[str] = []
 
     class FakeMallocTuner:
@@ -123,7 +123,7 @@ def twice(inputs: Arrays) -> Arrays:
 
 
 def fake(answer: Answer = twice, fails: Optional[Dict[str, Exception]] = None) -> FakeEngine:
-    """An engine; steps of these names fail."""
+    """Return a fake engine whose steps of these names fail."""
     engine = FakeEngine(answer, SIGNATURE)
     engine.fails.update(fails or {})
     return engine
@@ -148,7 +148,8 @@ def play(
     files: ModelInputs = FILES,
     **settings: Any,
 ) -> Tuple[int, Script]:
-    """Run a session over the orders, to its end: `ahead` come with the first one, `late` while that is obeyed."""
+    """Run a session over the orders until it ends. `ahead` orders arrive with the first one, `late` while it is
+    obeyed."""
     socket = Script(*orders)
     socket.ahead, socket.late = ahead, late
     status = session(socket, engine, files, **settings).run(SHA256)
@@ -167,10 +168,10 @@ def array_of(socket: Script, result: PredictResult) -> Any:
     return np.frombuffer(frame, NUMPY_DTYPE[spec.datatype]).reshape(spec.shape)
 
 
-# --- coming up ------------------------------------------------------------------------------------------------
+# --- start ----------------------------------------------------------------------------------------------------
 
 
-def test_it_says_what_it_is_and_stops_when_told() -> None:
+def test_hello_describes_worker() -> None:
     status, socket = play(fake(), STOP)
     assert status == exit_codes.OK
     hello = only(Hello, socket)
@@ -179,7 +180,7 @@ def test_it_says_what_it_is_and_stops_when_told() -> None:
     assert sorted(hello.versions) == ["fake", "numpy", "python", "weightd"]
 
 
-def test_a_holder_builds_finds_the_canary_exports_and_asks_again() -> None:
+def test_holder_builds_selftests_and_exports() -> None:
     engine = fake()
     status, socket = play(engine, BUILD, STOP)
     assert status == exit_codes.OK
@@ -189,11 +190,11 @@ def test_a_holder_builds_finds_the_canary_exports_and_asks_again() -> None:
     built = only(Built, socket)
     assert (built.handle, built.shared_bytes, built.note, built.device) == ("7", 1000, "half of it", CARD)
     assert built.inputs == SIGNATURE.inputs
-    assert built.outputs == (TensorSignature("y", "FP32", (-1, 3)),)  # the engine knew nothing of it
+    assert built.outputs == (TensorSignature("y", "FP32", (-1, 3)),)  # the engine does not know this output
     assert (built.selftest_cases, built.selftest_digest) == (CASES, selftest.run(engine, CASES).digest)
 
 
-def test_a_worker_does_as_the_holder_did_before_it_attaches() -> None:
+def test_worker_repeats_selftest_before_attach() -> None:
     engine = fake()
     status, socket = play(engine, ATTACH, STOP)
     assert status == exit_codes.OK
@@ -203,13 +204,13 @@ def test_a_worker_does_as_the_holder_did_before_it_attaches() -> None:
     assert only(Attached, socket) == Attached(digest, 900, "less", CARD)
 
 
-def test_a_worker_gives_the_answer_that_it_gives_after_it_attached() -> None:
+def test_answers_do_not_change_after_attach() -> None:
     _, spoilt_by_attach = play(fake(sequence(ZEROS, ZEROS, ONES, ONES)), ATTACH, STOP)
     _, right = play(fake(sequence(*[ZEROS] * 4)), ATTACH, STOP)
     assert only(Attached, spoilt_by_attach).selftest_digest != only(Attached, right).selftest_digest
 
 
-def test_a_model_without_a_canary_says_so() -> None:
+def test_model_without_selftest_has_a_note() -> None:
     _, socket = play(fake(sequence(*[InvalidArgument("too small")] * 9)), BUILD, STOP)
     built = only(Built, socket)
     assert (built.selftest_cases, built.selftest_digest, built.note) == ((), "", "half of it")
@@ -218,11 +219,11 @@ def test_a_model_without_a_canary_says_so() -> None:
     worker = fake(sequence(InvalidArgument("no")))
     status, socket = play(worker, encode(Attach("7", ())), predict(1), STOP)
     assert (only(Attached, socket).selftest_digest, worker.done.count("predict")) == ("", 1)
-    # It is not held against a worker that it cannot prove itself.
+    # A worker without a self-test is accepted.
     assert (status, only(PredictFailed, socket).is_exiting) == (exit_codes.OK, False)
 
 
-def test_a_canary_that_spoils_the_engine_is_followed_by_a_build_for_the_same_processes() -> None:
+def test_rebuilds_after_selftest_corrupts_engine() -> None:
     engine = fake(sequence(ZEROS, ZEROS, ModelCorrupted("2"), ZEROS))
     status, socket = play(engine, BUILD, STOP)
     assert status == exit_codes.OK
@@ -231,33 +232,33 @@ def test_a_canary_that_spoils_the_engine_is_followed_by_a_build_for_the_same_pro
     assert engine.done == [build, *["predict"] * 3, build, "give back", export, "predict", "give back", "discard"]
 
 
-def test_a_holder_that_is_told_to_stop_while_it_searches_stops() -> None:
-    class Deaf(Script):
+def test_holder_stops_during_search() -> None:
+    class StoppingScript(Script):
         def send(self, frames: Sequence[Any]) -> bool:
             self.sent.append(decode(frames, FROM_CHILD))
             return True
 
-    engine, socket = fake(), Deaf(BUILD, STOP)
+    engine, socket = fake(), StoppingScript(BUILD, STOP)
     assert session(socket, engine).run(SHA256) == exit_codes.CANNOT_BUILD
     assert [type(each) for each in socket.sent] == [Hello, AnnounceSelfTest, ProcessFailed]
     assert "predict" not in engine.done
 
 
-def test_a_worker_whose_answers_are_near_the_holders_gives_the_holders(tmp_path: Path) -> None:
+def test_near_answers_yield_the_holders_digest(tmp_path: Path) -> None:
     def played(order: Sequence[Any], factor: float, tolerance: float) -> Script:
         engine = fake(lambda inputs: {"y": inputs["x"] * np.float32(factor)})
         files = ModelInputs("/m/model", str(tmp_path / "store"))
         return play(engine, order, encode(Ping(run_selftest=True)), STOP, files=files, tolerance=tolerance)[1]
 
-    canary_of_holder = only(Built, played(BUILD, 2.0, 1e-3)).selftest_digest
+    holder_digest = only(Built, played(BUILD, 2.0, 1e-3)).selftest_digest
     near, far = played(ATTACH, 2.001, 1e-3), played(ATTACH, 2.01, 1e-3)
-    assert only(Attached, near).selftest_digest == only(Pong, near).selftest_digest == canary_of_holder != ""
-    assert only(Attached, far).selftest_digest == only(Pong, far).selftest_digest != canary_of_holder
-    assert only(Attached, played(ATTACH, 2.001, 0.0)).selftest_digest != canary_of_holder
+    assert only(Attached, near).selftest_digest == only(Pong, near).selftest_digest == holder_digest != ""
+    assert only(Attached, far).selftest_digest == only(Pong, far).selftest_digest != holder_digest
+    assert only(Attached, played(ATTACH, 2.001, 0.0)).selftest_digest != holder_digest
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 1e-3])
-def test_the_canarys_answers_are_not_shared_as_if_they_were_weights(tmp_path: Path, tolerance: float) -> None:
+def test_selftest_answers_are_not_exported(tmp_path: Path, tolerance: float) -> None:
     answers: List[weakref.ref[Any]] = []
 
     def answer(inputs: Arrays) -> Arrays:
@@ -275,7 +276,7 @@ def test_the_canarys_answers_are_not_shared_as_if_they_were_weights(tmp_path: Pa
     assert only(Built, socket).selftest_digest
 
 
-def test_an_answer_that_changes_when_the_weights_are_shared_is_the_end() -> None:
+def test_answer_changed_by_sharing_ends_holder() -> None:
     status, socket = play(fake(sequence(*[ZEROS] * 5, ONES)), BUILD, STOP)
     assert status == exit_codes.CANNOT_BUILD
     assert [type(each) for each in socket.sent] == [Hello, ProcessFailed]
@@ -292,11 +293,11 @@ def test_an_answer_that_changes_when_the_weights_are_shared_is_the_end() -> None
         (OutOfDeviceMemory("the card is full"), "the card is full", exit_codes.CANNOT_BUILD, True),
         (ModelCorrupted("the self-test died"), "the self-test died", exit_codes.CANNOT_BUILD, False),
         (MemoryError(), "MemoryError: ", exit_codes.FAILED, False),
-        # What is longer than the wire takes is clipped.
+        # A text beyond the limit of the protocol is clipped.
         (BuildError("x" * 10_000), clip("x" * 10_000), exit_codes.CANNOT_BUILD, False),
     ],
 )
-def test_what_cannot_be_built_is_told_and_waits_for_stop(
+def test_failed_build_waits_for_stop(
     order: Sequence[Any], step: str, error: Exception, cause: str, expected: int, no_room: bool
 ) -> None:
     status, socket = play(fake(fails={step: error}), order, predict(1), ATTACH, STOP)
@@ -314,20 +315,20 @@ def test_what_cannot_be_built_is_told_and_waits_for_stop(
         (ModelSignature(tuple(TensorSignature(f"x{i}", "FP32", ()) for i in range(65)), ()), "inputs: expected"),
     ],
 )
-def test_a_signature_that_the_wire_cannot_carry_is_a_cause(signature: ModelSignature, cause: str) -> None:
+def test_signature_beyond_protocol_limits_fails_build(signature: ModelSignature, cause: str) -> None:
     status, socket = play(FakeEngine(lambda _: {}, signature), BUILD, STOP)
     assert status == exit_codes.CANNOT_BUILD
     assert cause in only(ProcessFailed, socket).reason
 
 
-def test_settle_reaches_the_engine_only_where_something_is_shared() -> None:
+def test_trims_store_only_after_build() -> None:
     engine = fake()
     play(engine, encode(TrimStore()), BUILD, encode(TrimStore()), STOP)
     assert [each for each in engine.done if "settle" in each] == ["settle 7"]
 
 
 @pytest.mark.parametrize("refusal", ["", "the list is full" * 1000])
-def test_further_processes_are_let_in_or_the_reason_is_told(refusal: str) -> None:
+def test_allows_more_processes_or_reports_error(refusal: str) -> None:
     engine = fake(fails={"allow": AttachRefused(refusal)} if refusal else None)
     status, socket = play(engine, BUILD, encode(AllowAttach(("13", "14"))), encode(TrimStore()), STOP)
     assert (status, engine.done[-2:]) == (exit_codes.OK, ["allow 13,14", "settle 7"])
@@ -338,7 +339,7 @@ def test_further_processes_are_let_in_or_the_reason_is_told(refusal: str) -> Non
     ("order", "build", "after"),
     [(BUILD, "build /m/model 11,12", "export /s/store"), (ATTACH, "build /m/model  7", "attach 7")],
 )
-def test_weights_are_changed_after_each_build_and_before_the_canary(
+def test_updates_weights_between_build_and_selftest(
     order: Sequence[Any], build: str, after: str, tmp_path: Path
 ) -> None:
     np.savez(str(tmp_path / "new.npz"), a=np.zeros(1), b=np.zeros(2))
@@ -359,7 +360,7 @@ FORK = encode(Fork("w", (), "/log"))
 
 
 class FakeForker:
-    """Forks nothing, and remembers what would have been given."""
+    """A forker that starts no process and records the model that each child would inherit."""
 
     def __init__(self, reason: str = "") -> None:
         self.cannot_fork_reason = lambda: reason
@@ -374,14 +375,14 @@ class FakeForker:
         assert report(Forked(order.name, 11))
 
 
-def grows(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Have the process grow by so much with a build."""
+def fake_growth(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Make the process seem to grow by `nbytes` during the build."""
     sizes = [1000, 1000 + nbytes]
     monkeypatch.setattr(session_module, "private_bytes", lambda: sizes.pop(0))
 
 
-def test_a_template_exports_nothing_and_gives_all_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    grows(monkeypatch, 32 << 20)
+def test_template_passes_its_model_instead_of_exporting(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_growth(monkeypatch, 32 << 20)
     engine, forker = fake(), FakeForker()
     status, socket = play(engine, FORK, BUILD, FORK, STOP, sharing_plan=SharingPlan(2, cast(Any, forker)))
     assert status == exit_codes.OK
@@ -403,10 +404,10 @@ def test_a_template_exports_nothing_and_gives_all_that_it_has(monkeypatch: pytes
         ("", [ZEROS], False, (32 << 20) - 1, ""),
     ],
 )
-def test_what_cannot_be_forked_or_may_not_repeat_itself_or_is_small_is_no_template(
+def test_conditions_that_rule_out_a_template(
     monkeypatch: pytest.MonkeyPatch, refusal: str, answers: List[Any], draws: bool, nbytes: int, handle: str
 ) -> None:
-    grows(monkeypatch, nbytes)
+    fake_growth(monkeypatch, nbytes)
 
     monkeypatch.setattr(FakeEngine, "is_stochastic", draws)
     forker = FakeForker(refusal)
@@ -418,12 +419,12 @@ def test_what_cannot_be_forked_or_may_not_repeat_itself_or_is_small_is_no_templa
     assert (only(Forked, socket).pid, forker.given) == (0, [])
 
 
-def test_a_holder_that_may_be_one_takes_no_request() -> None:
+def test_possible_template_rejects_predict() -> None:
     with pytest.raises(RemoteProtocolError, match="no predict in a template"):
         play(fake(), predict(1), STOP, sharing_plan=SharingPlan(2, cast(Any, FakeForker())))
 
 
-def test_a_worker_of_a_template_builds_nothing_and_answers_once() -> None:
+def test_forked_worker_does_not_build() -> None:
     engine = fake()
     origin = ProcessOrigin("template", "", InheritedModel(engine, SHA256, 1234))
     _, socket = play(engine, ATTACH, predict(1), STOP, origin=origin)
@@ -433,7 +434,7 @@ def test_a_worker_of_a_template_builds_nothing_and_answers_once() -> None:
     assert only(Attached, socket) == Attached(selftest.run(engine, CASES).digest, 1234, "", CARD)
 
 
-def test_it_is_held_to_the_canary_as_every_other() -> None:
+def test_forked_worker_runs_selftest() -> None:
     engine = fake(sequence(ZEROS, ZEROS, ONES, ONES))
     origin = ProcessOrigin("template", "", InheritedModel(engine, SHA256, 1234))
     _, socket = play(engine, ATTACH, encode(Ping(run_selftest=True)), STOP, origin=origin)
@@ -457,7 +458,7 @@ OUTPUTS: Dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_an_output_of_any_form_is_little_endian_and_in_c_order_on_the_wire(name: str) -> None:
+def test_sends_outputs_little_endian_in_c_order(name: str) -> None:
     output = OUTPUTS[name]
     status, socket = play(fake(sequence(output)), predict(1), STOP)
     assert status == exit_codes.OK
@@ -477,7 +478,7 @@ def test_an_output_of_any_form_is_little_endian_and_in_c_order_on_the_wire(name:
         max_size=8,
     )
 )
-def test_an_answer_does_not_depend_on_those_before(
+def test_answers_do_not_depend_on_earlier_requests(
     requests: List[Tuple[Arrays, Optional[Tuple[str, ...]], Any]],
 ) -> None:
     def answers(some: Sequence[Tuple[Arrays, Optional[Tuple[str, ...]], Any]]) -> List[Any]:
@@ -488,7 +489,7 @@ def test_an_answer_does_not_depend_on_those_before(
 
     together = answers(requests)
     alone = [answer for each in requests for answer in answers([each])]
-    # What is missing of the wanted ends the session.
+    # A missing requested output ends the session.
     assert together == alone[: len(together)]
     assert len(together) == len(requests) or together[-1][0].is_exiting
 
@@ -505,7 +506,7 @@ INPUTS: Dict[str, Any] = {
 
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize("offset", [0, 1, 3])
-def test_an_engine_gets_native_aligned_arrays_in_c_order_wherever_a_frame_lies(name: str, offset: int) -> None:
+def test_engine_gets_native_aligned_c_order_arrays(name: str, offset: int) -> None:
     engine = fake(lambda inputs: {"y": inputs["x"]})
     *header, frame = predict(1, {"x": INPUTS[name]})
     buffer = np.zeros(len(frame) + 16, np.uint8)
@@ -528,14 +529,14 @@ def test_several_inputs_and_outputs_keep_their_names() -> None:
     result = only(PredictResult, socket)
     assert [each.name for each in result.description.outputs] == ["difference", "a"]
     assert [np.frombuffer(frame, "<f4").tolist() for frame in socket.frames[-1]] == [[4, 5], [5, 6]]
-    # Those that are wanted come, in the order in which they are.
+    # The session sends only the requested outputs, in the requested order.
     for outputs, values in ((("a", "difference"), [[5, 6], [4, 5]]), (("difference",), [[4, 5]])):
         _, socket = play(engine, predict(1, inputs, outputs), STOP)
         assert [each.name for each in only(PredictResult, socket).description.outputs] == [*outputs]
         assert [np.frombuffer(frame, "<f4").tolist() for frame in socket.frames[-1]] == values
 
 
-def test_what_the_engine_refuses_is_answered_and_the_next_request_served() -> None:
+def test_serves_next_request_after_rejected_one() -> None:
     refusals = [InvalidArgument("index out of bounds"), InvalidArgument("x" * 10_000)]
     status, socket = play(fake(sequence(*refusals, ZEROS)), predict(1), predict(2), predict(3), STOP)
     assert status == exit_codes.OK
@@ -554,9 +555,7 @@ def test_what_the_engine_refuses_is_answered_and_the_next_request_served() -> No
         (MemoryError(), "MemoryError: "),
     ],
 )
-def test_after_a_predict_that_may_have_spoilt_the_model_only_stop_is_obeyed(
-    error: Exception, text: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_corrupted_model_obeys_only_stop(error: Exception, text: str, caplog: pytest.LogCaptureFixture) -> None:
     engine = fake(sequence(error, ZEROS, ZEROS))
     orders = (predict(2), BUILD, ATTACH, encode(TrimStore()), predict(3))
     status, socket = play(engine, predict(1), *orders, STOP)
@@ -572,13 +571,11 @@ def test_after_a_predict_that_may_have_spoilt_the_model_only_stop_is_obeyed(
     [
         ([ZEROS] * 4, [ZEROS, ZEROS], False),
         ([ZEROS] * 4, [ONES, ONES], True),
-        # One that does not repeat itself may stay.
+        # A worker of a model with varying answers may continue.
         ([ZEROS, ZEROS, ONES, ONES], [ZEROS, ONES], False),
     ],
 )
-def test_after_a_refused_predict_a_worker_proves_itself_or_leaves(
-    attached: List[Any], now: List[Any], leaving: bool
-) -> None:
+def test_runs_selftest_after_rejected_predict(attached: List[Any], now: List[Any], leaving: bool) -> None:
     engine = fake(sequence(*attached, InvalidArgument("too large"), *now, ZEROS))
     status, socket = play(engine, ATTACH, predict(1), predict(2), STOP)
     assert only(PredictFailed, socket) == PredictFailed(1, "INVALID_ARGUMENT", "too large", leaving)
@@ -586,7 +583,7 @@ def test_after_a_refused_predict_a_worker_proves_itself_or_leaves(
     assert status == (exit_codes.MODEL_CORRUPTED if leaving else exit_codes.OK)
 
 
-def test_a_refusal_before_the_model_has_seen_a_request_costs_no_self_test() -> None:
+def test_no_selftest_if_rejected_before_predict() -> None:
     engine = fake(sequence(*[ZEROS] * 4, NotRun("too large"), ONES))
     _, socket = play(engine, ATTACH, predict(1), predict(2), STOP)
     assert only(PredictFailed, socket) == PredictFailed(1, "INVALID_ARGUMENT", "too large", is_exiting=False)
@@ -594,21 +591,21 @@ def test_a_refusal_before_the_model_has_seen_a_request_costs_no_self_test() -> N
     assert engine.done.count("predict") == 6
 
 
-def test_a_daemon_that_follows_is_told_that_it_is_back() -> None:
+def test_reports_reconnected_to_next_daemon() -> None:
     status, socket = play(fake(), ATTACH, None, None, predict(1), STOP)
     assert status == exit_codes.OK
     assert [type(each) for each in socket.sent] == [Hello, Attached, Reconnected, Reconnected, PredictResult]
 
 
-def test_a_daemon_that_follows_gets_nobody_back_who_is_of_no_use() -> None:
+def test_corrupted_worker_does_not_reconnect() -> None:
     status, socket = play(fake(sequence(RuntimeError("broken"))), predict(1), None)
     assert status == exit_codes.MODEL_CORRUPTED
     assert [type(each) for each in socket.sent] == [Hello, PredictFailed]
 
 
-def test_an_answer_for_another_batch_is_not_given() -> None:
+def test_rejects_answer_for_another_batch() -> None:
     two = np.zeros((2, 3), np.float32)
-    # The self-test's answers are right, but the same request has another answer now.
+    # The self-test answers are right, but a repeated request now gets another answer.
     three = np.ones((3, 3), np.float32)
     engine = fake(sequence(ZEROS, two, ZEROS, two, three, three, ZEROS, ZEROS, two, ONES))
     status, socket = play(engine, ATTACH, *(predict(number, {"x": three}) for number in range(3)), STOP)
@@ -618,7 +615,7 @@ def test_an_answer_for_another_batch_is_not_given() -> None:
     assert "for a batch of 3" in failed.error
 
 
-# --- orders that overtake others, and questions whether it still answers ------------------------------------------
+# --- orders that overtake others, and pings ----------------------------------------------------------------------
 
 
 def skip(number: int) -> List[Any]:
@@ -630,11 +627,12 @@ def skip(number: int) -> List[Any]:
     [
         ([predict(1), predict(2), skip(2), predict(3)], 3, 0, [1, 3], [2]),
         ([predict(1), predict(2), skip(2), predict(3)], 1, 2, [1, 3], [2]),
-        ([predict(1), skip(1), skip(7), predict(2)], 0, 0, [1, 2], []),  # it comes too late, or for nothing
-        ([skip(1), skip(2), predict(3)], 1, 0, [3], []),  # alone it does not end the waiting
+        # These cancellations are late, or name an unknown request.
+        ([predict(1), skip(1), skip(7), predict(2)], 0, 0, [1, 2], []),
+        ([skip(1), skip(2), predict(3)], 1, 0, [3], []),  # A cancellation alone does not end the wait.
     ],
 )
-def test_a_request_that_nobody_wants_any_more_is_not_begun_with(
+def test_does_not_start_cancelled_request(
     orders: Sequence[Sequence[Any]], ahead: int, late: int, answered: List[int], skipped: List[int]
 ) -> None:
     engine = fake()
@@ -644,20 +642,20 @@ def test_a_request_that_nobody_wants_any_more_is_not_begun_with(
     assert len(engine.received_inputs) == len(answered)
 
 
-def test_orders_that_were_read_ahead_are_obeyed_in_their_order() -> None:
+def test_obeys_orders_read_ahead_in_order() -> None:
     engine = fake()
     _, socket = play(engine, ATTACH, predict(1), encode(Ping(False)), predict(2), STOP, ahead=4)
     assert [type(each) for each in socket.sent] == [Hello, Attached, PredictResult, Pong, PredictResult]
 
 
-def test_a_ping_is_answered_with_the_canary_where_it_is_asked_for_and_there_is_one() -> None:
+def test_pong_has_selftest_digest_on_demand() -> None:
     proving = encode(Ping(True))
     _, socket = play(fake(), proving, ATTACH, encode(Ping(False)), proving, STOP)
     pongs = [each for each in socket.sent if isinstance(each, Pong)]
     assert pongs == [Pong(""), Pong(""), Pong(only(Attached, socket).selftest_digest)]
 
 
-def test_a_canary_that_fails_is_the_end_of_the_worker() -> None:
+def test_failed_selftest_on_ping_ends_worker() -> None:
     engine = fake(sequence(*[ZEROS] * 4, ModelCorrupted("predict failed!")))
     status, socket = play(engine, ATTACH, encode(Ping(True)), predict(1), STOP)
     assert status == exit_codes.CANNOT_BUILD
@@ -668,7 +666,7 @@ def test_a_canary_that_fails_is_the_end_of_the_worker() -> None:
 @pytest.mark.parametrize(
     ("name", "output", "error"),
     [
-        # A view of four bytes, which nobody may copy.
+        # This view needs four bytes; a copy of it would need 1 GiB.
         (
             "y",
             np.broadcast_to(np.float32(0), (2**18 + 1, 1024)),
@@ -679,9 +677,7 @@ def test_a_canary_that_fails_is_the_end_of_the_worker() -> None:
         ("", np.zeros(1), "name: expected"),
     ],
 )
-def test_an_output_that_the_wire_does_not_take_is_an_error_and_not_a_lost_connection(
-    name: str, output: Any, error: str
-) -> None:
+def test_output_beyond_protocol_limits_is_an_error(name: str, output: Any, error: str) -> None:
     status, socket = play(fake(lambda _: {name: output}), predict(1), STOP)
     failed = only(PredictFailed, socket)
     assert error in failed.error
@@ -690,10 +686,10 @@ def test_an_output_that_the_wire_does_not_take_is_an_error_and_not_a_lost_connec
 
 
 class Frame(bytearray):
-    """One of which it can be told whether it is still there."""
+    """A frame that supports weak references, so that a test can see whether it is still alive."""
 
 
-def test_the_inputs_of_a_request_are_gone_while_the_next_one_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_releases_inputs_before_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     *header, content = predict(1)
     frames = [*header, Frame(content)]
     there, socket = weakref.ref(frames[-1]), Script(ATTACH, frames, PAUSE, STOP)
@@ -702,7 +698,7 @@ def test_the_inputs_of_a_request_are_gone_while_the_next_one_is_waited_for(monke
     engine = fake()
 
     def rest(_: WorkerSession) -> None:
-        # What a test of the engine is kept for.
+        # The fake engine keeps its inputs for assertions.
         engine.received_inputs.clear()
         rests.append(there() is not None)
 
@@ -711,9 +707,7 @@ def test_the_inputs_of_a_request_are_gone_while_the_next_one_is_waited_for(monke
     assert rests == [False]
 
 
-def test_log_and_heap_are_bounded_while_requests_come_and_nothing_is_kept_when_none_do(
-    heap: List[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trims_log_and_heap(heap: List[str], monkeypatch: pytest.MonkeyPatch) -> None:
     engine = fake()
     monkeypatch.setattr(nativelog, "truncate_if_too_large", lambda: heap.append("log"))
     at_once = ["log", "bound"]
@@ -742,7 +736,7 @@ def test_large_frames_are_not_copied() -> None:
     assert np.shares_memory(np.frombuffer(seen[-1], np.uint8), answer)
 
 
-# --- requests that are run together ------------------------------------------------------------------------------
+# --- batches of several requests ---------------------------------------------------------------------------------
 
 
 def together(*parts: Sequence[Any], rows: int = 0) -> List[Sequence[Any]]:
@@ -754,14 +748,14 @@ def of_rows(number: int, *values: float) -> List[Any]:
 
 
 def answers(socket: Script) -> Dict[int, List[float]]:
-    """The first value of each row that each request was answered with."""
+    """Return, per request, the first value of each row of its answer."""
     return {
         each.request: array_of(socket, each)[:, 0].tolist() for each in socket.sent if isinstance(each, PredictResult)
     }
 
 
 def one(inputs: Arrays) -> Arrays:
-    """Refuses what is negative, and is spoilt by infinity."""
+    """Double the input; reject negative values, and corrupt the model on infinity."""
     if np.isinf(inputs["x"]).any():
         raise ModelCorrupted("infinite")
     if (inputs["x"] < 0).any():
@@ -769,10 +763,10 @@ def one(inputs: Arrays) -> Arrays:
     return twice(inputs)
 
 
-def test_requests_that_come_together_are_run_together_and_answered_each_for_itself() -> None:
+def test_batched_requests_get_separate_answers() -> None:
     engine = fake()
     parts = of_rows(1, 1), of_rows(2, 2, 3), of_rows(3, 4)
-    # The second time what is known of the first is used.
+    # The second batch uses the cached layout of the first one.
     status, socket = play(engine, *together(*parts), *together(*parts, rows=6), *together(*parts, rows=6), STOP)
     assert status == exit_codes.OK
     assert answers(socket) == {1: [2], 2: [4, 6], 3: [8]}
@@ -781,17 +775,17 @@ def test_requests_that_come_together_are_run_together_and_answered_each_for_itse
     assert socket.reply_counts == [3, 3, 3]
 
 
-def test_the_outputs_that_each_wants_come_in_any_form_that_the_engine_gives() -> None:
+def test_batched_requests_choose_their_outputs() -> None:
     engine = fake(lambda inputs: {"y": np.asfortranarray(inputs["x"] * 2), "z": inputs["x"][:, :2]})
     parts = predict(1, {"x": ONES}, ("z",)), predict(2, {"x": 3 * ONES})
-    # The second time what is known of the first is used, or is not.
+    # The second batch takes the cached layout where the layout permits it.
     _, socket = play(engine, *together(*parts), *together(*parts), STOP)
     found = [[np.frombuffer(frame, "<f4").tolist() for frame in frames] for frames in socket.frames[1:]]
     assert found == [[[1, 1]], [[6, 6, 6], [3, 3]]] * 2
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_one_that_fails_fails_alone(number: int) -> None:
+def test_failing_request_does_not_fail_its_batch(number: int) -> None:
     values = {1: 1.0, 2: 2.0, 3: 3.0, number: -1.0}
     status, socket = play(fake(one), *together(*(of_rows(*each) for each in values.items())), STOP)
     assert status == exit_codes.OK
@@ -800,7 +794,7 @@ def test_one_that_fails_fails_alone(number: int) -> None:
 
 
 @pytest.mark.parametrize("error", [ModelCorrupted("no"), ValueError("no")])
-def test_where_nobody_knows_who_has_spoilt_the_model_the_first_one_is_named_and_no_other_answered(
+def test_corrupted_batch_fails_its_first_request(
     error: Exception,
 ) -> None:
     status, socket = play(fake(sequence(error)), *together(predict(1), predict(2)), STOP)
@@ -809,8 +803,8 @@ def test_where_nobody_knows_who_has_spoilt_the_model_the_first_one_is_named_and_
     assert (failed.request, failed.is_exiting, socket.sent[1:]) == (1, True, [failed])
 
 
-@pytest.mark.parametrize("now", [[ZEROS, ZEROS], [ONES, ONES]], ids=["as before", "spoilt"])
-def test_a_worker_whose_predict_of_many_was_refused_proves_itself(now: List[Any]) -> None:
+@pytest.mark.parametrize("now", [[ZEROS, ZEROS], [ONES, ONES]], ids=["unchanged", "corrupted"])
+def test_runs_selftest_after_rejected_batch(now: List[Any]) -> None:
     engine = fake(sequence(*[ZEROS] * 4, InvalidArgument("so many"), *now, ZEROS, ZEROS))
     _, socket = play(engine, ATTACH, *together(predict(1), predict(2)), STOP)
     good = now[0] is ZEROS
@@ -820,7 +814,7 @@ def test_a_worker_whose_predict_of_many_was_refused_proves_itself(now: List[Any]
     ] == expected
 
 
-def test_an_answer_that_is_not_of_rows_is_told_once_and_nothing_is_run_together_again() -> None:
+def test_stops_batching_after_outputs_without_rows() -> None:
     engine = fake(lambda inputs: {"y": inputs["x"][:1]})
     status, socket = play(engine, *together(predict(1), predict(2)), *together(predict(3), predict(4)), STOP)
     assert status == exit_codes.OK
@@ -829,7 +823,7 @@ def test_an_answer_that_is_not_of_rows_is_told_once_and_nothing_is_run_together_
     assert len(engine.received_inputs) == 1 + 2 + 2
 
 
-def test_one_by_itself_may_be_run_on_more_rows_than_it_has() -> None:
+def test_pads_single_request_to_more_rows() -> None:
     engine = fake()
     _, socket = play(engine, *together(of_rows(1, 5), rows=4), STOP)
     assert (answers(socket), engine.received_inputs[0]["x"].shape) == ({1: [10]}, (4, 3))
@@ -839,18 +833,18 @@ def test_one_by_itself_may_be_run_on_more_rows_than_it_has() -> None:
     assert only(PredictFailed, socket).error == "output y has shape [1, 3] for 4 rows"
 
 
-def test_a_part_is_taken_back_until_its_job_begins() -> None:
+def test_cancels_batch_item_before_batch_starts() -> None:
     parts = [of_rows(number, number) for number in (1, 2, 3, 4)]
-    # Before all have come, and after.
+    # Before and after the last batch item has arrived.
     for at in (3, 4):
         orders = together(*parts[:3])
         orders.insert(at, skip(2))
         engine = fake()
         _, socket = play(engine, ATTACH, *orders, STOP, ahead=len(orders))
         assert (only(PredictCancelled, socket).request, answers(socket)) == (2, {1: [2], 3: [6]})
-        # As it comes for the first time, they are also run alone.
+        # The batch has a new form, so the remaining requests also run alone.
         assert [each["x"][:, 0].tolist() for each in engine.received_inputs[-3:]] == [[1, 3], [1], [3]]
-    # All of one job, of which one has not come yet; and of another.
+    # Cancel all items of a batch that is incomplete, and all items of the next one.
     orders = [*together(*parts[:2]), *together(*parts[2:])]
     orders[2:2] = [skip(1)]
     orders += [skip(2), skip(3), skip(4)]
@@ -858,21 +852,21 @@ def test_a_part_is_taken_back_until_its_job_begins() -> None:
     assert [type(each) for each in socket.sent[1:]] == [*[PredictCancelled] * 4, Attached, Pong]
 
 
-def test_what_comes_by_another_way_waits_for_those_that_are_together() -> None:
+def test_ping_waits_for_incomplete_batch() -> None:
     first, *rest = together(predict(1), predict(2))
     ping = encode(Ping(False))
     _, socket = play(fake(), ATTACH, first, ping, rest[0], ping, rest[1], STOP)
     assert [type(each) for each in socket.sent[2:]] == [PredictResult, PredictResult, Pong, Pong]
 
 
-def test_those_of_whom_some_have_not_come_are_forgotten_when_another_daemon_is_there() -> None:
+def test_new_daemon_discards_incomplete_batch() -> None:
     engine = fake()
     _, socket = play(engine, *together(predict(1), predict(2))[:-1], encode(Ping(False)), None, predict(3), STOP)
     assert [type(each) for each in socket.sent[1:]] == [Reconnected, Pong, PredictResult]
     assert [*answers(socket)] == [3]
 
 
-def test_a_holder_tells_what_it_found_of_rows_and_a_worker_whether_it_answers_them_so(
+def test_holder_and_worker_report_row_support(
     tmp_path: Path,
 ) -> None:
     engine = fake()
@@ -881,7 +875,7 @@ def test_a_holder_tells_what_it_found_of_rows_and_a_worker_whether_it_answers_th
     rows = only(Built, socket).row_support
     assert rows is not None
     assert (rows.inputs, rows.outputs, rows.is_equal, rows.note) == (("x",), ("y",), True, "")
-    # Where answers may differ a little, none is compared.
+    # With a tolerance, no digests of batches are compared.
     _, near = play(fake(), build, STOP, tolerance=0.1, files=ModelInputs("/m", str(tmp_path / "store")))
     assert only(Built, near).row_support == dataclasses.replace(rows, batch_digest="")
     attach = encode(Attach("7", CASES, 8, row_support=rows))
@@ -892,46 +886,46 @@ def test_a_holder_tells_what_it_found_of_rows_and_a_worker_whether_it_answers_th
         return {"y": inputs["x"] * (2 + (len(inputs["x"]) > 2))}
 
     same, other = [Attached], [Attached, BatchMismatch]
-    # What the holder has compared is not run alone where it is known that this process answers as that one.
-    for order, answer, told, runs in (
+    # A worker that is known to match the holder does not repeat the holder's comparison.
+    for order, answer, mismatches, runs in (
         (attach, twice, same, [8, 2]),
         (attach, more_of_many, other, [8, 1, 1]),
         (unsure, twice, same, [2, 1, 1]),
     ):
         engine = fake(answer)
         _, socket = play(engine, order, *job, STOP)
-        assert [type(each) for each in socket.sent] == [Hello, *told, PredictResult, PredictResult]
+        assert [type(each) for each in socket.sent] == [Hello, *mismatches, PredictResult, PredictResult]
         assert [len(each["x"]) for each in engine.received_inputs[4:]] == runs
-    # What was forked from a template has been told with it.
+    # A worker forked from a template inherits the result.
     made = ProcessOrigin("template", inherited_model=InheritedModel(fake(), SHA256, 5))
     engine = fake()
     play(engine, attach, STOP, origin=made)
     assert len(engine.received_inputs) == 2
 
 
-def test_what_the_self_test_took_is_given_back_before_a_worker_is_ready() -> None:
+def test_frees_selftest_memory_before_attached() -> None:
     engine = fake()
     before: List[int] = []
 
-    class Looks(Script):
+    class CountingScript(Script):
         def send(self, frames: Sequence[Any]) -> bool:
             if isinstance(decode(frames, FROM_CHILD), Attached):
                 before.append(engine.done.count("give back"))
             return super().send(frames)
 
-    assert session(Looks(ATTACH, STOP), engine).run(SHA256) == exit_codes.OK
+    assert session(CountingScript(ATTACH, STOP), engine).run(SHA256) == exit_codes.OK
     assert before == [2]
 
 
-def seldom(inputs: Arrays) -> Arrays:
-    """Has another answer to two rows than to one, if one of them is 5."""
+def differs_on_fives(inputs: Arrays) -> Arrays:
+    """Return another answer for two rows than for one if one of the rows is 5."""
     return {"y": inputs["x"] * 2 + (len(inputs["x"]) > 1 and 5 in inputs["x"])}
 
 
-def test_the_first_time_of_a_form_each_has_the_answer_that_it_has_alone() -> None:
+def test_first_batch_of_a_form_answers_as_alone() -> None:
     jobs = [*together(of_rows(1, 1), of_rows(2, 5)), *together(of_rows(3, 1), of_rows(4, 2))]
     for exact in (True, False):
-        engine = fake(seldom)
+        engine = fake(differs_on_fives)
         _, socket = play(engine, encode(Attach("7", CASES, 8, exact=exact)), *jobs, STOP)
         expected = {1: [2], 2: [10]} if exact else {1: [3], 2: [11]}
         assert answers(socket) == {**expected, 3: [2], 4: [4]}
@@ -939,7 +933,7 @@ def test_the_first_time_of_a_form_each_has_the_answer_that_it_has_alone() -> Non
         assert [len(each["x"]) for each in engine.received_inputs[4:]] == ([2, 1, 1, 1, 1, 1, 1] if exact else [2, 2])
 
 
-def test_who_has_rows_that_differ_is_run_alone_from_then_on_and_others_together() -> None:
+def test_runs_principal_with_unequal_rows_alone() -> None:
     def job(first: int, *values: float, principal_ids: Tuple[int, ...]) -> List[Sequence[Any]]:
         parts = [of_rows(first + index, value) for index, value in enumerate(values)]
         return [encode(BeginBatch(len(parts), 0, principal_ids)), *parts]
@@ -956,14 +950,14 @@ def test_who_has_rows_that_differ_is_run_alone_from_then_on_and_others_together(
     ]
     _, socket = play(engine, attach, *jobs, STOP)
     assert answers(socket) == {1: [2], 2: [10], 3: [4], 4: [2], 5: [10], 6: [4], 7: [2], 8: [4]}
-    told = [each for each in socket.sent if isinstance(each, BatchMismatch)]
-    # Where a daemon does not know of it, it is told again.
-    assert [each.principal_ids for each in told] == [(8,), (8,)]
-    # Of the first job: all, each alone, those of 8 without others, then one by one as the answers; of the second one
-    # those of 7 and 9, which come in this form for the first time, and that of 8; of the third one those of 7 and 9,
-    # whose form has come before.
+    mismatches = [each for each in socket.sent if isinstance(each, BatchMismatch)]
+    # The next daemon gets the report again.
+    assert [each.principal_ids for each in mismatches] == [(8,), (8,)]
+    # First batch: all three requests, each alone, the request of 8 without the others, then each for its answer.
+    # Second batch: the requests of 7 and 9, whose form is new, and the request of 8. Third: the requests of 7 and 9,
+    # which have a known form.
     assert [len(each["x"]) for each in engine.received_inputs[4:]] == [3, 1, 1, 1, 3, 1, 1, 1, 2, 1, 1, 1, 2]
-    # A part that is taken back is nobody's.
+    # A cancelled batch item belongs to no principal.
     skipped = job(1, 5, 1, 2, principal_ids=(8, 7, 9))
     engine = fake(fives)
     _, socket = play(
@@ -974,7 +968,7 @@ def test_who_has_rows_that_differ_is_run_alone_from_then_on_and_others_together(
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_requests_with_special_values_are_run_alone_where_the_holder_has_found_that_they_differ(exact: bool) -> None:
+def test_runs_unequal_special_values_alone(exact: bool) -> None:
     rows = RowSupport(("x",), ("y",), is_equal=True, compared_rows=8, unequal_specials=("nan", "negative zero"))
     engine = fake()
     parts = [of_rows(number, *values) for number, values in enumerate([(1,), (2, np.nan), (np.inf,), (-0.0,)], 1)]
@@ -982,7 +976,7 @@ def test_requests_with_special_values_are_run_alone_where_the_holder_has_found_t
     assert sorted(answers(socket)) == [1, 2, 3, 4]
     asked = [each["x"][:, 0].tolist() for each in engine.received_inputs if len(each["x"]) > 1 or exact][-5:]
     if exact:
-        # The form of the others comes for the first time: each is run alone, too.
+        # The form of the other requests is new, so each of them also runs alone.
         expected = [["1.0", "inf"], ["1.0"], ["inf"], ["2.0", "nan"], ["-0.0"]]
         assert [[str(value) for value in each] for each in asked] == expected
     else:
@@ -990,17 +984,17 @@ def test_requests_with_special_values_are_run_alone_where_the_holder_has_found_t
     assert not [each for each in socket.sent if isinstance(each, BatchMismatch)]
 
 
-def test_who_sends_many_requests_with_special_values_shares_no_job_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_special_values_end_batching_of_principal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_guard, "_MAX_SPECIAL_REQUESTS", 2)
     rows = RowSupport(("x",), ("y",), is_equal=True, compared_rows=8, unequal_specials=("nan",))
     job = [encode(BeginBatch(2, 0, (7, 8))), of_rows(1, np.nan), of_rows(2, 1)]
     _, socket = play(fake(), encode(Attach("7", CASES, 8, row_support=rows)), *job, *job, STOP)
-    told = only(BatchMismatch, socket)
-    assert (told.principal_ids, told.note) == ((7,), "many requests have values that must run alone (nan)")
+    mismatch = only(BatchMismatch, socket)
+    assert (mismatch.principal_ids, mismatch.note) == ((7,), "many requests have values that must run alone (nan)")
     assert [each.request for each in socket.sent if isinstance(each, PredictResult)] == [2, 1] * 2
 
 
-def test_where_too_many_have_rows_that_differ_nothing_is_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_unequal_principals_end_batching(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_guard, "_MAX_UNBATCHABLE_PRINCIPALS", 1)
     engine = fake(lambda inputs: {"y": inputs["x"] + len(inputs["x"])})
     parts = of_rows(1, 1), of_rows(2, 2)
@@ -1009,12 +1003,12 @@ def test_where_too_many_have_rows_that_differ_nothing_is_run_together(monkeypatc
 
 
 @pytest.mark.parametrize("principal_ids", [(1,), (1, 2, 3)])
-def test_whose_the_requests_are_is_said_of_each_or_of_none(principal_ids: Tuple[int, ...]) -> None:
+def test_principal_ids_cover_all_items_or_none(principal_ids: Tuple[int, ...]) -> None:
     with pytest.raises(RemoteProtocolError, match=f"principal_ids: expected 2 or none, got {len(principal_ids)}"):
         play(fake(), encode(BeginBatch(2, 0, principal_ids)), predict(1), predict(2), STOP)
 
 
-def test_a_form_of_which_there_are_too_many_is_not_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forms_beyond_the_limit_are_not_batched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_guard, "_MAX_TESTED_SPECS", 0)
     engine = fake()
     job = together(predict(1), predict(2))
@@ -1024,19 +1018,17 @@ def test_a_form_of_which_there_are_too_many_is_not_run_together(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("tidy_s", [0.0, 10.0])
-def test_what_was_run_together_is_now_and_then_run_again_when_nothing_comes(
-    tidy_s: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rechecks_batches_while_idle(tidy_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_guard, "_RECHECK_INTERVAL", 1)
     monkeypatch.setattr(base, "HOUSEKEEPING_INTERVAL_S", tidy_s)
     good, bad = together(of_rows(1, 1), of_rows(2, 2)), together(of_rows(3, 3), of_rows(4, 5))
-    engine = fake(seldom)
+    engine = fake(differs_on_fives)
     status, socket = play(engine, ATTACH, *good, *good, PAUSE, PAUSE, *bad, PAUSE, *good, STOP)
     assert status == exit_codes.OK
     assert [type(each) for each in socket.sent[2:]] == [*[PredictResult] * 6, BatchMismatch, *[PredictResult] * 2]
     sizes = [len(each["x"]) for each in engine.received_inputs[4:]]
     assert sizes == [2, 1, 1, 2, *[1, 1], 2, *[1, 1], *[1, 1]]
-    # The engine may fail with it: then it is of no use.
+    # The engine may fail during the recheck and is then unusable.
     left = [8]
 
     def failing(inputs: Arrays) -> Arrays:
@@ -1050,7 +1042,7 @@ def test_what_was_run_together_is_now_and_then_run_again_when_nothing_comes(
     assert (status, only(ProcessFailed, socket).reason) == (exit_codes.CANNOT_BUILD, "no")
 
 
-def test_no_job_begins_within_another() -> None:
+def test_rejects_nested_batch() -> None:
     with pytest.raises(RemoteProtocolError, match="type: expected predict, 1 more, got begin_batch"):
         play(fake(), encode(BeginBatch(1)), encode(BeginBatch(1)))
 
@@ -1059,7 +1051,7 @@ def test_no_job_begins_within_another() -> None:
 
 
 class Mapping(Script):
-    """With a region that has descriptors coming."""
+    """A script that also receives file descriptors of a shared memory region."""
 
     def __init__(self, *orders: Optional[Sequence[Any]]) -> None:
         super().__init__(*orders)
@@ -1074,7 +1066,7 @@ def placed(number: int, offset: int = 0, room: int = 4096, region: int = 7) -> L
     return encode(Predict(number, RequestDescription("m", (spec_of("x", ONES),)), regions))
 
 
-def test_tensors_in_memory_of_a_client_are_read_and_written_there() -> None:
+def test_uses_tensors_in_client_memory() -> None:
     connection = Mapping(encode(MapRegion(7)), placed(1, 16), placed(2, 16, 11), predict(3), STOP)
     os.pwrite(connection.memory, ONES.tobytes(), 16)
     session(connection, fake()).run(SHA256)
@@ -1089,8 +1081,8 @@ def test_tensors_in_memory_of_a_client_are_read_and_written_there() -> None:
     assert os.pread(connection.memory, len(answer), 64) == answer
 
 
-@pytest.mark.parametrize("gone", [[encode(UnmapRegion(7))], [None]], ids=["taken away", "another daemon"])
-def test_a_region_that_is_gone_fails_the_request_alone(gone: List[Any]) -> None:
+@pytest.mark.parametrize("gone", [[encode(UnmapRegion(7))], [None]], ids=["unmapped", "new daemon"])
+def test_missing_region_fails_only_its_request(gone: List[Any]) -> None:
     connection = Mapping(encode(MapRegion(7)), placed(1), *gone, placed(2), predict(3), STOP)
     assert session(connection, fake()).run(SHA256) == exit_codes.OK
     assert [type(each) for each in connection.sent if not isinstance(each, Reconnected)] == [
@@ -1103,15 +1095,15 @@ def test_a_region_that_is_gone_fails_the_request_alone(gone: List[Any]) -> None:
     assert (failed.request, failed.code, failed.is_exiting) == (2, "INTERNAL", False)
 
 
-def test_a_region_that_is_given_again_before_it_is_taken_away_stays() -> None:
+def test_region_mapped_again_before_unmap_stays() -> None:
     connection = Mapping(encode(MapRegion(7)), placed(1), encode(UnmapRegion(7)), encode(MapRegion(7)), placed(2), STOP)
     connection.ahead, connection.late = 2, 2
     assert session(connection, fake()).run(SHA256) == exit_codes.OK
     assert [type(each) for each in connection.sent] == [Hello, PredictResult, PredictResult]
 
 
-def test_regions_of_requests_that_are_together_are_read_and_written_as_those_of_one() -> None:
-    # The last one's has gone when it is begun with; the first one's is given back in between.
+def test_batched_requests_use_their_regions() -> None:
+    # The first region is unmapped in the middle of the batch; the region of the last request may be missing.
     parts = [placed(1, 16), encode(UnmapRegion(7)), predict(2), placed(3, 0, region=8)]
     for lost in (False, True):
         orders = [encode(MapRegion(7)), *([] if lost else [encode(MapRegion(8))]), encode(BeginBatch(3)), *parts]

@@ -31,7 +31,7 @@ LSTM = ["Sigmoid", "Tanh", "Tanh"]
 
 
 class Graph(NamedTuple):
-    """What `models.save` writes."""
+    """Arguments of `models.save`."""
 
     nodes: list[Any]
     inputs: list[Any]
@@ -46,12 +46,12 @@ def reshaped(*shape: int) -> Graph:
 
 
 def small(*shape: int) -> Any:
-    """Weights around 0 of a standard deviation of 0.3."""
+    """Return random weights with mean 0 and standard deviation 0.3."""
     return (np.random.RandomState(len(shape)).standard_normal(shape) * 0.3).astype(np.float32)
 
 
 def branch(kind: str) -> Any:
-    """One node on "x" @ "w", which is 4 MiB of weights."""
+    """Return a graph of one node on "x" @ "w"; "w" has 4 MiB."""
     nodes = [node("Constant", [], ["w"], value=numpy_helper.from_array(np.eye(1024, dtype=np.float32)))]
     nodes += [node("MatMul", ["x", "w"], ["xw"]), node(kind, ["xw"], ["out"])]
     return helper.make_graph(nodes, "branch", [], [fp32("out", "N", 1024)])
@@ -86,11 +86,12 @@ MODELS = {
         [fp32("y", "N", 8, "H", "W")],
         {"w": small(16, 3, 3, 3), "v": small(8, 16, 3, 3)},
     ),
-    # These run only where N is a multiple of 3; of 5, of which no size that a self-test tries is one; or where it is 1.
+    # These models run only where N is a multiple of 3 or of 5, or is 1. No size that a self-test tries is a multiple of
+    # 5.
     "threes": reshaped(-1, 3, 4),
     "fives": reshaped(-1, 5, 4),
     "single": reshaped(1, 4),
-    # Draws at random where the sum of x is large, which has to be looked for.
+    # The model draws random numbers only if the sum of x is large, which a test must search for.
     "rarely_random": Graph(
         [
             node("ReduceSum", ["x"], ["sum"], keepdims=0),
@@ -101,7 +102,7 @@ MODELS = {
         [fp32("y", "N", 1024)],
         {"large": np.array(1e30, np.float32)},
     ),
-    # The same as Identity, if it is not trained; and what makes it so.
+    # Dropout without and with training mode; the former equals Identity.
     "dropout": Graph([node("Dropout", ["x", "half"], ["y"])], [X], [Y], {"half": np.array(0.5, np.float32)}),
     "trained": Graph(
         [node("Dropout", ["x", "half", "yes"], ["y"])],
@@ -120,15 +121,15 @@ MODELS = {
     "total": Graph([node("ReduceSum", ["x"], ["y"], keepdims=0)], [X], [fp32("y")]),
     "reshape": Graph([node("Reshape", ["x", "shape"], ["y"])], [X, info("shape", TensorProto.INT64, ["K"])], [ANY_Y]),
     "any_rank": Graph([node("Neg", ["x"], ["y"])], [ANY_X], [ANY_Y]),
-    # A request decides how much memory it takes.
+    # The request decides how much memory the output takes.
     "filled": Graph(
         [node("ConstantOfShape", ["shape"], ["y"])], [info("shape", TensorProto.INT64, [2])], [fp32("y", "N", "M")]
     ),
     "no_inputs": Graph([node("Relu", ["ones"], ["y"])], [], [fp32("y", 2, 3)], {"ones": np.ones((2, 3), np.float32)}),
-    # "x" as it came, and "k", which is a weight.
+    # The outputs are "x", unchanged, and the weight "k".
     "constant": Graph([node("Identity", ["w"], ["k"])], [X], [X, fp32("k", 4)], {"w": np.arange(4, dtype=np.float32)}),
-    # Rows that hang on each other: by their sum or their mean; by the largest value of all; or by their place in the
-    # vectors of a processor, where a row is no multiple of one.
+    # Rows that depend on each other: by their sum or mean, by the largest value of all rows, or, where a row is not a
+    # multiple of a processor vector, by their position in it.
     "softmax": Graph([node("Softmax", ["x"], ["y"], axis=0)], [X], [Y]),
     "centred": Graph(
         [node("ReduceMean", ["x"], ["mean"], axes=[0], keepdims=1), node("Sub", ["x", "mean"], ["y"])], [X], [Y]

@@ -1,4 +1,4 @@
-"""Two ranks on a machine with eight cards."""
+"""Fixtures: two ranks on a host with eight cards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from .support import EXEC, World
 
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
-    """A machine with eight cards."""
     return Host(tmp_path / "host", cards=8)
 
 
@@ -39,7 +38,7 @@ def x() -> Any:
 
 @pytest.fixture
 def world(start: Start, cut: Slices, table: Path) -> World:
-    """Start the ranks of a model, and build each."""
+    """Return a function that starts the ranks of a model and builds each."""
 
     def world(cut: Slices = cut, table: Path = table, config: Any = None, **variables: str) -> List[Program]:
         programs = [start(**{**EXEC, **variables}) for _ in cut.paths]

@@ -1,4 +1,4 @@
-"""What the tests of worlds say of them."""
+"""Helpers for the tests of rank groups."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ EXEC = {"HCCL_EXEC_TIMEOUT": "68"}
 
 _SECOND = 0.003
 CONNECT_S = 140 * _SECOND
-"""How long an impatient rank waits for the others at its first predict, and later in a predict."""
+"""How long a rank with short time-outs waits for the others in its first predict, and in later ones."""
 EXEC_S = 68 * _SECOND
 
 
 def impatient(host: Host) -> None:
-    """Let time-outs come soon. Until then they are far away, however busy the machine is."""
+    """Shorten the time-outs. Before that they are so long that they do not expire on a busy machine."""
     host.switch(hccl_second=_SECOND)
 
 
 def predict(programs: List[Program], *inputs: Any) -> List[Any]:
-    """Let all predict at once, each its own input or all the only one; what each gets, or its error's type."""
+    """Run predict in all programs at once, each with its input or with a common one; return answers or error types."""
     for index, program in enumerate(programs):
         program.begin("predict(x)", x=inputs[index % len(inputs)])
     answers: List[Any] = []
@@ -43,7 +43,7 @@ def assert_right(programs: List[Program], cut: Slices, x: Any) -> None:
 
 
 def connected(world: World, cut: Slices, x: Any, **more: Any) -> List[Program]:
-    """A world that has answered once."""
+    """Start a rank group and run one predict."""
     programs = world(cut, **more)
     assert_right(programs, cut, x)
     return programs

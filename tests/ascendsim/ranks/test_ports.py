@@ -1,4 +1,4 @@
-"""What HCCL takes of a card: a port of its network interface, and memory."""
+"""Tests of the resources that HCCL uses on a card: a port of its network interface, and memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ BUILD = "rank(path, table, 0)"
 
 @pytest.fixture
 def first(start: Start, cut: Slices, table: Path) -> Program:
-    """A process that is rank 0 on card 0."""
+    """Return a process that is rank 0 on card 0."""
     program = start()
     program.do(BUILD, path=cut.paths[0], table=table)
     return program
 
 
-def beside(start: Start, cut: Slices, table: Path) -> str:
-    """What comes of another one there: "", or its error."""
+def build_in_another_process(start: Start, cut: Slices, table: Path) -> str:
+    """Start another process on the card; return its error, or an empty string."""
     program = start()
     try:
         program.do(BUILD, path=cut.paths[0], table=table)
@@ -36,55 +36,61 @@ def beside(start: Start, cut: Slices, table: Path) -> str:
     return ""
 
 
-def test_another_process_with_hccl_needs_another_port(
+def test_second_hccl_process_needs_another_port(
     first: Program, start: Start, cut: Slices, table: Path, tmp_path: Path
 ) -> None:
-    """hccl fault_diagnosis/param_link_stage.md: EI0019."""
-    assert "EI0019" in beside(start, cut, table)
-    assert beside(start, cut, ranks.table(tmp_path / "other.json", [0, 1], ports=[16700, 16700])) == ""
+    """hccl fault_diagnosis/param_link_stage.md documents error EI0019."""
+    assert "EI0019" in build_in_another_process(start, cut, table)
+    assert (
+        build_in_another_process(start, cut, ranks.table(tmp_path / "other.json", [0, 1], ports=[16700, 16700])) == ""
+    )
     first.kill()
-    assert beside(start, cut, table) == ""
+    assert build_in_another_process(start, cut, table) == ""
 
 
 @pytest.mark.parametrize(
     "switches", [{"driver_version": "24.1.0"}, {"soc_name": "Ascend910A"}, {"soc_name": "Ascend310P3"}]
 )
-def test_elsewhere_a_port_does_not_count(host: Host, start: Start, cut: Slices, tmp_path: Path, switches: Any) -> None:
-    """hccl rank_table_config_a2.md, constraints.md: one process with HCCL for a card."""
+def test_some_products_allow_one_hccl_process(
+    host: Host, start: Start, cut: Slices, tmp_path: Path, switches: Any
+) -> None:
+    """hccl rank_table_config_a2.md and constraints.md: one HCCL process per card."""
     host.switch(**switches)
     one, two = (ranks.table(tmp_path / f"{port}.json", [0, 1], ports=[port, port]) for port in (16700, 16800))
     start().do(BUILD, path=cut.paths[0], table=one)
-    assert "EI0019" in beside(start, cut, two)
+    assert "EI0019" in build_in_another_process(start, cut, two)
 
 
-def test_a_card_takes_eight_processes_with_hccl(start: Start, cut: Slices, tmp_path: Path) -> None:
+def test_card_accepts_eight_hccl_processes(start: Start, cut: Slices, tmp_path: Path) -> None:
     for number in range(9):
         port = 17000 + number
-        failed = beside(start, cut, ranks.table(tmp_path / f"{port}.json", [0, 1], ports=[port, port]))
+        failed = build_in_another_process(
+            start, cut, ranks.table(tmp_path / f"{port}.json", [0, 1], ports=[port, port])
+        )
         assert ("EI0019" in failed) is (number == 8)
 
 
-def test_a_port_may_stay_taken_for_a_while(first: Program, host: Host, start: Start, cut: Slices, table: Path) -> None:
+def test_port_may_stay_in_use_for_a_while(first: Program, host: Host, start: Start, cut: Slices, table: Path) -> None:
     host.switch(port_linger=100.0)
     first.kill()
-    assert "EI0019" in beside(start, cut, table)
+    assert "EI0019" in build_in_another_process(start, cut, table)
     assert host.card_state().used == 0
 
 
-def test_a_port_comes_free_with_the_last_model(first: Program, start: Start, cut: Slices, table: Path) -> None:
+def test_last_model_frees_port(first: Program, start: Start, cut: Slices, table: Path) -> None:
     first.do("lib.model = None")
-    assert beside(start, cut, table) == ""
+    assert build_in_another_process(start, cut, table) == ""
 
 
-def test_a_communicator_takes_two_buffers_of_each_card(world: World, host: Host, cut: Slices, x: Any) -> None:
-    """hccl HCCL_BUFFSIZE.md: 200 MB unless told otherwise, in each direction."""
+def test_communicator_uses_two_buffers_per_card(world: World, host: Host, cut: Slices, x: Any) -> None:
+    """hccl HCCL_BUFFSIZE.md: 200 MB by default in each direction."""
     connected(world, cut, x, HCCL_BUFFSIZE="50")
     for card in (0, 1):
         [buffers] = [each for each in host.card_state(card).allocations if each.kind == driver_state.BUFFERS]
         assert buffers.bytes == 100 * MIB
 
 
-def test_a_card_that_is_full_shows_at_the_first_predict(world: World, host: Host, cut: Slices, x: Any) -> None:
+def test_full_card_fails_first_predict(world: World, host: Host, cut: Slices, x: Any) -> None:
     host.switch(capacity_mib=300)
     first, _ = world()
     assert first.refusal("predict(x)", x=x).text == "predict failed!"
@@ -92,17 +98,15 @@ def test_a_card_that_is_full_shows_at_the_first_predict(world: World, host: Host
     assert [each.kind for each in host.card_state().allocations] == [driver_state.CONTEXT]
 
 
-def test_a_world_that_ended_leaves_nothing_and_another_takes_its_place(
-    world: World, host: Host, cut: Slices, x: Any
-) -> None:
+def test_new_group_replaces_ended_one(world: World, host: Host, cut: Slices, x: Any) -> None:
     for program in connected(world, cut, x):
         program.kill()
     assert (host.card_state(0).used, host.card_state(1).used) == (0, 0)
     connected(world, cut, x)
 
 
-def test_hccl_is_needed_even_for_one_card(program: Program, host: Host, cut: Slices) -> None:
-    """ge_device_context.cc:218, :236: unless the card is an Ascend310."""
+def test_single_card_needs_hccl(program: Program, host: Host, cut: Slices) -> None:
+    """ge_device_context.cc:218, :236: the Ascend310 is an exception."""
     host.switch(libhccl=False)
     build = "build(path, provider='ge')"
     assert "dlopen" in errors_of(program, build, path=cut.paths[0])[-1]
@@ -110,25 +114,23 @@ def test_hccl_is_needed_even_for_one_card(program: Program, host: Host, cut: Sli
     program.do(build)
 
 
-def test_there_is_no_hccl_on_a_virtual_card(program: Program, host: Host, cut: Slices, table: Path) -> None:
-    """hccl constraints.md."""
+def test_virtual_card_has_no_hccl(program: Program, host: Host, cut: Slices, table: Path) -> None:
+    """Documented in hccl constraints.md."""
     host.switch(vnpu=True)
     assert "virtual instance" in errors_of(program, BUILD, path=cut.paths[0], table=table)[-1]
 
 
-def test_on_a_300i_duo_hccl_comes_before_any_memory(
+def test_300i_duo_needs_hccl_before_memory(
     program: Program, start: Start, host: Host, cut: Slices, table: Path, path: Path
 ) -> None:
-    """hccl constraints.md."""
+    """Documented in hccl constraints.md."""
     host.switch(soc_name="Ascend310P3")
     program.do("build(plain)\nkept = lib.model", plain=path)
     assert "before any memory" in errors_of(program, BUILD, path=cut.paths[0], table=table)[-1]
 
 
-def test_a_cache_of_models_is_written_where_the_process_is(
-    start: Start, cut: Slices, table: Path, tmp_path: Path
-) -> None:
-    """ge_graph_executor.cc:553."""
+def test_writes_model_cache_to_working_directory(start: Start, cut: Slices, table: Path, tmp_path: Path) -> None:
+    """See ge_graph_executor.cc:553."""
     program = start()
     section = {"rank_table_file": str(table), "provider": "ge", "model_cache_mode": "mem_opt"}
     program.do("os.chdir(where)", where=str(tmp_path))

@@ -1,4 +1,4 @@
-"""The rank table and HCCL's variables: what is read, and what is refused, with the code that the log tells."""
+"""Tests of the rank table and of HCCL's environment variables: accepted values, and error codes in the log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..support import Start, errors_of
 
 
 def written(tmp_path: Path, *devices: int, **changes: Any) -> Dict[str, Any]:
-    """The values of a table."""
+    """Return the contents of a rank table."""
     table: Dict[str, Any] = json.loads(
         ranks.table(tmp_path / "t.json", devices or (0, 1), **changes).read_text("ascii")
     )
@@ -35,7 +35,7 @@ def refusal(values: Dict[str, Any]) -> str:
 
 
 def set_at(values: Dict[str, Any], where: str, value: Any) -> Dict[str, Any]:
-    """Set, or take away, an item of the server ("server.key") or of its second device ("device.key")."""
+    """Set or remove an item of the server ("server.key") or of its second device ("device.key")."""
     place, key = where.split(".")
     item = {"table": values, "server": values["server_list"][0], "device": values["server_list"][0]["device"][-1]}[
         place
@@ -70,7 +70,7 @@ def set_at(values: Dict[str, Any], where: str, value: Any) -> Dict[str, Any]:
         ("table.server_list", None, "EI0004", "no server_list"),
     ],
 )
-def test_a_table_is_refused(tmp_path: Path, where: str, value: Any, code: str, reason: str) -> None:
+def test_rejects_table(tmp_path: Path, where: str, value: Any, code: str, reason: str) -> None:
     text = refusal(set_at(written(tmp_path), where, value))
     assert text.startswith(f"{code}: ")
     assert reason in text
@@ -86,14 +86,14 @@ def test_a_table_is_refused(tmp_path: Path, where: str, value: Any, code: str, r
         ("server.host_ip", "10.0.0.1"),
     ],
 )
-def test_a_table_is_taken(tmp_path: Path, where: str, value: Any) -> None:
+def test_accepts_table(tmp_path: Path, where: str, value: Any) -> None:
     table = ranktable.parse(set_at(written(tmp_path, 4, 2), where, value))
     assert [(each.rank, each.device) for each in table.devices] == [(0, 4), (1, 2)]
     assert table.devices[0].port == 16666
 
 
-def test_the_crc_is_of_what_was_parsed(tmp_path: Path) -> None:
-    """param_check.cc:106: white space is free, and nothing else."""
+def test_crc_covers_parsed_values(tmp_path: Path) -> None:
+    """param_check.cc:106: white space does not matter, everything else does."""
     path = tmp_path / "t.json"
     values = written(tmp_path)
     path.write_text(json.dumps(values, indent=4), encoding="ascii")
@@ -102,7 +102,7 @@ def test_the_crc_is_of_what_was_parsed(tmp_path: Path) -> None:
 
 
 def of_a3(tmp_path: Path, **changes: Any) -> Dict[str, Any]:
-    """A table of two dies of one A3 (hccl rank_table_config_a3.md)."""
+    """Return a table with two dies of one A3 (hccl rank_table_config_a3.md)."""
     pods = [{"super_pod_id": "0", "server_list": [{"server_id": "node_0"}]}]
     values = written(tmp_path, version="1.2", super_pod_list=pods, **changes)
     for number, device in enumerate(values["server_list"][0]["device"]):
@@ -111,7 +111,7 @@ def of_a3(tmp_path: Path, **changes: Any) -> Dict[str, Any]:
     return values
 
 
-def test_a_table_of_an_a3_has_super_devices_and_pods(tmp_path: Path) -> None:
+def test_a3_table_has_super_devices_and_pods(tmp_path: Path) -> None:
     assert ranktable.check_process(ranktable.parse(of_a3(tmp_path)), 1, 1, "", products.A3).super_device == "1"
     assert "super_device_id" in refusal(set_at(of_a3(tmp_path), "device.super_device_id", None))
     other = [{"super_pod_id": "0", "server_list": [{"server_id": "node_1"}]}]
@@ -139,9 +139,7 @@ OWN = addresses.of_card(1)
         ("310P", (8, 1), (1, 1, OWN), "EI0004"),
     ],
 )
-def test_a_table_and_the_process_that_reads_it(
-    tmp_path: Path, product: str, devices: Tuple[int, ...], mine: Any, code: str
-) -> None:
+def test_table_must_match_process(tmp_path: Path, product: str, devices: Tuple[int, ...], mine: Any, code: str) -> None:
     table = ranktable.parse(written(tmp_path, *devices))
     rank, device, ip = mine
     if code:
@@ -151,7 +149,7 @@ def test_a_table_and_the_process_that_reads_it(
         assert ranktable.check_process(table, rank, device, ip, product).device == 1
 
 
-def test_where_an_address_is_needed(tmp_path: Path) -> None:
+def test_products_that_need_an_address(tmp_path: Path) -> None:
     """ranktableConcise.cc:513; rank_table_config_300i_duo.md."""
     one = set_at(written(tmp_path), "device.device_ip", None)
     assert ranktable.check_process(ranktable.parse(one), 1, 1, OWN, products.A2).ip == ""
@@ -164,7 +162,7 @@ def test_where_an_address_is_needed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["x.json.d/t.json", "t.txt", "t.json.bak"])
-def test_the_real_path_has_one_json_at_its_end(tmp_path: Path, name: str) -> None:
+def test_real_path_ends_with_json(tmp_path: Path, name: str) -> None:
     """topoinfo_ranktableParser.cc:50, :140."""
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
@@ -175,7 +173,7 @@ def test_the_real_path_has_one_json_at_its_end(tmp_path: Path, name: str) -> Non
         ranktable.load(str(link), no_tick)
 
 
-def test_a_table_that_is_not_completed_is_looked_at_again_each_second_for_half_an_hour(tmp_path: Path) -> None:
+def test_polls_incomplete_table_for_half_an_hour(tmp_path: Path) -> None:
     """topoinfo_ranktableParser.cc:36, :170-200."""
     path = tmp_path / "t.json"
     ticks: List[int] = []
@@ -194,7 +192,7 @@ def test_a_table_that_is_not_completed_is_looked_at_again_each_second_for_half_a
     assert len(ticks) == 5 + 1800
 
 
-def test_a_build_hangs_on_such_a_table_deaf_to_signals(program: Program, host: Host, tmp_path: Path) -> None:
+def test_build_waits_for_table_and_ignores_signals(program: Program, host: Host, tmp_path: Path) -> None:
     host.switch(hccl_second=0.01)
     cut, table = ranks.mlp(tmp_path / "slices"), ranks.table(tmp_path / "t.json", [0, 1], status="initializing")
     program.begin("rank(path, table, 0)", path=cut.paths[0], table=table)
@@ -204,7 +202,7 @@ def test_a_build_hangs_on_such_a_table_deaf_to_signals(program: Program, host: H
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", "{", '{"status": 1}'])
-def test_what_is_no_table_fails_the_build(program: Program, tmp_path: Path, text: str) -> None:
+def test_invalid_table_fails_build(program: Program, tmp_path: Path, text: str) -> None:
     cut, table = ranks.mlp(tmp_path / "slices"), tmp_path / "t.json"
     build = {"path": cut.paths[0], "table": table}
     assert "EI0004" in errors_of(program, "rank(path, table, 0)", **build)[-1]
@@ -212,7 +210,7 @@ def test_what_is_no_table_fails_the_build(program: Program, tmp_path: Path, text
     assert "EI0004" in errors_of(program, "rank(path, table, 0)")[-1]
 
 
-def test_the_dict_wins_over_the_file(program: Program, tmp_path: Path) -> None:
+def test_dict_takes_precedence_over_file(program: Program, tmp_path: Path) -> None:
     cut, table, file = ranks.mlp(tmp_path / "s"), ranks.table(tmp_path / "t.json", [0, 1]), tmp_path / "c.ini"
     file.write_text("[ascend_context]\nprovider=ge\nrank_table_file=/nowhere.json\n", encoding="ascii")
     build = "build(path, options={'config_path': file}, config={'ascend_context': section})"
@@ -221,8 +219,8 @@ def test_the_dict_wins_over_the_file(program: Program, tmp_path: Path) -> None:
     program.do(build, section={"rank_table_file": str(table)})
 
 
-def test_device_ids_are_those_of_the_host(start: Start, host: Host, tmp_path: Path) -> None:
-    """A process counts the cards that it sees; the table has /dev/davinciN (ranktableConcise.cc:438)."""
+def test_device_ids_are_host_numbers(start: Start, host: Host, tmp_path: Path) -> None:
+    """A process counts its visible cards; the table uses N of /dev/davinciN (ranktableConcise.cc:438)."""
     cut, table = ranks.mlp(tmp_path / "slices"), ranks.table(tmp_path / "t.json", [1, 0])
     build = "rank(path, table, 0, device=0)"
     start(ASCEND_RT_VISIBLE_DEVICES="1").do(build, path=cut.paths[0], table=table)
@@ -230,7 +228,7 @@ def test_device_ids_are_those_of_the_host(start: Start, host: Host, tmp_path: Pa
     assert "EI0014" in errors_of(start(), build, path=cut.paths[0], table=table)[-1]
 
 
-# --- Variables --------------------------------------------------------------------------------------------------
+# --- variables --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -245,8 +243,9 @@ def test_device_ids_are_those_of_the_host(start: Start, host: Host, tmp_path: Pa
         ("310P", {"HCCL_EXEC_TIMEOUT": "99999"}, "", (120, 17340, 200)),
     ],
 )
-def test_the_time_outs_of_a_product(product: str, variables: Any, option: str, expected: Any) -> None:
-    """hccl HCCL_EXEC_TIMEOUT.md: steps of 68 s on a 910 and a 310P; the option wins (hcom_plugin.cc:277)."""
+def test_timeouts_of_product(product: str, variables: Any, option: str, expected: Any) -> None:
+    """hccl HCCL_EXEC_TIMEOUT.md: steps of 68 s on a 910 and a 310P; the option takes precedence
+    (hcom_plugin.cc:277)."""
     assert settings.read(variables, option, product) == expected
 
 
@@ -260,13 +259,13 @@ def test_the_time_outs_of_a_product(product: str, variables: Any, option: str, e
         {"HCCL_BUFFSIZE": "0"},
     ],
 )
-def test_a_wrong_variable_fails_the_build(start: Start, tmp_path: Path, variables: Dict[str, str]) -> None:
-    """externalinput.cc:530, :972: EI0001."""
+def test_wrong_variable_fails_build(start: Start, tmp_path: Path, variables: Dict[str, str]) -> None:
+    """externalinput.cc:530, :972: error EI0001."""
     cut, table = ranks.mlp(tmp_path / "slices"), ranks.table(tmp_path / "t.json", [0, 1])
     assert "EI0001" in errors_of(start(**variables), "rank(path, table, 0)", path=cut.paths[0], table=table)[-1]
 
 
-def test_the_names_of_chips() -> None:
+def test_chip_names() -> None:
     names = {
         "Ascend910_9382": "A3",
         "Ascend910B3": "A2",
@@ -280,7 +279,7 @@ def test_the_names_of_chips() -> None:
     assert not products.has_ports("910", "25.5.0")
 
 
-def test_a_group_info_file_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_group_info_file_round_trips(tmp_path: Path) -> None:
     groups = {"2-1": [0, 300], "p": [1]}
     assert groupinfo.read(groupinfo.write(tmp_path / "g.pb", groups)) == groups
     for wrong in (b"\xff", b"\x0a\x05x"):

@@ -1,4 +1,4 @@
-"""A world of ranks: real processes that compute together, and what becomes of them when they are not in step."""
+"""Tests of rank groups: real processes that compute together, and the effects of ranks out of step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ascendsim.ranks import Slices
 from ..support import Start, errors_of
 from .support import CONNECT_S, EXEC, EXEC_S, World, assert_right, connected, impatient, predict
 
-# --- In step ----------------------------------------------------------------------------------------------------
+# --- in step ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -32,16 +32,14 @@ def test_right_answers_need_all_ranks_in_any_batch(world: World, tmp_path: Path,
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8])
-def test_every_cut_of_a_network_answers_as_the_whole(tmp_path: Path, count: int) -> None:
+def test_every_split_answers_like_the_whole_network(tmp_path: Path, count: int) -> None:
     x = np.random.RandomState(2).randint(-3, 4, (5, 16)).astype(np.float32)
     cut = ranks.mlp(tmp_path / "slices", ranks=count, layers=2)
     assert all(np.array_equal(each, ranks.whole(x, layers=2)) for each in cut.answers(x))
 
 
-def test_a_build_talks_to_nobody_and_takes_no_memory_and_ranks_build_one_after_another(
-    world: World, host: Host, x: Any, cut: Slices
-) -> None:
-    """hcom_plugin.cc:207 and hcom.cc:70: local checks only; ge_graph_executor.cc:1352: loaded at the first predict."""
+def test_build_is_local_and_uses_no_memory(world: World, host: Host, x: Any, cut: Slices) -> None:
+    """hcom_plugin.cc:207 and hcom.cc:70 check locally; ge_graph_executor.cc:1352 loads in the first predict."""
     programs = world()
     assert [each.kind for each in host.card_state().allocations] == [driver_state.CONTEXT]
     assert_right(programs, cut, x)
@@ -49,7 +47,7 @@ def test_a_build_talks_to_nobody_and_takes_no_memory_and_ranks_build_one_after_a
     assert {each.kind for each in host.card_state().allocations} == kinds
 
 
-def test_two_groups_of_four_cards_do_not_meet(world: World, start: Start, tmp_path: Path, cut: Slices, x: Any) -> None:
+def test_two_groups_are_independent(world: World, start: Start, tmp_path: Path, cut: Slices, x: Any) -> None:
     first = connected(world, cut, x)
     table = ranks.table(tmp_path / "other.json", [2, 3])
     second = [start(**EXEC) for _ in range(2)]
@@ -59,7 +57,7 @@ def test_two_groups_of_four_cards_do_not_meet(world: World, start: Start, tmp_pa
         assert_right(group, cut, x)
 
 
-def test_two_models_of_a_rank_share_weights_communicator_and_buffers(
+def test_models_of_a_rank_share_weights_and_buffers(
     start: Start, host: Host, table: Path, tmp_path: Path, x: Any
 ) -> None:
     """A prompt and a decode model in one ModelGroup (docs runtime_cpp.md:646)."""
@@ -81,11 +79,11 @@ def test_two_models_of_a_rank_share_weights_communicator_and_buffers(
     assert (host.copies_of_weights(), kinds.count(driver_state.BUFFERS)) == (1, 1)
 
 
-# --- Out of step: wrong numbers, and no error -------------------------------------------------------------------
+# --- out of step: wrong numbers without an error ----------------------------------------------------------------
 
 
-def test_ranks_at_different_requests_agree_on_the_same_wrong_numbers(world: World, cut: Slices, x: Any) -> None:
-    """hccl HCCL_DFS_CONFIG.md: graph mode is not checked."""
+def test_different_requests_give_equal_wrong_numbers(world: World, cut: Slices, x: Any) -> None:
+    """hccl HCCL_DFS_CONFIG.md: there are no checks in graph mode."""
     programs = connected(world, cut, x)
     first, second = predict(programs, x, x + 1)
     assert np.array_equal(first, second)
@@ -93,14 +91,14 @@ def test_ranks_at_different_requests_agree_on_the_same_wrong_numbers(world: Worl
     assert not np.array_equal(first, cut.answers(x + 1)[0])
 
 
-def test_both_ranks_with_one_slice_agree_on_wrong_numbers(world: World, cut: Slices, x: Any) -> None:
-    """Equal digests of answers prove nothing."""
+def test_duplicate_slice_gives_equal_wrong_numbers(world: World, cut: Slices, x: Any) -> None:
+    """Equal digests of the ranks' answers therefore prove nothing."""
     first, second = predict(world(cut._replace(paths=[cut.paths[0]] * 2)), x)
     assert np.array_equal(first, second)
     assert not np.array_equal(first, cut.answers(x)[0])
 
 
-def test_unequal_batches_are_computed_with_what_lies_in_the_buffer(world: World, cut: Slices, x: Any) -> None:
+def test_unequal_batches_use_stale_buffer_contents(world: World, cut: Slices, x: Any) -> None:
     smaller, larger = predict(world(), x[2:], x)
     assert (smaller.shape, larger.shape) == ((1, 16), (3, 16))
     assert not np.array_equal(smaller, cut.answers(x[2:])[0])
@@ -108,13 +106,11 @@ def test_unequal_batches_are_computed_with_what_lies_in_the_buffer(world: World,
     assert not np.array_equal(larger, cut.answers(x)[0])
 
 
-def test_after_a_skipped_request_every_answer_is_wrong_and_only_the_last_one_times_out(
-    world: World, host: Host, cut: Slices, x: Any
-) -> None:
+def test_skipped_request_shifts_all_answers(world: World, host: Host, cut: Slices, x: Any) -> None:
     programs = connected(world, cut, x)
     host.fault("predict", "skip", rank=1, times=1)
     programs[0].begin("predict(x)", x=x)
-    assert programs[1].do("predict(x)").shape == (3, 16)  # at once
+    assert programs[1].do("predict(x)").shape == (3, 16)  # It returns at once.
     for number in (2, 3):
         programs[1].begin("predict(x)", x=x * number)
         assert not np.array_equal(programs[0].result(), cut.answers(x * (number - 1))[0])
@@ -126,24 +122,20 @@ def test_after_a_skipped_request_every_answer_is_wrong_and_only_the_last_one_tim
     assert "EI0002" in programs[0].errors()[-2]
 
 
-def test_after_a_time_out_the_next_predict_takes_the_stale_numbers(
-    world: World, host: Host, cut: Slices, x: Any
-) -> None:
+def test_predict_after_timeout_uses_stale_numbers(world: World, host: Host, cut: Slices, x: Any) -> None:
     programs = connected(world, cut, x)
     impatient(host)
     assert programs[0].refusal("predict(x)").text == "predict failed!"
-    answer = programs[1].refusal("predict(x * 2)")  # the second AllReduce has nothing to take
+    answer = programs[1].refusal("predict(x * 2)")  # The second AllReduce has no data.
     assert answer.text == "predict failed!"
     assert not np.array_equal(predict(programs, x)[0], cut.answers(x)[0])
 
 
-# --- Somebody is not there --------------------------------------------------------------------------------------
+# --- missing ranks ----------------------------------------------------------------------------------------------
 
 
-def test_a_missing_rank_at_the_first_predict_is_a_time_out_and_nobody_joins_later(
-    world: World, host: Host, x: Any
-) -> None:
-    """hccl HCCL_CONNECT_TIMEOUT.md: EI0006 after 120 s and 20."""
+def test_missing_rank_times_out_first_predict(world: World, host: Host, x: Any) -> None:
+    """hccl HCCL_CONNECT_TIMEOUT.md: EI0006 after 120 s and 20 s; the rank cannot join later."""
     programs = world()
     impatient(host)
     begin = time.monotonic()
@@ -154,10 +146,8 @@ def test_a_missing_rank_at_the_first_predict_is_a_time_out_and_nobody_joins_late
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_who_waits_for_one_that_died_or_hangs_waits_until_the_execution_time_out(
-    world: World, host: Host, cut: Slices, x: Any, number: int
-) -> None:
-    """hccl HCCL_EXEC_TIMEOUT.md, task_exec_stage.md; heartbeat.h:37: LOST is a line in the log, and wakes nobody."""
+def test_dead_or_hung_rank_causes_execution_timeout(world: World, host: Host, cut: Slices, x: Any, number: int) -> None:
+    """hccl HCCL_EXEC_TIMEOUT.md, task_exec_stage.md; heartbeat.h:37: LOST is only a log line and ends no wait."""
     programs = connected(world, cut, x)
     impatient(host)
     os.kill(programs[1].pid, number)
@@ -172,7 +162,7 @@ def test_who_waits_for_one_that_died_or_hangs_waits_until_the_execution_time_out
 
 
 @pytest.mark.parametrize(("action", "at"), [("crash", "start"), ("hang", "start"), ("crash", "sent")])
-def test_a_rank_that_dies_in_a_predict(world: World, host: Host, cut: Slices, x: Any, action: str, at: str) -> None:
+def test_rank_dies_during_predict(world: World, host: Host, cut: Slices, x: Any, action: str, at: str) -> None:
     programs = connected(world, cut, x)
     impatient(host)
     host.fault("predict", action, rank=1, at=at)
@@ -180,7 +170,7 @@ def test_a_rank_that_dies_in_a_predict(world: World, host: Host, cut: Slices, x:
     assert programs[0].refusal("predict(x)").text == "predict failed!"
 
 
-def test_garbage_of_one_rank_is_everybodys(world: World, host: Host, cut: Slices, x: Any) -> None:
+def test_garbage_of_one_rank_reaches_all(world: World, host: Host, cut: Slices, x: Any) -> None:
     programs = connected(world, cut, x)
     host.fault("predict", "garbage", rank=1, times=1)
     wrong = predict(programs, x)
@@ -188,13 +178,13 @@ def test_garbage_of_one_rank_is_everybodys(world: World, host: Host, cut: Slices
     assert_right(programs, cut, x)
 
 
-def test_a_slow_rank_is_waited_for(world: World, host: Host, cut: Slices, x: Any) -> None:
+def test_waits_for_slow_rank(world: World, host: Host, cut: Slices, x: Any) -> None:
     programs = connected(world, cut, x)
     host.fault("predict", "slow", rank=0, seconds=0.05)
     assert_right(programs, cut, x)
 
 
-def test_a_failed_rank_leaves_the_others_waiting(world: World, host: Host, cut: Slices, x: Any) -> None:
+def test_failed_rank_blocks_the_others(world: World, host: Host, cut: Slices, x: Any) -> None:
     programs = connected(world, cut, x)
     impatient(host)
     host.fault("predict", "fail", rank=1, times=1)
@@ -202,8 +192,8 @@ def test_a_failed_rank_leaves_the_others_waiting(world: World, host: Host, cut: 
     assert "EI0002" in programs[0].errors()[-2]
 
 
-def test_a_table_of_another_group_is_only_seen_when_ranks_link(world: World, host: Host, cut: Slices, x: Any) -> None:
-    """param_check.cc:106: a CRC over what was parsed, EI0005."""
+def test_table_mismatch_appears_at_first_predict(world: World, host: Host, cut: Slices, x: Any) -> None:
+    """param_check.cc:106 compares a CRC of the parsed table: EI0005."""
     host.fault("build", "table", rank=1)
     programs = world()
     assert predict(programs, x) == ["predict failed!"] * 2
@@ -211,9 +201,7 @@ def test_a_table_of_another_group_is_only_seen_when_ranks_link(world: World, hos
         assert "EI0005" in program.errors()[-2]
 
 
-def test_after_stream_sync_timeout_the_next_predict_waits_for_ever(
-    world: World, host: Host, x: Any, cut: Slices
-) -> None:
+def test_predict_after_sync_timeout_blocks_forever(world: World, host: Host, x: Any, cut: Slices) -> None:
     """ge davinci_model.cc:5659: the model's run loop has ended."""
     programs = connected(world, cut, x, config={"ge_session_options": {"stream_sync_timeout": "67000"}})
     impatient(host)
@@ -223,8 +211,8 @@ def test_after_stream_sync_timeout_the_next_predict_waits_for_ever(
     assert not programs[0].has_answered(2 * EXEC_S)
 
 
-def test_a_predict_that_waits_is_deaf_to_signals_and_leaves_the_gil(world: World, cut: Slices, x: Any) -> None:
-    """ge_graph_executor.cc:1514: a future, waited for without a limit."""
+def test_waiting_predict_blocks_signals_but_not_the_gil(world: World, cut: Slices, x: Any) -> None:
+    """ge_graph_executor.cc:1514 waits for a future without a time-out."""
     programs = connected(world, cut, x, HCCL_EXEC_TIMEOUT="0")
     programs[0].do("import signal, threading, time\nsignal.signal(signal.SIGTERM, lambda *_: os.write(2, b'handled'))")
     programs[0].do(
@@ -240,21 +228,19 @@ def test_a_predict_that_waits_is_deaf_to_signals_and_leaves_the_gil(world: World
     assert "handled" in programs[0].log()
 
 
-# --- Where there is no table ------------------------------------------------------------------------------------
+# --- no rank table ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("section", [{}, {"rank_table_file": ""}, {"rank_table_path": "/t.json"}])
-def test_without_a_table_the_build_succeeds_and_the_first_predict_does_not(
-    program: Program, cut: Slices, x: Any, section: Any
-) -> None:
-    """ge_device_context.cc:246: an ordinary model; hcom_ops_kernel_info_store.cc:358: EI0004."""
+def test_missing_table_fails_first_predict(program: Program, cut: Slices, x: Any, section: Any) -> None:
+    """ge_device_context.cc:246 builds an ordinary model; hcom_ops_kernel_info_store.cc:358 reports EI0004."""
     program.do("build(path, provider='ge', config={'ascend_context': section})", path=cut.paths[0], section=section)
     assert program.refusal("predict(x)", x=x).text == "predict failed!"
     assert "EI0004: No valid communicator found" in program.errors()[-2]
 
 
-def test_the_options_of_the_first_model_count(start: Start, host: Host, cut: Slices, table: Path, x: Any) -> None:
-    """ge_device_context.cc:156: "GE Context has been initialized, skip"."""
+def test_options_of_first_model_apply(start: Start, host: Host, cut: Slices, table: Path, x: Any) -> None:
+    """ge_device_context.cc:156 logs "GE Context has been initialized, skip"."""
     program = start()
     program.do("build(path, provider='ge')\nfirst = lib.model", path=cut.paths[0])
     program.do("rank(path, table, 1)", path=cut.paths[1], table=table)
@@ -264,13 +250,13 @@ def test_the_options_of_the_first_model_count(start: Start, host: Host, cut: Sli
     assert host.card_state(1).used == 0
 
 
-def test_a_process_has_hccl_once(start: Start, cut: Slices, table: Path) -> None:
-    """hcom.cc:82: multiple initialization is not supported."""
+def test_process_initializes_hccl_once(start: Start, cut: Slices, table: Path) -> None:
+    """hcom.cc:82 reports "multiple initialization is not supported"."""
     program = start()
     program.do("rank(path, table, 0)\nlib.model = None", path=cut.paths[0], table=table)
     assert "multiple initialization" in errors_of(program, "rank(path, table, 0)")[-1]
 
 
-def test_a_slice_is_refused_on_the_cpu(program: Program, cut: Slices) -> None:
-    """Seen with 2.0.0: construct model failed."""
+def test_cpu_rejects_slice(program: Program, cut: Slices) -> None:
+    """Version 2.0.0 reported "construct model failed"."""
     assert errors_of(program, "build(path, target='cpu')", path=cut.paths[0]) == ["construct model failed"]

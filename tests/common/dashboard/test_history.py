@@ -1,4 +1,4 @@
-"""The picture that is made of what the daemon told of late."""
+"""Tests of the history, which computes rates and quantiles from the daemon's latest metrics."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from weightd_common.dashboard.overview import ModelRow, Overview, RatePoint
 from weightd_protocol.messages.metrics import Histogram, MetricsResponse
 
 
-def seen(*told: MetricsResponse, gap: float = 1e9) -> Overview:
+def seen(*responses: MetricsResponse, gap: float = 1e9) -> Overview:
     history = History(gap)
-    for each in told:
+    for each in responses:
         history.on_metrics(each)
     return history.overview()
 
@@ -31,16 +31,16 @@ def only(overview: Overview) -> ModelRow:
     return row
 
 
-def test_at_first_no_rate_is_known() -> None:
+def test_first_metrics_have_no_rate() -> None:
     overview = seen(looks.metrics(10.0, looks.counted("m", (5, 5, 0, 0), queued=3, running=2)))
     assert (overview.throughput.rate, only(overview).throughput.rate, only(overview).refused_rate) == (None, None, None)
     assert (overview.queued, overview.running, overview.memory, overview.processes) == (3, 2, None, ())
 
 
-def test_rates_and_quantiles_are_of_the_last_seconds() -> None:
-    told = [looks.metrics(10.0 + second, looks.counted("m", (100 * second, 0, 0, 0))) for second in range(20)]
-    told.append(looks.metrics(30.0, looks.counted("m", (1900, 200, 0, 0))))
-    overview = seen(*told)
+def test_rates_and_quantiles_cover_the_last_seconds() -> None:
+    responses = [looks.metrics(10.0 + second, looks.counted("m", (100 * second, 0, 0, 0))) for second in range(20)]
+    responses.append(looks.metrics(30.0, looks.counted("m", (1900, 200, 0, 0))))
+    overview = seen(*responses)
     row = only(overview)
     assert row.throughput.rate == pytest.approx((200 + 4 * 100) / RATE_WINDOW_S)
     assert row.throughput.p50_s == pytest.approx(0.001 * 300 / 400)
@@ -49,7 +49,7 @@ def test_rates_and_quantiles_are_of_the_last_seconds() -> None:
     assert overview.throughput == row.throughput
 
 
-def test_two_models_are_one_service() -> None:
+def test_sums_models_of_service() -> None:
     before = looks.metrics(1.0, looks.counted("a"), looks.counted("b"))
     now = looks.metrics(3.0, looks.counted("a", (10, 0, 0, 0)), looks.counted("b", (0, 30, 0, 0)))
     overview = seen(before, now)
@@ -58,9 +58,9 @@ def test_two_models_are_one_service() -> None:
     assert overview.throughput.p50_s == pytest.approx(0.001 + 0.009 / 3)
 
 
-def test_a_daemon_that_began_anew_is_not_compared_with_the_one_before() -> None:
+def test_restarted_daemon_has_no_rate_at_first() -> None:
     before = looks.metrics(100.0, looks.counted("m", (1000, 0, 0, 0)))
-    # Its counters may have gone on.
+    # A daemon may continue the counters of the one before.
     for counts in ((10, 0, 0, 0), (2000, 0, 0, 0)):
         again = looks.metrics(2.0, looks.counted("m", counts))
         assert only(seen(before, again)).throughput.rate is None
@@ -70,19 +70,19 @@ def test_a_daemon_that_began_anew_is_not_compared_with_the_one_before() -> None:
         assert [moment.rate for moment in row.throughput.rate_points] == [None, None, 7.0]
 
 
-def test_a_model_that_came_back_begins_anew_and_the_others_go_on() -> None:
-    told = [
+def test_reloaded_model_restarts_its_rates() -> None:
+    responses = [
         looks.metrics(1.0, looks.counted("a", (50, 0, 0, 0)), looks.counted("b")),
         looks.metrics(2.0, looks.counted("a", (3, 0, 0, 0)), looks.counted("b", (10, 0, 0, 0))),
         looks.metrics(3.0, looks.counted("a", (8, 0, 0, 0)), looks.counted("b", (20, 0, 0, 0))),
     ]
-    assert [row.throughput.rate for row in seen(*told[:2]).models] == [None, 10.0]
-    overview = seen(*told)
+    assert [row.throughput.rate for row in seen(*responses[:2]).models] == [None, 10.0]
+    overview = seen(*responses)
     assert [row.throughput.rate for row in overview.models] == [5.0, 10.0]
     assert overview.throughput.rate == 10.0
 
 
-def test_other_buckets_are_not_compared() -> None:
+def test_changed_buckets_are_not_compared() -> None:
     before = looks.metrics(1.0, looks.counted("m", (5, 0, 0, 0)))
     now = replace(looks.metrics(2.0, looks.counted("m", (9, 0, 0, 0))), seconds_bounds=(0.002, 0.02, 0.2))
     assert only(seen(before, now)).throughput == seen(looks.metrics(1.0, looks.counted("m"))).throughput._replace(
@@ -90,18 +90,18 @@ def test_other_buckets_are_not_compared() -> None:
     )
 
 
-def test_the_same_answer_twice_is_told_once() -> None:
-    told = [looks.metrics(float(second), looks.counted("m", (second, 0, 0, 0))) for second in (1, 2)]
-    assert seen(*told, told[-1]) == seen(*told)
+def test_ignores_repeated_response() -> None:
+    responses = [looks.metrics(float(second), looks.counted("m", (second, 0, 0, 0))) for second in (1, 2)]
+    assert seen(*responses, responses[-1]) == seen(*responses)
 
 
-def test_after_a_pause_sparks_begin_anew() -> None:
-    told = [looks.metrics(float(second), looks.counted("m", (second, 0, 0, 0))) for second in (1, 2, 60)]
-    assert only(seen(*told)).throughput.rate == pytest.approx(58 / 58)
-    assert only(seen(*told, gap=5.0)).throughput == seen(told[2]).throughput
+def test_sparks_restart_after_a_pause() -> None:
+    responses = [looks.metrics(float(second), looks.counted("m", (second, 0, 0, 0))) for second in (1, 2, 60)]
+    assert only(seen(*responses)).throughput.rate == pytest.approx(58 / 58)
+    assert only(seen(*responses, gap=5.0)).throughput == seen(responses[2]).throughput
 
 
-def test_a_spark_has_so_many_moments_and_those_of_models_that_go_are_forgotten() -> None:
+def test_limits_sparks_and_forgets_removed_models() -> None:
     history = History()
     for second in range(SPARKLINE_POINTS + 30):
         history.on_metrics(
@@ -116,7 +116,7 @@ steps = st.lists(st.tuples(st.floats(0, 3), st.integers(-5, 50)), min_size=1, ma
 
 
 @given(steps)
-def test_no_rate_is_ever_negative_and_nothing_breaks(steps: List[Tuple[float, int]]) -> None:
+def test_rates_are_never_negative(steps: List[Tuple[float, int]]) -> None:
     history, uptime, count = History(), 0.0, 0
     for seconds, more in steps:
         uptime, count = (uptime + seconds, max(0, count + more)) if seconds > 0.1 else (seconds, count)
@@ -126,7 +126,7 @@ def test_no_rate_is_ever_negative_and_nothing_breaks(steps: List[Tuple[float, in
             assert all(rate is None or rate >= 0 for rate, _ in pace.rate_points)
 
 
-# --- what the status adds -----------------------------------------------------------------------------------------
+# --- data of the status -------------------------------------------------------------------------------------------
 
 
 def looked(*uptimes: Tuple[float, int]) -> Overview:
@@ -142,22 +142,20 @@ def looked(*uptimes: Tuple[float, int]) -> Overview:
     ("uptimes", "rate"),
     [(((10.0, 100),), None), (((10.0, 100), (20.0, 150)), 5.0), (((10.0, 100), (2.0, 150)), None)],
 )
-def test_processes_have_a_rate_between_two_statuses(
-    uptimes: Tuple[Tuple[float, int], ...], rate: Optional[float]
-) -> None:
+def test_process_rates_need_two_statuses(uptimes: Tuple[Tuple[float, int], ...], rate: Optional[float]) -> None:
     processes = looked(*uptimes).processes
     assert [each.status.name for each in processes] == ["m.1.holder", "m.1.w1", "m.1.w2"]
     assert [each.rate for each in processes[1:]] == [rate, rate]
 
 
-def test_memory_is_that_of_the_status() -> None:
+def test_memory_comes_from_status() -> None:
     overview = looked((10.0, 0))
     assert overview.memory is not None
     assert overview.memory.without_sharing_bytes == 200 * MB
     assert only(overview).memory == replace(overview.memory, other_bytes=overview.memory.other_bytes - 30 * MB)
 
 
-def test_what_a_group_has_is_told_with_its_first_model() -> None:
+def test_group_memory_is_shown_with_its_first_model() -> None:
     history = History()
     history.on_metrics(looks.metrics(1.0, *map(looks.counted, "abc")))
     processes = looks.processes("g", 1, private=10 * MB, weights=0)
@@ -166,7 +164,7 @@ def test_what_a_group_has_is_told_with_its_first_model() -> None:
     assert [row.memory is not None for row in history.overview().models] == [True, False, True]
 
 
-def test_a_status_is_wanted_now_and_then_and_soon_when_something_has_changed() -> None:
+def test_requests_status_rarely_and_after_changes() -> None:
     history = History()
     history.on_metrics(looks.metrics(1.0, looks.counted("m", workers=2)))
     assert [history.should_request_status(now) for now in (5.0, 6.0, 14.9, 15.0, 15.1)] == [
@@ -185,7 +183,7 @@ def test_a_status_is_wanted_now_and_then_and_soon_when_something_has_changed() -
 # --- tenants ------------------------------------------------------------------------------------------------------
 
 
-def test_a_tenant_is_the_sum_of_its_accounts() -> None:
+def test_tenant_is_sum_of_its_accounts() -> None:
     before = looks.tenant("research", looks.account("a", 100), looks.account("", 7), share=0.4)
     now = looks.tenant(
         "research", looks.account("a", 120, {"max_rate": 4}, in_flight=3, queued=2), looks.account("", 7), share=0.5
@@ -205,14 +203,14 @@ def test_a_tenant_is_the_sum_of_its_accounts() -> None:
     assert only(overview).refused_rate == 2.0
 
 
-def test_whoever_sees_its_own_alone_is_told_rates_of_its_account() -> None:
+def test_tenant_view_has_rates_of_its_account() -> None:
     nothing = Histogram((), 0.0)
-    told: List[MetricsResponse] = []
+    responses: List[MetricsResponse] = []
     for uptime, served in ((1.0, 100), (3.0, 120)):
         model = replace(looks.counted("a"), request_seconds=nothing, processes=())
         mine = looks.tenant("research", looks.account("a", served))
-        told.append(replace(looks.metrics(uptime, model, tenants=[mine]), seconds_bounds=()))
-    overview = seen(*told)
+        responses.append(replace(looks.metrics(uptime, model, tenants=[mine]), seconds_bounds=()))
+    overview = seen(*responses)
     assert only(overview).throughput == (10.0, None, None, ((None, None), (10.0, None)))
     assert overview.throughput.rate == 10.0
 
@@ -233,47 +231,47 @@ def counts_of(values: List[float]) -> List[int]:
     ("before", "after", "seconds", "expected"),
     [(10, 30, 4.0, 5.0), (10, 10, 1.0, 0.0), (10, 9, 1.0, None), (10, 20, 0.0, None), (10, 20, -1.0, None)],
 )
-def test_a_rate_is_told_of_a_counter_that_goes_on(before: int, after: int, seconds: float, expected: object) -> None:
+def test_rate_of_a_counter(before: int, after: int, seconds: float, expected: object) -> None:
     assert rate(before, after, seconds) == expected
 
 
 @given(values, values)
-def test_what_was_counted_since_is_the_difference(before: List[float], more: List[float]) -> None:
+def test_difference_of_histograms(before: List[float], more: List[float]) -> None:
     first, second = Histogram(tuple(counts_of(before)), 0.0), Histogram(tuple(counts_of(before + more)), 0.0)
     assert count_difference(first, second) == tuple(counts_of(more))
     assert count_difference(second, first) is None
 
 
-def test_other_buckets_have_nothing_in_common() -> None:
+def test_no_difference_with_other_buckets() -> None:
     assert count_difference(Histogram((1, 2), 0.0), Histogram((1, 2, 3), 0.0)) is None
 
 
 @given(values, st.floats(0.01, 1))
-def test_a_quantile_lies_in_the_bucket_of_the_value_that_it_stands_for(values: List[float], share: float) -> None:
-    told = quantile(share, BOUNDS, counts_of(values))
-    assert told is not None
+def test_quantile_lies_in_bucket_of_its_value(values: List[float], share: float) -> None:
+    responses = quantile(share, BOUNDS, counts_of(values))
+    assert responses is not None
     index = bisect.bisect_left(BOUNDS, sorted(values)[math.ceil(share * len(values)) - 1])
-    assert (0.0, *BOUNDS)[index] <= told * (1 + 1e-9)
-    assert told <= BOUNDS[index] * (1 + 1e-9)
+    assert (0.0, *BOUNDS)[index] <= responses * (1 + 1e-9)
+    assert responses <= BOUNDS[index] * (1 + 1e-9)
 
 
 @given(values)
-def test_quantiles_grow_with_the_share(values: List[float]) -> None:
-    told = [quantile(share / 20, BOUNDS, counts_of(values)) for share in range(1, 21)]
-    known = [each for each in told if each is not None]
+def test_quantiles_are_monotonic(values: List[float]) -> None:
+    responses = [quantile(share / 20, BOUNDS, counts_of(values)) for share in range(1, 21)]
+    known = [each for each in responses if each is not None]
     assert all(one <= other for one, other in zip(known, itertools.islice(known, 1, None)))
 
 
-def test_values_are_spread_evenly_in_their_bucket() -> None:
+def test_quantile_interpolates_within_bucket() -> None:
     assert quantile(0.5, (1.0, 3.0), (0, 4, 0)) == 2.0
     assert quantile(0.25, (1.0, 3.0), (4, 4, 0)) == 0.5
 
 
-def test_beyond_the_last_bound_it_is_that_bound() -> None:
+def test_quantile_is_at_most_the_last_bound() -> None:
     assert quantile(0.99, (1.0, 3.0), (1, 0, 99)) == 3.0
 
 
-def test_of_nothing_there_is_none() -> None:
+def test_no_quantile_without_values() -> None:
     assert quantile(0.5, (1.0,), (0, 0)) is None
     assert quantile(0.5, (), ()) is None
     assert quantile(0.5, (1.0,), (1, 1, 1)) is None

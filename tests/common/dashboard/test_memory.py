@@ -1,4 +1,4 @@
-"""One copy and what is beside it, against plain processes."""
+"""Tests of the comparison of shared memory with plain processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightd_common.dashboard.memory import MemoryUsage, model_memory, service_m
 sizes = st.integers(0, 10**12)
 
 
-def test_plain_processes_would_have_a_copy_each() -> None:
+def test_plain_processes_have_a_copy_each() -> None:
     digits = looks.model("digits", looks.processes("digits", 4, private=10 * MB, weights=200 * MB), copy=200 * MB)
     assert model_memory(digits) == MemoryUsage(
         copy_bytes=200 * MB,
@@ -27,10 +27,10 @@ def test_plain_processes_would_have_a_copy_each() -> None:
     )
 
 
-# An old hypothesis, as on 3.7, may take three integers for too large where it has begun with some of an earlier run.
+# The hypothesis release for Python 3.7 may report too much data if it starts with examples of an earlier run.
 @settings(suppress_health_check=[HealthCheck.data_too_large])
 @given(st.integers(1, 50), sizes, sizes)
-def test_it_is_taken_apart_without_a_rest(workers: int, private: int, weights: int) -> None:
+def test_parts_add_up_to_total(workers: int, private: int, weights: int) -> None:
     processes = looks.processes("m", workers, private, weights)
     memory = model_memory(looks.model("m", processes, copy=weights))
     assert memory is not None
@@ -38,13 +38,13 @@ def test_it_is_taken_apart_without_a_rest(workers: int, private: int, weights: i
     assert min(memory.copy_bytes, memory.private_bytes, memory.other_bytes) >= 0
 
 
-def test_of_a_copy_that_is_on_disk_nothing_is_saved() -> None:
+def test_copy_on_disk_saves_nothing() -> None:
     processes = looks.processes("m", 2, private=10 * MB, weights=0)
     waiting = [replace(each, shared_bytes=200 * MB) for each in processes]
     assert model_memory(looks.model("m", waiting, copy=0)) == MemoryUsage(0, 0, 0, 30 * MB, 30 * MB, 2)
 
 
-def test_who_shares_nothing_counts_as_it_is() -> None:
+def test_process_without_sharing_counts_as_it_is() -> None:
     processes = [replace(each, shared_bytes=0) for each in looks.processes("m", 2, private=10 * MB, weights=0)]
     assert model_memory(looks.model("m", processes[1:], copy=0)) == MemoryUsage(0, 0, 0, 20 * MB, 20 * MB, 2)
     one_does_not = [*looks.processes("m", 1, private=10 * MB, weights=50 * MB), processes[1]]
@@ -53,25 +53,25 @@ def test_who_shares_nothing_counts_as_it_is() -> None:
     )
 
 
-def test_the_memory_of_a_card_is_beside_that_of_the_processes() -> None:
+def test_adds_memory_of_card() -> None:
     processes = looks.processes("m", 2, private=10 * MB, weights=0)
     on_card = [processes[0], *(replace(each, shared_bytes=500 * MB) for each in processes[1:])]
     memory = model_memory(looks.model("m", on_card, copy=500 * MB, device="ascend:0"))
     assert memory == MemoryUsage(500 * MB, 2, 20 * MB, 10 * MB, 2 * (10 + 500) * MB, 2)
 
 
-def test_what_the_kernel_does_not_tell_is_not_guessed() -> None:
+def test_unknown_memory_is_not_guessed() -> None:
     assert model_memory(looks.model("m", looks.processes("m", 2, MB, MB), copy=None)) is None
     assert model_memory(looks.model("m")) is None
 
 
-def test_the_service_has_the_daemon_and_its_fork_servers_too() -> None:
+def test_service_includes_daemon_and_fork_servers() -> None:
     model = looks.model("m", looks.processes("m", 2, private=10 * MB, weights=90 * MB), copy=90 * MB)
     memory = service_memory(looks.status(1.0, model))
     assert memory == MemoryUsage(90 * MB, 2, 20 * MB, 10 * MB + 30 * MB, 200 * MB, 2)
 
 
-def test_the_number_of_plain_processes_is_that_of_the_processes_whose_memory_is_compared() -> None:
+def test_counts_compared_processes() -> None:
     sharing = looks.model("a", looks.processes("a", 3, private=10 * MB, weights=90 * MB), copy=90 * MB)
     alone = [replace(each, shared_bytes=0) for each in looks.processes("b", 9, private=20 * MB, weights=0)[1:]]
     memory = service_memory(looks.status(1.0, sharing, looks.model("b", alone, copy=0)))
@@ -79,7 +79,7 @@ def test_the_number_of_plain_processes_is_that_of_the_processes_whose_memory_is_
     assert (memory.workers, memory.processes, memory.without_sharing_bytes) == (3, 12, (3 * 100 + 9 * 20) * MB)
 
 
-def test_ranks_count_as_processes_and_holders_do_not() -> None:
+def test_counts_ranks_but_not_holders() -> None:
     holder, *two = looks.processes("m", 2, private=10 * MB, weights=0)
     ranks = [replace(each, role="rank", shared_bytes=None) for each in two]
     memory = model_memory(looks.model("m", [holder, *ranks], copy=0))
@@ -87,7 +87,7 @@ def test_ranks_count_as_processes_and_holders_do_not() -> None:
     assert (memory.workers, memory.processes) == (0, 2)
 
 
-def test_a_process_of_several_models_counts_once() -> None:
+def test_counts_shared_process_once() -> None:
     processes = looks.processes("m", 1, private=10 * MB, weights=0)[1:]
     models = [looks.model(name, processes, group="g") for name in ("a", "b")]
     memory = service_memory(looks.status(1.0, *models))
@@ -95,17 +95,17 @@ def test_a_process_of_several_models_counts_once() -> None:
     assert memory.total_bytes == (10 + 30) * MB
 
 
-def test_whoever_sees_its_own_alone_is_told_none() -> None:
+def test_tenant_view_has_no_memory() -> None:
     assert service_memory(looks.status(1.0, pid=0)) is None
 
 
 @pytest.mark.parametrize(("origin", "weights_twice"), [("template", False), ("forked", True)])
-def test_what_a_fork_has_in_common_with_others_a_plain_process_has_alone(origin: str, weights_twice: bool) -> None:
+def test_plain_process_owns_memory_shared_by_forks(origin: str, weights_twice: bool) -> None:
     workers = [
         replace(each, anonymous_bytes=130 * MB, origin=origin)
         for each in looks.processes("m", 2, private=10 * MB, weights=90 * MB)[1:]
     ]
     memory = model_memory(looks.model("m", workers, copy=90 * MB))
     assert memory is not None
-    # Of the template, the weights are among what is no file's.
+    # The weights of a template are anonymous memory.
     assert memory.without_sharing_bytes == 2 * (130 + (90 if weights_twice else 0)) * MB

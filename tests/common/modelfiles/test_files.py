@@ -1,4 +1,4 @@
-"""Which files a model consists of, and their digest; with models that are broken, cut short or meant to harm."""
+"""Tests of the files and digest of a model, also with broken, truncated and hostile models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weightd_common.modelfiles.files import (
     snapshot_digest,
 )
 
-# --- protobuf by hand --------------------------------------------------------------------------------------------
+# --- protobuf encoder --------------------------------------------------------------------------------------------
 
 Value = Union[int, bytes, str]
 
@@ -51,7 +51,7 @@ def proto(*fields: Tuple[int, Value]) -> bytes:
 
 
 def tensor(location: Value, *, where: int = 1) -> bytes:
-    """An ONNX TensorProto whose data is in the file `location`."""
+    """Return an ONNX TensorProto whose data is in the file `location`."""
     entries = [(13, proto((1, "offset"), (2, "0"))), (13, proto((1, "location"), (2, location)))]
     return proto((1, 4), (2, 1), (8, "w"), *entries, (14, where))
 
@@ -86,7 +86,7 @@ def sha256sum(*files: str, cwd: Path) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["model.mindir", "model.onnx", "model"])
-def test_the_digest_of_one_file_is_what_sha256sum_prints(tmp_path: Path, name: str) -> None:
+def test_digest_of_one_file_equals_sha256sum(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(onnx_bytes() + proto((99, os.urandom(3 * 1024 * 1024 + 1))))
     (tmp_path / "link").symlink_to(path)
@@ -94,7 +94,7 @@ def test_the_digest_of_one_file_is_what_sha256sum_prints(tmp_path: Path, name: s
     assert digest(path) == digest(tmp_path / "link") == sha256sum(name, cwd=tmp_path).split()[0].decode()
 
 
-# What may be there instead of a file, and how to make it.
+# Objects other than regular files, and the functions that create them.
 NO_FILE: Dict[str, Tuple[str, Callable[[Path], object]]] = {
     "nothing": ("No such file or directory", lambda path: None),
     "a link to nothing": ("No such file or directory", lambda path: path.symlink_to("gone")),
@@ -109,8 +109,8 @@ IMPOSSIBLE = {"below/a/file": "Not a directory", "nul\0": "the path contains a N
 
 @pytest.mark.parametrize("kind", NO_FILE)
 @pytest.mark.parametrize("name", ["model.mindir", "model.onnx", "model_graph.mindir", "w.bin"])
-def test_what_is_no_file_is_refused(tmp_path: Path, kind: str, name: str) -> None:
-    """Also where a model names it."""
+def test_rejects_other_than_regular_files(tmp_path: Path, kind: str, name: str) -> None:
+    """This also holds for external files that a model names."""
     problem, make = NO_FILE[kind]
     make(tmp_path / name)
     path = model(tmp_path, name) if name == "w.bin" else tmp_path / name
@@ -118,13 +118,13 @@ def test_what_is_no_file_is_refused(tmp_path: Path, kind: str, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_an_impossible_path_is_refused(tmp_path: Path, name: str) -> None:
+def test_rejects_impossible_path(tmp_path: Path, name: str) -> None:
     (tmp_path / "below").write_bytes(b"x")
     for path in (tmp_path / name / "model.onnx", model(tmp_path, name)):
         assert refusal(path).endswith(f": {IMPOSSIBLE[name]}")
 
 
-def test_an_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = model(tmp_path)
     real = os.open
 
@@ -140,7 +140,7 @@ def test_an_unreadable_file_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
 # --- ONNX with external data -------------------------------------------------------------------------------------
 
 
-def test_external_files_follow_the_model_by_name(tmp_path: Path) -> None:
+def test_external_files_are_sorted_by_name(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name in ("b.bin", "a.bin", "sub/c.bin"):
         (tmp_path / name).write_bytes(name.encode())
@@ -149,7 +149,7 @@ def test_external_files_follow_the_model_by_name(tmp_path: Path) -> None:
     assert [each.path for each in model_files(path)] == [tmp_path / name for name in names(path)]
 
 
-def test_the_digest_of_several_files_is_that_of_their_sha256sum(tmp_path: Path) -> None:
+def test_digest_of_files_hashes_their_sha256sum(tmp_path: Path) -> None:
     odd = ["new\nline", "carriage\rreturn", "back\\slash", "sp ace", "é", "-dash"]
     for name in odd:
         (tmp_path / name).write_bytes(name.encode())
@@ -158,14 +158,14 @@ def test_the_digest_of_several_files_is_that_of_their_sha256sum(tmp_path: Path) 
     assert digest(path) == hashlib.sha256(lines).hexdigest()
 
 
-def test_a_name_that_is_no_text_is_a_name(tmp_path: Path) -> None:
+def test_accepts_name_that_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"\xff.bin")).write_bytes(b"x")
     path = model(tmp_path, b"\xff.bin")
     assert names(path) == ["model.onnx", "\udcff.bin"]
     assert len(digest(path)) == 64
 
 
-def test_the_digest_covers_contents_and_names_and_not_where_the_model_is(tmp_path: Path) -> None:
+def test_digest_covers_contents_and_names(tmp_path: Path) -> None:
     here = tmp_path / "here"
     here.mkdir()
     for name in ("a.bin", "b.bin"):
@@ -178,8 +178,8 @@ def test_the_digest_covers_contents_and_names_and_not_where_the_model_is(tmp_pat
     assert len({*digests, before, digest(here / "model.onnx")}) == 5
 
 
-def written_by_others(file: Path) -> None:
-    """Whoever does this has put size and time back."""
+def overwrite_unnoticed(file: Path) -> None:
+    """Change the file and restore its size and times, as an attacker would."""
     status = file.stat()
     file.chmod(0o600)
     file.write_bytes(file.read_bytes()[::-1])
@@ -199,15 +199,13 @@ def cut_short(file: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "name"),
     [
-        (written_by_others, "b.bin"),
+        (overwrite_unnoticed, "b.bin"),
         (replaced_by_others, "b.bin"),
         (replaced_by_others, "model.onnx"),
         (cut_short, "b.bin"),
     ],
 )
-def test_a_copy_is_read_again_only_if_it_is_not_what_it_was(
-    tmp_path: Path, change: Callable[[Path], None], name: str
-) -> None:
+def test_rereads_snapshot_only_after_changes(tmp_path: Path, change: Callable[[Path], None], name: str) -> None:
     path = model(tmp_path, "b.bin")
     (tmp_path / "b.bin").write_bytes(b"weights")
     pinned = f"{files_identity(model_files(path))}:known"
@@ -215,7 +213,7 @@ def test_a_copy_is_read_again_only_if_it_is_not_what_it_was(
         "known",
         *[digest(path)] * 3,
     ]
-    # What is changed within the same tick of the kernel's clock has the same times.
+    # Changes within one tick of the kernel's clock have the same times.
     clock = tmp_path / "clock"
     clock.touch()
     while clock.stat().st_ctime_ns <= path.stat().st_ctime_ns:
@@ -224,20 +222,20 @@ def test_a_copy_is_read_again_only_if_it_is_not_what_it_was(
     assert snapshot_digest(path, pinned) == digest(path)
 
 
-def test_external_data_that_is_not_used_need_not_be_there(tmp_path: Path) -> None:
+def test_unused_external_file_may_be_missing(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(onnx_bytes(tensor("gone.bin", where=0)))
     assert names(path) == ["model.onnx"]
 
 
-def test_a_model_that_names_itself_is_one_file(tmp_path: Path) -> None:
+def test_model_that_names_itself_is_one_file(tmp_path: Path) -> None:
     assert names(model(tmp_path, "model.onnx", "./model.onnx")) == ["model.onnx"]
 
 
 @pytest.mark.parametrize(
     "location", ["/etc/passwd", "//etc/passwd", "..", "../w.bin", "sub/../../w.bin", "sub/../w.bin", "", ".", "./"]
 )
-def test_a_location_outside_is_refused(tmp_path: Path, location: str) -> None:
+def test_rejects_location_outside(tmp_path: Path, location: str) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "w.bin").write_bytes(b"x")
     path = model(tmp_path, "w.bin", location)
@@ -253,25 +251,25 @@ ENTRY = proto((1, "location"), (2, "../w.bin"))
     [
         onnx_bytes(proto((13, ENTRY), (14, 2**32 + 1))),
         onnx_bytes(proto((14, 1), (13, ENTRY), (14, 0))),
-        # One attribute, given in two parts that the engine merges.
+        # One attribute in two parts, which the engine merges.
         proto((7, proto((1, proto((5, proto((5, proto((14, 1))), (5, proto((13, ENTRY)))))))))),
     ],
     ids=["wide", "unused", "merged"],
 )
-def test_no_location_outside_is_hidden_by_what_is_said_of_its_use(tmp_path: Path, content: bytes) -> None:
+def test_finds_outside_location_in_unusual_fields(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(content)
     assert "names the external file '../w.bin'" in refusal(path)
 
 
-def test_an_enumeration_counts_modulo_its_width(tmp_path: Path) -> None:
+def test_enumerations_count_modulo_their_width(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(onnx_bytes(tensor("w.bin", where=2**32 + 1)))
     (tmp_path / "w.bin").write_bytes(b"x")
     assert names(path) == ["model.onnx", "w.bin"]
 
 
-def test_all_external_files_that_cannot_be_read_are_named_as_far_as_one_reads_on(tmp_path: Path) -> None:
+def test_names_first_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "w05.bin").write_bytes(b"x")
     problems = refusal(model(tmp_path, *(f"w{number:02}.bin" for number in range(14)))).splitlines()
     gone = [number for number in range(11) if number != 5]
@@ -280,7 +278,7 @@ def test_all_external_files_that_cannot_be_read_are_named_as_far_as_one_reads_on
 
 
 def every_place(external: bytes) -> List[bytes]:
-    """Models in which a tensor lies where onnx.proto allows one."""
+    """Return models with a tensor in each place that onnx.proto allows."""
     sparse = proto((1, external), (3, 4))
     attributes = [proto((5, external)), proto((10, external)), proto((22, sparse)), proto((23, sparse))]
     subgraph = proto((1, proto((4, "Constant"), (5, attributes[0]))))
@@ -295,21 +293,21 @@ def every_place(external: bytes) -> List[bytes]:
 
 
 @pytest.mark.parametrize("raw", every_place(tensor("w.bin")))
-def test_external_data_is_found_wherever_a_tensor_may_be(tmp_path: Path, raw: bytes) -> None:
+def test_finds_external_data_in_every_place(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "w.bin").write_bytes(b"x")
     (tmp_path / "model.onnx").write_bytes(proto((1, 8)) + raw)
     assert names(tmp_path / "model.onnx") == ["model.onnx", "w.bin"]
 
 
 def nested(depth: int) -> bytes:
-    """A graph in an attribute of a node of a graph ..., with a tensor in the innermost."""
+    """Return nested graphs, each in an attribute of a node, with a tensor in the innermost."""
     graph = proto((5, tensor("w.bin")))
     for _ in range(depth):
         graph = proto((1, proto((5, proto((6, graph))))))
     return proto((7, graph))
 
 
-def test_subgraphs_nest_as_deep_as_protobuf_reads_them(tmp_path: Path) -> None:
+def test_limits_nesting_like_protobuf(tmp_path: Path) -> None:
     (tmp_path / "w.bin").write_bytes(b"x")
     path = tmp_path / "model.onnx"
     path.write_bytes(nested(32))
@@ -319,7 +317,7 @@ def test_subgraphs_nest_as_deep_as_protobuf_reads_them(tmp_path: Path) -> None:
         assert refusal(path) == NO_ONNX.format(path)
 
 
-# --- not ONNX, or only a part ------------------------------------------------------------------------------------
+# --- other files and truncated models ----------------------------------------------------------------------------
 
 NO_ONNX = "{}: expected an ONNX model; the file has another format or is truncated"
 
@@ -341,13 +339,13 @@ NOT_ONNX = {
 
 
 @pytest.mark.parametrize("raw", NOT_ONNX.values(), ids=NOT_ONNX)
-def test_something_else_is_refused(tmp_path: Path, raw: bytes) -> None:
+def test_rejects_other_files(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "model.onnx"
     path.write_bytes(raw)
     assert refusal(path) == NO_ONNX.format(path)
 
 
-def test_no_matter_where_it_is_cut_a_model_never_loses_a_file_in_silence(tmp_path: Path) -> None:
+def test_truncated_model_never_loses_a_file_silently(tmp_path: Path) -> None:
     (tmp_path / "w.bin").write_bytes(b"x")
     path = model(tmp_path, "w.bin")
     whole = path.read_bytes()
@@ -355,13 +353,14 @@ def test_no_matter_where_it_is_cut_a_model_never_loses_a_file_in_silence(tmp_pat
     for size in range(1, len(whole)):
         path.write_bytes(whole[:size])
         if size in (2, start_of_graph):
-            assert names(path) == ["model.onnx"]  # a shorter message, whole by itself: the engine says what is missing
+            # This shorter message is complete in itself; the engine reports the missing parts.
+            assert names(path) == ["model.onnx"]
         else:
             assert refusal(path) == NO_ONNX.format(path)
 
 
 NESTED = nested(3) + onnx_bytes(tensor("w.bin"), tensor("w.bin"))
-# Where bytes go, how many, and those that come instead.
+# Position, number of removed bytes, and inserted bytes.
 CHANGE = st.tuples(st.integers(0, len(NESTED)), st.integers(0, 5), st.binary(max_size=5))
 
 
@@ -373,7 +372,7 @@ def changed(changes: List[Tuple[int, int, bytes]]) -> bytes:
 
 
 @given(st.lists(CHANGE, min_size=1, max_size=3).map(changed) | st.binary(min_size=1, max_size=300))
-def test_whatever_is_in_it_a_file_is_a_model_or_is_refused(tmp_path_factory: Any, raw: bytes) -> None:
+def test_accepts_or_rejects_any_file(tmp_path_factory: Any, raw: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "changed.onnx"
     path.with_name("w.bin").write_bytes(b"x")
     path.write_bytes(raw)
@@ -385,11 +384,11 @@ def test_whatever_is_in_it_a_file_is_a_model_or_is_refused(tmp_path_factory: Any
     assert len(digest(path)) == 64
 
 
-# --- files that change while they are read -----------------------------------------------------------------------
+# --- files that change during the read ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_a_file_is_not_another_one_when_it_is_read(tmp_path: Path, replaced: bool) -> None:
+def test_detects_replaced_file(tmp_path: Path, replaced: bool) -> None:
     (tmp_path / "w.bin").write_bytes(b"x")
     path = model(tmp_path, "w.bin")
     content = path.read_bytes()
@@ -408,8 +407,8 @@ def test_a_file_is_not_another_one_when_it_is_read(tmp_path: Path, replaced: boo
             opened.check_unchanged()
 
 
-def test_a_file_that_is_cut_while_it_is_walked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The walk believes the length that the file had; a mapping of it would end the process."""
+def test_file_truncated_during_the_walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The walk relies on the initial length of the file; with a mapping it would crash."""
     path = model(tmp_path, *(f"w{i}.bin" for i in range(1000)))
     size = path.stat().st_size
     real = os.fstat
@@ -437,7 +436,7 @@ def mindir(directory: Path, *variables: str) -> Path:
 
 
 def mindir_places(location: str) -> List[bytes]:
-    """MindIR in which a tensor lies where mind_ir.proto allows one."""
+    """Return MindIR models with a tensor in each place that mind_ir.proto allows."""
     tensor = proto((1, 4), (2, 1), (7, "w"), (12, proto((1, location), (2, 64), (3, 8))))
     attribute = proto((1, "a"), (6, tensor))
     attributes = [attribute, proto((12, tensor)), proto((7, proto((3, tensor)))), proto((13, proto((3, tensor))))]
@@ -455,7 +454,7 @@ def mindir_places(location: str) -> List[bytes]:
 
 
 @pytest.mark.parametrize("name", ["net.mindir", "net_graph.mindir"])
-def test_a_mindir_names_no_file_outside_of_its_directory(tmp_path: Path, name: str) -> None:
+def test_rejects_outside_location_in_mindir(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     (tmp_path / "net_variables").mkdir()
     outside = mindir_places("../other/w")
@@ -472,19 +471,19 @@ def test_a_mindir_names_no_file_outside_of_its_directory(tmp_path: Path, name: s
         check_locations(path)
 
 
-def test_a_location_is_found_behind_a_group_that_engines_skip(tmp_path: Path) -> None:
+def test_finds_location_behind_a_protobuf_group(tmp_path: Path) -> None:
     path = tmp_path / "net.mindir"
     group = varint(100 << 3 | 3) + proto((7, b"x")) + varint(101 << 3 | 3) + varint(101 << 3 | 4) + varint(100 << 3 | 4)
     [content, *_] = mindir_places("a/../../w")
     path.write_bytes(group + content)
     assert "names the external file 'a/../../w'" in refusal(path)
-    # Groups that do not end, or end as others: no engine reads that.
+    # No engine reads groups that do not end, or that end with another number.
     for wrong in (group[:-2], group + varint(100 << 3 | 4)):
         (tmp_path / "model.onnx").write_bytes(wrong)
         assert "expected an ONNX model" in refusal(tmp_path / "model.onnx")
 
 
-def test_a_mindir_that_nests_too_deep_is_refused(tmp_path: Path) -> None:
+def test_rejects_deeply_nested_mindir(tmp_path: Path) -> None:
     path = tmp_path / "net.mindir"
     attribute = b""
     for _ in range(101):
@@ -493,7 +492,7 @@ def test_a_mindir_that_nests_too_deep_is_refused(tmp_path: Path) -> None:
     assert "expected at most 100 levels" in refusal(path)
 
 
-def test_the_variables_of_a_mindir_belong_to_it(tmp_path: Path) -> None:
+def test_mindir_includes_its_variables(tmp_path: Path) -> None:
     path = mindir(tmp_path, "data_1", "data_0", "data_10")
     (tmp_path / "net_variables" / "sub").mkdir()
     expected = ["net_graph.mindir", "net_variables/data_0", "net_variables/data_1", "net_variables/data_10"]
@@ -501,12 +500,12 @@ def test_the_variables_of_a_mindir_belong_to_it(tmp_path: Path) -> None:
     assert digest(path) == hashlib.sha256(sha256sum(*expected, cwd=tmp_path)).hexdigest()
 
 
-def test_a_small_mindir_is_one_file(tmp_path: Path) -> None:
+def test_small_mindir_is_one_file(tmp_path: Path) -> None:
     mindir(tmp_path, "data_0").rename(tmp_path / "net.mindir")
     assert names(tmp_path / "net.mindir") == ["net.mindir"]
 
 
-def test_a_graph_without_its_variables_is_refused(tmp_path: Path) -> None:
+def test_rejects_mindir_without_variables(tmp_path: Path) -> None:
     path = mindir(tmp_path, "data_0")
     variables = tmp_path / "net_variables"
     (variables / "data_0").write_bytes(b"")
@@ -518,7 +517,7 @@ def test_a_graph_without_its_variables_is_refused(tmp_path: Path) -> None:
     assert refusal(path) == expected
 
 
-def test_variables_that_cannot_be_listed_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_unreadable_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = mindir(tmp_path, "data_0")
 
     def denied(_: Any) -> Any:
@@ -528,11 +527,11 @@ def test_variables_that_cannot_be_listed_are_refused(tmp_path: Path, monkeypatch
     assert refusal(path) == f"{tmp_path}/net_variables: Permission denied"
 
 
-# --- the real thing ----------------------------------------------------------------------------------------------
+# --- models of the onnx package ----------------------------------------------------------------------------------
 
 
 class TestOnnx:
-    """Models as the onnx package writes them: it is the judge of which files belong to a model."""
+    """Tests with models that the onnx package writes; it decides which files belong to a model."""
 
     @pytest.fixture
     def onnx(self) -> Any:
@@ -547,7 +546,7 @@ class TestOnnx:
         ],
     )
     def test_external_files(self, onnx: Any, tmp_path: Path, options: Any, files: List[str]) -> None:
-        """Of tensors of the graph itself, and in a branch of it."""
+        """The tensors are in the graph and in a branch of it."""
         values = [onnx.numpy_helper.from_array(np.full((64, 64), i, "<f4"), f"w{i}") for i in range(3)]
         make = onnx.helper
         branch = make.make_graph(
@@ -561,7 +560,7 @@ class TestOnnx:
         if not files:
             assert digest(path) == sha256sum("model.onnx", cwd=tmp_path).split()[0].decode()
 
-    def test_the_models_that_onnx_is_tested_with(self, onnx: Any) -> None:
+    def test_models_of_onnx_test_suite(self, onnx: Any) -> None:
         paths = [*Path(onnx.__file__).parent.rglob("*.onnx")]
         assert paths
         for path in paths:

@@ -1,4 +1,4 @@
-"""What a MindIR says of its model; also of files that are cut short, no MindIR, or meant to harm."""
+"""Tests of the MindIR parser, also with truncated, foreign and hostile files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightd_common.modelfiles.protobuf import Malformed
 from weightd_protocol import limits
 
 Value = Union[int, bytes, str]
-FREE = 2**64 - 1  # -1, as an int64 is written
+FREE = 2**64 - 1  # The value -1 as an int64.
 
 
 def varint(value: int) -> bytes:
@@ -53,7 +53,7 @@ def leaf(datatype: int, *dims: int) -> bytes:
 
 
 def several(name: str, *values: bytes) -> bytes:
-    """An output that is a tuple; it says nothing of a tensor of its own."""
+    """Return an output that is a tuple without a tensor type."""
     return proto((1, name), (4, "Tuple"), (5, proto((16, 20), *((17, each) for each in values))))
 
 
@@ -75,7 +75,7 @@ MODEL = model(
 )
 
 
-def test_inputs_are_called_as_the_arguments_and_outputs_are_numbered() -> None:
+def test_names_inputs_by_argument_and_numbers_outputs() -> None:
     assert read(MODEL) == MindIr(
         (MindIrTensor("x", "FP32", (-1, 16)), MindIrTensor("mask", "FP16", (4,))),
         (MindIrTensor("output_0", "FP32", (-1, 8)),),
@@ -83,12 +83,12 @@ def test_inputs_are_called_as_the_arguments_and_outputs_are_numbered() -> None:
     )
 
 
-def test_what_another_program_has_written_keeps_its_names() -> None:
+def test_keeps_names_of_other_producers() -> None:
     data = model((5, described("a:0", 6)), (6, described("sum", 6)), producer="MindSpore Lite")
     assert read(data) == MindIr((MindIrTensor("a:0", "INT32", ()),), (MindIrTensor("sum", "INT32", ()),), False)
 
 
-def test_each_tensor_of_tuples_is_an_output() -> None:
+def test_flattens_tuples_of_outputs() -> None:
     inner = proto((16, 20), (17, leaf(7, 2)), (17, leaf(9)))
     data = model((6, several("f:CNode_3:1", leaf(6, FREE), inner, leaf(11, 1, 2))))
     names = ["output_0", "output_1", "output_2", "output_3"]
@@ -96,12 +96,12 @@ def test_each_tensor_of_tuples_is_an_output() -> None:
     assert read(data).outputs == tuple(MindIrTensor(name, *kind) for name, kind in zip(names, kinds))
 
 
-def test_packed_dimensions_are_read_as_the_others() -> None:
+def test_reads_packed_dimensions() -> None:
     packed = proto((1, varint(FREE) + varint(300)), (2, 1))
     assert read(model((6, proto((1, "y"), (2, packed))))).outputs[0].shape == (-1, 300)
 
 
-def test_one_dimension_of_minus_two_is_any_rank() -> None:
+def test_minus_two_means_any_rank() -> None:
     assert read(model((6, described("y", 1, 2**64 - 2)))).outputs[0].shape is None
 
 
@@ -120,18 +120,18 @@ def test_one_dimension_of_minus_two_is_any_rank() -> None:
         ([MindIrTensor(f"x{n}", "FP32", ()) for n in range(65)], "expected at most 64 inputs"),
     ],
 )
-def test_what_could_not_be_sent_is_told(tensors: List[MindIrTensor], problem: str) -> None:
+def test_finds_tensors_beyond_protocol_limits(tensors: List[MindIrTensor], problem: str) -> None:
     found = list(mindir.find_problems("input", tensors))
     assert (problem in found[0]) if problem else not found
 
 
 @pytest.mark.parametrize("data", [b"", b"\0" * 100, b"hello", MODEL[:-200], model(), proto((1, "0.1.1"), (13, 3))])
-def test_what_is_no_mindir_is_malformed(data: bytes) -> None:
+def test_rejects_other_files(data: bytes) -> None:
     with pytest.raises(Malformed):
         read(data)
 
 
-def test_tuples_that_nest_without_end_are_malformed() -> None:
+def test_rejects_deeply_nested_tuples() -> None:
     value = leaf(1)
     for _ in range(1000):
         value = proto((17, value))
@@ -139,7 +139,7 @@ def test_tuples_that_nest_without_end_are_malformed() -> None:
         read(model((6, proto((1, "y"), (5, value)))))
 
 
-def test_of_an_absurd_number_no_more_is_kept_than_shows_it() -> None:
+def test_keeps_only_one_tensor_above_the_limit() -> None:
     many = [described(f"x{n}", 1) for n in range(10_000)]
     wide = described("w", 1, *[1] * 10_000)
     data = model(*((5, each) for each in many), (6, several("y", *[leaf(1)] * 10_000)), (6, wide))
@@ -148,12 +148,12 @@ def test_of_an_absurd_number_no_more_is_kept_than_shows_it() -> None:
     assert len(read(model((6, wide))).outputs[0].shape or ()) == limits.MAX_RANK + 1
 
 
-def test_a_name_of_many_megabytes_is_not_kept() -> None:
+def test_truncates_huge_names() -> None:
     [output] = read(model((6, described("n" * 10_000_000, 1)), producer="another")).outputs
     assert limits.MAX_NAME_BYTES < len(output.name) < 10_000
 
 
-def test_weights_are_skipped(tmp_path: Path) -> None:
+def test_skips_weights(tmp_path: Path) -> None:
     size = 2**33
     graph = proto((6, described("y", 1, 3)))
     head = varint(3 << 3 | 2) + varint(size)
@@ -176,12 +176,12 @@ def survives(data: bytes) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_are_read_or_malformed(data: bytes) -> None:
+def test_parses_or_rejects_any_bytes(data: bytes) -> None:
     survives(data)
 
 
 @given(st.data())
-def test_so_is_a_model_of_which_some_bytes_are_others(data: st.DataObject) -> None:
+def test_parses_or_rejects_changed_models(data: st.DataObject) -> None:
     whole = bytearray(MODEL + model((6, several("y", leaf(1, 2), leaf(6)))))
     for _ in range(data.draw(st.integers(1, 6))):
         whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
@@ -196,6 +196,6 @@ def fields(depth: int) -> st.SearchStrategy[bytes]:
 
 
 @given(fields(5))
-def test_so_are_fields_in_any_order_and_of_any_kind(data: bytes) -> None:
+def test_parses_or_rejects_any_fields(data: bytes) -> None:
     survives(data)
     survives(proto((7, proto((6, data)))))

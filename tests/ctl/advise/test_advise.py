@@ -1,4 +1,4 @@
-"""`weightctl advise`, with a daemon of a few lines."""
+"""Tests of `weightctl advise` with a fake daemon."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ from ..conftest import Ctl, counted, fails
 
 X = TensorSignature("x", "FP32", (-1, -1))
 IDS = TensorSignature("ids", "INT64", (-1,))
-# As few requests as say something.
+# The smallest measurement that has a result.
 QUICK = ("--rows", "2,4", "--different", "10", "--seconds", "0.1")
 
 
 def serves(then: Handler = echo, inputs: Sequence[TensorSignature] = (X, IDS), example: Any = None) -> Handler:
-    """A model with these inputs, known to run on `example`; `then` answers its requests."""
+    """Return the handler of a model with these inputs that is known to run on `example`; `then` answers its
+    requests."""
 
     def handle(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
         if isinstance(message, ModelMetadata):
@@ -62,7 +63,7 @@ def serves(then: Handler = echo, inputs: Sequence[TensorSignature] = (X, IDS), e
     return handle
 
 
-def test_rows_have_the_shape_that_the_model_is_known_to_run_on(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_rows_have_known_example_shape(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = serves(example=((1, 64), (1,)))
     ctl("advise", "m", *QUICK, "--json")
     seen = [daemon.next()[0] for _ in range(daemon.seen.qsize())]
@@ -102,18 +103,18 @@ def asked(daemon: FakeDaemon) -> List[Tuple[Infer, Sequence[bytes]]]:
     return [(message, tensors) for message, tensors in seen if isinstance(message, Infer)]
 
 
-def test_advise_compares_rows_that_are_all_different(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_compares_distinct_rows(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = serves()
     ran = ctl("advise", "m", "--shape", "x=9,8", *QUICK, "--json")
     assert (ran.status, ran.err) == (exit_codes.OK, "")
-    told = json.loads(ran.out)
-    assert told["overhead_us"] > 0
-    assert [size["rows"] for size in told["sizes"]] == [1, 2, 4]
-    for size in told["sizes"]:
+    result = json.loads(ran.out)
+    assert result["overhead_us"] > 0
+    assert [size["rows"] for size in result["sizes"]] == [1, 2, 4]
+    for size in result["sizes"]:
         assert size["bits_equal"]
         assert size["answers"] * size["rows"] >= 10
         assert size["rows_compared"] >= (3 if size["rows"] == 1 else 10)
-    assert {*told["advice"]} == {"verdict", "max_rows", "sizes", "reason", "configuration"}
+    assert {*result["advice"]} == {"verdict", "max_rows", "sizes", "reason", "configuration"}
     rows = {
         tensors[0]
         for message, tensors in asked(daemon)
@@ -132,7 +133,7 @@ def test_advise_compares_rows_that_are_all_different(ctl: Ctl, daemon: FakeDaemo
         (takes_two, "4 rows, refused: at most 2 rows"),
     ],
 )
-def test_what_speaks_against_it_is_told(ctl: Ctl, daemon: FakeDaemon, then: Handler, words: str) -> None:
+def test_reports_reasons_against_batching(ctl: Ctl, daemon: FakeDaemon, then: Handler, words: str) -> None:
     daemon.handle = serves(then, [X])
     ran = ctl("advise", "m", "--shape", "x=1,8", *QUICK)
     assert ran.status == exit_codes.OK
@@ -140,16 +141,16 @@ def test_what_speaks_against_it_is_told(ctl: Ctl, daemon: FakeDaemon, then: Hand
 
 
 def gains(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
-    """It takes the same time for any number of rows, and a row of three has another answer."""
+    """Answer in the same time for any number of rows; three rows get another answer."""
     infer, x = received(message, tensors)
-    time.sleep(0.02)  # five times what the way to the worker takes on a busy machine
+    time.sleep(0.02)  # This is five times the overhead of a request on a busy machine.
     return answers(infer, x + (len(x) == 3))
 
 
 GENERATION = GenerationStatus(1, "cpu", "serving", "", "", "", (), batching_note="none are batched", max_rows=1)
 
 
-def test_what_the_daemon_would_not_do_is_not_advised(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_does_not_advise_what_the_daemon_would_not_do(ctl: Ctl, daemon: FakeDaemon) -> None:
     def status(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
         if isinstance(message, Status):
             model = ModelStatus("m", "fake", "/m", "serving", 0, 0, 0, (GENERATION,))
@@ -166,7 +167,7 @@ def test_what_the_daemon_would_not_do_is_not_advised(ctl: Ctl, daemon: FakeDaemo
         assert words in " ".join(ran.out.split())
 
 
-def test_what_the_daemon_cuts_is_no_single_execution(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_split_request_is_no_single_execution(ctl: Ctl, daemon: FakeDaemon) -> None:
     cut: List[str] = []
 
     def cuts(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
@@ -186,8 +187,8 @@ def counts_for_more(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
     return answers(infer, x * len(x))
 
 
-def test_rows_may_come_from_a_file_in_turn(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
-    # Merging is never advised, so that no rows other than those of the file follow for the daemon's test.
+def test_uses_rows_of_a_file_in_turn(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
+    # The advice is never to batch, so the daemon's test sends only rows of the file.
     daemon.handle = serves(counts_for_more)
     x, ids = np.arange(6, dtype=np.float32).reshape(3, 2), np.array([7, 8, 9])
     path = tmp_path / "rows.npz"
@@ -212,9 +213,7 @@ def test_rows_may_come_from_a_file_in_turn(ctl: Ctl, daemon: FakeDaemon, tmp_pat
         ({"x": np.array([None])}, "x is damaged or not a numeric array"),
     ],
 )
-def test_a_file_that_is_not_for_the_model_is_refused(
-    ctl: Ctl, daemon: FakeDaemon, tmp_path: Path, arrays: Any, words: str
-) -> None:
+def test_rejects_file_that_does_not_fit(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path, arrays: Any, words: str) -> None:
     daemon.handle = serves()
     path = tmp_path / "rows.npz"
     if arrays is not None:
@@ -224,7 +223,7 @@ def test_a_file_that_is_not_for_the_model_is_refused(
     assert words in ran.err
 
 
-def test_what_has_no_rows_is_refused_by_name(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_error_names_input_without_rows(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = serves(inputs=[X, TensorSignature("mask", "FP32", (2, 3))])
     text = (
         "FAILED_PRECONDITION: m: its requests cannot be batched: expected a free first dimension of each input, "
@@ -233,7 +232,7 @@ def test_what_has_no_rows_is_refused_by_name(ctl: Ctl, daemon: FakeDaemon) -> No
     assert ctl("advise", "m") == (exit_codes.ERROR, "", text)
 
 
-def test_a_single_row_that_is_refused_ends_it_with_a_hint(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_rejected_row_has_a_hint(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = serves(fails("INTERNAL", "too small"), [X])
     ran = ctl("advise", "m")
     assert (ran.status, ran.out) == (exit_codes.ERROR, "")
@@ -241,9 +240,9 @@ def test_a_single_row_that_is_refused_ends_it_with_a_hint(ctl: Ctl, daemon: Fake
     assert ctl("advise", "m", "--inputs", "a.npz", "--shape", "x=1,1").status == exit_codes.USAGE
 
 
-@pytest.mark.usefixtures("heeds_ctrl_c")
+@pytest.mark.usefixtures("default_sigint_handler")
 @pytest.mark.parametrize(("after", "words"), [(1, ""), (9, "2 rows")])
-def test_ctrl_c_shows_what_has_been_measured(ctl: Ctl, daemon: FakeDaemon, after: int, words: str) -> None:
+def test_interrupt_shows_results_so_far(ctl: Ctl, daemon: FakeDaemon, after: int, words: str) -> None:
     turn = itertools.count()
 
     def interrupts(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
@@ -261,7 +260,7 @@ def size(rows: int, seconds: float, evidence: Optional[Comparison] = None, **mor
     return BatchSizeResult(rows, seconds, 0.0005, 9, evidence or Comparison(), **more)
 
 
-def test_the_table() -> None:
+def test_table() -> None:
     equal, unequal = Comparison(), Comparison()
     equal.rows_compared = unequal.rows_compared = 224
     unequal.rows_unequal = 3
@@ -296,7 +295,7 @@ def test_the_table() -> None:
     ]
 
 
-def test_the_configuration() -> None:
+def test_configuration() -> None:
     with_sample = config_text("m", Recommendation(Verdict.MERGE, 4, (), "", "/a b.npz"))
     assert with_sample == '[models.m]\nselftest = "/a b.npz"\n\n[models.m.batching]\nmax_rows = 4'
     assert config_text("a.b", Recommendation(Verdict.MERGE, 4, (), "")) == '[models."a.b".batching]\nmax_rows = 4'

@@ -1,4 +1,4 @@
-"""The order in which rows are asked for."""
+"""Tests of the order in which rows are requested."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = st.sets(st.integers(2, 40), min_size=1, max_size=5).map(lambda sizes: [1
 
 
 @given(SIZES)
-def test_each_row_is_in_each_size_and_alone_before(sizes: List[int]) -> None:
+def test_each_row_runs_alone_and_in_each_size(sizes: List[int]) -> None:
     rows: Dict[int, Set[int]] = {size: set() for size in sizes}
     alone = 0
     for each in block_requests(sizes):
@@ -33,7 +33,7 @@ def test_each_row_is_in_each_size_and_alone_before(sizes: List[int]) -> None:
 
 
 @given(SIZES)
-def test_sizes_take_turns(sizes: List[int]) -> None:
+def test_sizes_alternate(sizes: List[int]) -> None:
     ends = dict.fromkeys(sizes, 0)
     for each in block_requests(sizes):
         assert each.end - ends[each.rows] <= each.rows
@@ -42,7 +42,7 @@ def test_sizes_take_turns(sizes: List[int]) -> None:
 
 
 @given(SIZES, st.integers(1, 1000))
-def test_there_are_as_many_blocks_as_are_needed(sizes: List[int], different: int) -> None:
+def test_number_of_blocks(sizes: List[int], different: int) -> None:
     number = count_blocks(sizes, different)
     assert (number - 1) * max(sizes) < different <= number * max(sizes)
 
@@ -51,7 +51,7 @@ X = TensorSignature("x", "FP32", (-1, 9))
 
 
 class Model:
-    """A client whose daemon has one model, which is a function."""
+    """A fake client of a daemon with one model, which is a function."""
 
     def __init__(self, answer: Callable[[Any], Any]) -> None:
         self._answer = answer
@@ -68,12 +68,12 @@ def trial(answer: Callable[[Any], Any], signature: TensorSignature = X) -> Batch
     return BatchTest(cast(Client, Model(quiet)), "m", [signature])
 
 
-def made_up() -> SyntheticRows:
+def generated_rows() -> SyntheticRows:
     return SyntheticRows([TensorSpec("x", "FP32", (32, 9))])
 
 
 def table(size: int, error: Optional[Exception] = None) -> Callable[[Any], Any]:
-    """An embedding whose indices are floats."""
+    """Return an embedding with float indices."""
 
     def answer(x: Any) -> Any:
         if (abs(x.astype(int)) >= size).any():
@@ -84,29 +84,29 @@ def table(size: int, error: Optional[Exception] = None) -> Callable[[Any], Any]:
 
 
 @pytest.mark.parametrize("error", [InvalidArgument("out of bounds"), Internal("out of bounds")])
-def test_rows_of_the_kind_that_the_model_accepts_are_asked_for(error: Exception) -> None:
-    source = made_up()
+def test_uses_rows_that_the_model_accepts(error: Exception) -> None:
+    source = generated_rows()
     assert trial(lambda x: x).find_kind(source, 32) is RowKind.SCALED
     source.kind = trial(table(12, error)).find_kind(source, 32)
     x = source.block(3, 32)["x"]
-    # The same values would be taken for the table's first row: 0 and 1 are made of them.
+    # The table would map all scaled values to its first row, so the rows consist of 0 and 1.
     assert table(1 + int(x.max()))(x).max() <= 1
     assert trial(table(12, error)).verify(source, 16, ()) == BatchTestResult("")
 
 
-def test_what_the_daemon_finds_at_other_numbers_of_rows_is_found() -> None:
-    note = trial(lambda x: x + (len(x) == 3)).verify(made_up(), 16, ()).note
+def test_finds_differences_at_other_batch_sizes() -> None:
+    note = trial(lambda x: x + (len(x) == 3)).verify(generated_rows(), 16, ()).note
     assert note.startswith("output y: 3 of 3 rows that were batched differ")
-    # With these sizes the daemon never runs three.
-    assert trial(lambda x: x + (len(x) == 3)).verify(made_up(), 16, (1, 2, 4, 8, 16)) == BatchTestResult("")
+    # With these sizes the daemon never runs three rows.
+    assert trial(lambda x: x + (len(x) == 3)).verify(generated_rows(), 16, (1, 2, 4, 8, 16)) == BatchTestResult("")
 
 
-def test_a_model_of_any_rank_is_none_that_the_daemon_batches() -> None:
-    verified = trial(lambda x: x, TensorSignature("x", "FP32", None)).verify(made_up(), 16, ())
+def test_input_of_any_rank_has_no_rows() -> None:
+    verified = trial(lambda x: x, TensorSignature("x", "FP32", None)).verify(generated_rows(), 16, ())
     assert verified == BatchTestResult("input x has no rows: it may be of any rank")
 
 
-def test_a_file_is_needed_where_the_model_takes_no_rows_that_are_made_up(tmp_path: Any) -> None:
+def test_asks_for_file_if_generated_rows_fail(tmp_path: Any) -> None:
     def positive(x: Any) -> Any:
         if (x < 3).any():
             raise InvalidArgument("expected at least 3")
@@ -117,5 +117,5 @@ def test_a_file_is_needed_where_the_model_takes_no_rows_that_are_made_up(tmp_pat
     source = FileRows(str(path), [X])
     assert trial(positive).verify(source, 16, ()) == BatchTestResult("", needs_sample=True)
     assert trial(lambda x: x).verify(source, 16, ()) == BatchTestResult("")
-    refused = trial(positive).verify(made_up(), 16, ())
+    refused = trial(positive).verify(generated_rows(), 16, ())
     assert refused.note.startswith("the model does not run on 1 rows: expected at least 3; set `selftest`")

@@ -1,4 +1,4 @@
-"""What is advised, for what was measured."""
+"""Tests of the advice for given measurements."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from weightctl.advise.recommend import (
 
 ROWS = (1, 2, 4, 8, 16, 32)
 
-# Rows/s of models on a CPU by these sizes, and the number of rows that pays.
+# Rows/s of models on a CPU at these batch sizes, and the best number of rows.
 MEASURED = {
     "mlp": ((69, 123, 224, 351, 489, 577), 32),
     "few tokens": ((485, 702, 856, 1013, 1079, 985), 8),
@@ -51,7 +51,7 @@ def measured(
 
 
 @pytest.mark.parametrize(("rates", "max_rows"), MEASURED.values(), ids=MEASURED)
-def test_what_is_known_of_models(rates: Sequence[float], max_rows: int) -> None:
+def test_advice_for_measured_models(rates: Sequence[float], max_rows: int) -> None:
     for way in (0.0, 0.0004):
         advice = recommend(measured(rates, way=way))
         assert (advice.max_rows, advice.verdict is Verdict.NO) == (max_rows, max_rows == 1)
@@ -70,7 +70,7 @@ def _products(steps: Sequence[float]) -> List[float]:
 
 
 @given(RATES, st.lists(st.sampled_from([0.0, 0.0, 1e-6, 0.5]), min_size=6, max_size=6))
-def test_what_is_advised_keeps_the_rule(rates: List[float], apart: List[float]) -> None:
+def test_advice_follows_the_rule(rates: List[float], apart: List[float]) -> None:
     sizes = measured(rates, apart)
     advice = recommend(sizes)
     by_rows: Dict[int, BatchSizeResult] = {size.rows: size for size in sizes}
@@ -85,13 +85,13 @@ def test_what_is_advised_keeps_the_rule(rates: List[float], apart: List[float]) 
     assert is_worth_its_latency(chosen, sizes[0])
     assert gain(by_rows[8], sizes[0]) >= 1.3
     assert all(size.comparison.max_relative <= limit for size in below)
-    # None that is smaller, as good, and worth it.
+    # No smaller size is as good and worthwhile.
     assert not any(
         gain(size, sizes[0]) >= gain(chosen, sizes[0]) and is_worth_its_latency(size, sizes[0]) for size in below[1:-1]
     )
 
 
-def test_a_gain_that_costs_more_than_it_brings_is_none() -> None:
+def test_small_gain_is_not_worthwhile() -> None:
     advice = recommend(measured((100, 120, 130, 140, 150, 160)))
     assert advice.verdict is Verdict.NO
     assert "sooner one after another" in advice.reason
@@ -108,25 +108,25 @@ def test_a_gain_that_costs_more_than_it_brings_is_none() -> None:
         ((0, 0, 0.5, 0.5, 0.5, 0.5), Verdict.MERGE, 2, "equal bit for bit"),
     ],
 )
-def test_bits(apart: Sequence[float], verdict: Verdict, max_rows: int, words: str) -> None:
+def test_unequal_answers(apart: Sequence[float], verdict: Verdict, max_rows: int, words: str) -> None:
     advice = recommend(measured((100, 190, 350, 600, 900, 1300), apart))
     assert (advice.verdict, advice.max_rows) == (verdict, max_rows)
     assert words in advice.reason
 
 
-def test_rows_that_may_be_together_may_be_too_few_to_pay() -> None:
+def test_equal_rows_may_be_too_few() -> None:
     advice = recommend(measured((100, 101, 350, 600, 900, 1300), (0, 0, 0.5, 0, 0, 0)))
     assert advice.verdict is Verdict.NO
     assert "smaller batches are not worthwhile" in advice.reason
 
 
-def test_a_model_that_is_quicker_than_the_way_to_it_gains_nothing() -> None:
+def test_fast_model_gains_nothing() -> None:
     advice = recommend(measured((10_000, 20_000, 40_000, 80_000, 160_000, 320_000), way=0.0004))
     assert advice.verdict is Verdict.NO
     assert "less than the overhead of 0.40 ms" in advice.reason
 
 
-def test_sizes_that_are_refused_or_split_are_no_choice() -> None:
+def test_excludes_rejected_and_split_sizes() -> None:
     sizes = measured((100, 190, 350, 600, 900, 1300))
     sizes[5] = sizes[5]._replace(is_split=True)
     sizes[4] = sizes[4]._replace(answers=0, refusal="too many")
@@ -136,7 +136,7 @@ def test_sizes_that_are_refused_or_split_are_no_choice() -> None:
     assert "no request of several rows" in recommend(sizes[:2]).reason
 
 
-def test_an_output_without_rows_is_named() -> None:
+def test_reason_names_output_without_rows() -> None:
     sizes = measured((100, 190, 350, 600, 900, 1300))
     sizes[3].comparison.shape_mismatches["sum"] = "[] for 8 rows"
     assert recommend(sizes).reason == "output sum does not have one row per input row: [] for 8 rows"
@@ -150,7 +150,7 @@ def rows(*values: Any) -> List[Dict[str, Any]]:
 
 
 @given(NUMBERS)
-def test_the_same_bits_are_equal_whatever_they_mean(values: List[float]) -> None:
+def test_equal_bits_are_equal(values: List[float]) -> None:
     evidence = Comparison()
     evidence.compare({"y": np.array(values, np.float32)}, rows(*values))
     assert evidence.is_equal
@@ -158,7 +158,7 @@ def test_the_same_bits_are_equal_whatever_they_mean(values: List[float]) -> None
 
 
 @given(NUMBERS, st.data())
-def test_one_other_bit_is_found_in_its_output(values: List[float], data: st.DataObject) -> None:
+def test_finds_one_different_bit(values: List[float], data: st.DataObject) -> None:
     array = np.array(values, np.float32)
     place = data.draw(st.integers(0, len(values) - 1))
     array.view(np.uint32)[place] ^= np.uint32(1)
@@ -171,7 +171,7 @@ def test_one_other_bit_is_found_in_its_output(values: List[float], data: st.Data
     assert not evidence.is_equal
 
 
-def test_differences_are_told_by_their_largest_and_by_what_that_is_of_its_row() -> None:
+def test_reports_largest_and_relative_difference() -> None:
     evidence = Comparison()
     large, small = np.array([[100.0, 1.0]]), np.array([[0.01, 0.02]])
     evidence.compare({"y": np.array([[100.5, 1.0], [0.01, 0.03]])}, [{"y": large}, {"y": small}])
@@ -181,7 +181,7 @@ def test_differences_are_told_by_their_largest_and_by_what_that_is_of_its_row() 
     assert (evidence.max_relative, evidence.rows_unequal, evidence.rows_compared) == (math.inf, 3, 3)
 
 
-def test_what_has_no_rows_is_strange() -> None:
+def test_reports_shape_mismatches() -> None:
     evidence = Comparison()
     alone = [{"y": np.zeros((1, 3)), "z": np.zeros(())}] * 2
     evidence.compare({"y": np.zeros((2, 4)), "z": np.zeros(())}, alone)
@@ -201,5 +201,5 @@ def test_what_has_no_rows_is_strange() -> None:
         (3, 5, 2.0),
     ],
 )
-def test_distance(one: Any, other: Any, apart: float) -> None:
+def test_absolute_difference(one: Any, other: Any, apart: float) -> None:
     assert max_difference(np.array([one]), np.array([other])) == apart

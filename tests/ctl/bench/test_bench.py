@@ -1,4 +1,4 @@
-"""`weightctl bench`, with a daemon of a few lines."""
+"""Tests of `weightctl bench` with a fake daemon."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ INPUTS = (TensorSignature("x", "FP32", (-1, -1)), TensorSignature("ids", "INT64"
 
 
 def serves(then: Handler = echo, example: Any = None) -> Handler:
-    """A model with INPUTS, which is known to run on `example`; `then` answers its requests."""
+    """Return the handler of a model with INPUTS that is known to run on `example`; `then` answers its requests."""
 
     def handle(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
         if isinstance(message, ModelMetadata):
@@ -41,16 +41,16 @@ def serves(then: Handler = echo, example: Any = None) -> Handler:
     return handle
 
 
-def test_bench_asks_with_the_shapes_that_it_is_told_and_measures(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_measures_with_given_shapes(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = serves()
     arguments = ("--shape", "x=1,4", "--rows", "3", "--in-flight", "4,1", "--seconds", "0.5")
     ran = ctl("bench", "m", *arguments, "--json")
     assert (ran.status, ran.err) == (exit_codes.OK, "")
-    told = json.loads(ran.out)
-    assert (told["model_name"], told["rows"]) == ("m", 3)
-    assert [each["shape"] for each in told["inputs"]] == [[3, 4], [3]]
-    assert [level["in_flight"] for level in told["levels"]] == [1, 4]
-    for level in told["levels"]:
+    result = json.loads(ran.out)
+    assert (result["model_name"], result["rows"]) == ("m", 3)
+    assert [each["shape"] for each in result["inputs"]] == [[3, 4], [3]]
+    assert [level["in_flight"] for level in result["levels"]] == [1, 4]
+    for level in result["levels"]:
         assert level["answers"] > 0
         assert level["rows_per_s"] == 3 * level["requests_per_s"]
         assert 0 < level["p50_us"] <= level["p95_us"] <= level["p99_us"]
@@ -69,15 +69,15 @@ def test_bench_asks_with_the_shapes_that_it_is_told_and_measures(ctl: Ctl, daemo
         (["--shape", "x=2,9"], [[2, 9], [2]], 2),
     ],
 )
-def test_bench_measures_shapes_that_the_model_is_known_to_run_on(
+def test_measures_with_known_example_shapes(
     ctl: Ctl, daemon: FakeDaemon, arguments: List[str], shapes: Any, rows: int
 ) -> None:
     daemon.handle = serves(example=((2, 64), (2,)))
-    told = json.loads(ctl("bench", "m", *arguments, "--in-flight", "1", "--seconds", "0.1", "--json").out)
-    assert ([each["shape"] for each in told["inputs"]], told["rows"]) == (shapes, rows)
+    result = json.loads(ctl("bench", "m", *arguments, "--in-flight", "1", "--seconds", "0.1", "--json").out)
+    assert ([each["shape"] for each in result["inputs"]], result["rows"]) == (shapes, rows)
 
 
-def test_how_many_ran_together_is_what_the_daemon_has_counted(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_batch_size_comes_from_counters_of_daemon(ctl: Ctl, daemon: FakeDaemon) -> None:
     asked = itertools.count()
 
     def counts(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
@@ -91,7 +91,7 @@ def test_how_many_ran_together_is_what_the_daemon_has_counted(ctl: Ctl, daemon: 
     assert [level["rows_per_execution"] for level in json.loads(ran.out)["levels"]] == [14.0]
 
 
-def test_errors_are_counted_and_are_no_answers(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_counts_errors_separately(ctl: Ctl, daemon: FakeDaemon) -> None:
     turn = itertools.count()
 
     def full(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
@@ -107,7 +107,7 @@ def test_errors_are_counted_and_are_no_answers(ctl: Ctl, daemon: FakeDaemon) -> 
     assert [*level["errors"]] == ["RESOURCE_EXHAUSTED"]
 
 
-def test_a_model_that_never_answers_again_is_no_success(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_silent_model_is_a_failure(ctl: Ctl, daemon: FakeDaemon) -> None:
     turn = itertools.count()
     daemon.handle = serves(lambda message, tensors: echo(message, tensors) if next(turn) == 0 else [])
     ran = ctl("bench", "m", "--in-flight", "2", "--seconds", "0.2")
@@ -115,8 +115,8 @@ def test_a_model_that_never_answers_again_is_no_success(ctl: Ctl, daemon: FakeDa
     assert "2 in flight: no request succeeded" in ran.out
 
 
-@pytest.mark.usefixtures("heeds_ctrl_c")
-def test_ctrl_c_shows_what_has_been_measured(ctl: Ctl, daemon: FakeDaemon) -> None:
+@pytest.mark.usefixtures("default_sigint_handler")
+def test_interrupt_shows_results_so_far(ctl: Ctl, daemon: FakeDaemon) -> None:
     turn = itertools.count()
 
     def interrupts(message: ClientMessage, tensors: Sequence[bytes]) -> Any:
@@ -131,7 +131,7 @@ def test_ctrl_c_shows_what_has_been_measured(ctl: Ctl, daemon: FakeDaemon) -> No
     assert "8 in flight" not in ran.out
 
 
-def test_what_cannot_be_asked_says_what_to_do(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_errors_have_hints(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = fails("UNAVAILABLE", "m has no worker")
     hint = "check `weightctl status m`, or set a longer --timeout"
     assert ctl("bench", "m") == (exit_codes.ERROR, "", f"UNAVAILABLE: m has no worker; {hint}\n")
@@ -142,12 +142,12 @@ def test_what_cannot_be_asked_says_what_to_do(ctl: Ctl, daemon: FakeDaemon) -> N
     assert (ran.status, ran.out) == (exit_codes.USAGE, "")
 
 
-def test_no_other_verb_waits_until_asyncio_is_imported() -> None:
+def test_only_bench_imports_asyncio() -> None:
     program = "import sys, weightctl.cli; sys.exit('asyncio' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_the_table() -> None:
+def test_table() -> None:
     steady = Level(1, 300, 100.0, (0.0098, 0.012, 1.5), Counter(), 3, True, 0.01, 1.0)
     jumpy = Level(64, 300, 1000.0, (0.06, 0.07, 0.08), Counter(UNAVAILABLE=2, INTERNAL=1), 9, False, 0.25, 7.5)
     mute = Level(128, 0, None, None, Counter(), 0, False, None, None)

@@ -1,4 +1,4 @@
-"""When it is enough, and what the figures are."""
+"""Tests of the measurement windows: when the rate is stable, and the figures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POSITIVE = st.floats(0.01, 100)
 
 
 @given(st.lists(POSITIVE, min_size=1, max_size=50), st.floats(0, 1))
-def test_a_percentile_is_the_least_value_that_so_many_do_not_exceed(values: Sequence[float], share: float) -> None:
+def test_percentile(values: Sequence[float], share: float) -> None:
     ordered = sorted(values)
     found = percentile(ordered, share)
     assert found in ordered
@@ -34,7 +34,7 @@ def test_a_percentile_is_the_least_value_that_so_many_do_not_exceed(values: Sequ
 
 
 @given(st.lists(POSITIVE, min_size=2, max_size=5), POSITIVE)
-def test_deviation_is_a_share_of_the_mean(rates: List[float], factor: float) -> None:
+def test_deviation_is_relative_to_mean(rates: List[float], factor: float) -> None:
     found = deviation(rates)
     assert deviation([each * factor for each in rates]) == pytest.approx(found)
     assert deviation(rates[::-1]) == pytest.approx(found)
@@ -43,7 +43,7 @@ def test_deviation_is_a_share_of_the_mean(rates: List[float], factor: float) -> 
 
 
 @given(st.lists(st.tuples(st.floats(1e-6, 0.5), POSITIVE), min_size=1, max_size=200))
-def test_after_the_warm_up_each_answer_is_in_one_window_and_no_time_is_lost(steps: List[Tuple[float, float]]) -> None:
+def test_windows_partition_time_after_warm_up(steps: List[Tuple[float, float]]) -> None:
     windows = Windows(0.0, 1.0)
     now = 0.0
     ends: List[Tuple[float, int]] = []
@@ -66,7 +66,7 @@ def test_after_the_warm_up_each_answer_is_in_one_window_and_no_time_is_lost(step
 
 
 @given(st.floats(0.001, 5), st.integers(1, 3))
-def test_a_steady_stream_is_stable_at_once_and_its_rate_is_exact_however_slow(pause: float, together: int) -> None:
+def test_steady_rate_is_stable_and_exact(pause: float, together: int) -> None:
     windows = Windows(0.0, 1.0)
     now = 0.0
     while not windows.is_over:
@@ -81,7 +81,7 @@ def test_a_steady_stream_is_stable_at_once_and_its_rate_is_exact_however_slow(pa
         assert level.latencies == (pause, pause, pause)
 
 
-def test_what_never_settles_ends_and_says_how_far_it_is_off() -> None:
+def test_unstable_rate_ends_with_its_deviation() -> None:
     windows = Windows(0.0, 1.0)
     now = 0.0
     while not windows.is_over:
@@ -94,7 +94,7 @@ def test_what_never_settles_ends_and_says_how_far_it_is_off() -> None:
     assert level.deviation > TOLERANCE
 
 
-def test_what_is_cut_counts_where_there_is_nothing_better_or_nothing_came_for_long() -> None:
+def test_incomplete_window_counts_without_a_full_one() -> None:
     begun = Windows(0.0, 1.0)
     begun.on_response(0.5, 0.5)
     begun.on_error("UNAVAILABLE")

@@ -1,4 +1,4 @@
-"""Numbers that people have written become those of the input, or are refused with their place."""
+"""Tests of numbers in text files: they are converted to the input's datatype, or the error names their position."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def x(datatype: str = "FP32", *shape: int) -> TensorSignature:
 
 
 @given(st.data(), st.sampled_from(sorted(NUMPY_DTYPE)), st.lists(st.integers(1, 3), max_size=4))
-def test_what_numpy_writes_is_read_as_it_was_nested_and_flat(data: Any, datatype: str, shape: Any) -> None:
+def test_reads_nested_and_flat_lists_of_numpy(data: Any, datatype: str, shape: Any) -> None:
     dtype = np.dtype(NUMPY_DTYPE[datatype])
     size = int(np.prod(shape, dtype=int))
     raw = data.draw(st.binary(min_size=size * dtype.itemsize, max_size=size * dtype.itemsize))
     array = np.frombuffer(raw, "u1") % 2 == 1 if dtype.kind == "b" else np.frombuffer(raw, dtype)
-    # Not a number is not equal to itself.
+    # NaN does not equal itself.
     array = np.where(np.isnan(array), dtype.type(0), array).reshape(shape)
     signature = TensorSignature("x", datatype, tuple(shape))
     nested = array_of_lists(read_json(json.dumps(array.tolist())), signature)
@@ -48,12 +48,12 @@ def test_what_numpy_writes_is_read_as_it_was_nested_and_flat(data: Any, datatype
         ("[[], []]", x("FP32", -1, -1), (2, 0)),
     ],
 )
-def test_a_list_has_the_shape_of_the_input_or_its_own(text: str, signature: TensorSignature, shape: Any) -> None:
+def test_shape_of_list(text: str, signature: TensorSignature, shape: Any) -> None:
     assert array_of_lists(read_json(text), signature).shape == shape
 
 
 @pytest.mark.parametrize(
-    ("text", "signature", "said"),
+    ("text", "signature", "expected"),
     [
         ("[0, 256]", x("UINT8", 2), "[1]: expected an integer from 0 to 255 for UINT8, got int 256"),
         ("[[1], [-1]]", x("UINT8", 2, 1), "[1][0]: expected an integer from 0 to 255 for UINT8, got int -1"),
@@ -77,13 +77,13 @@ def test_a_list_has_the_shape_of_the_input_or_its_own(text: str, signature: Tens
         ('{"a": 1, "a": 2}', x(), "duplicate name 'a'"),
     ],
 )
-def test_what_does_not_fit_is_told_with_its_place(text: str, signature: TensorSignature, said: str) -> None:
+def test_error_names_position(text: str, signature: TensorSignature, expected: str) -> None:
     with pytest.raises(WrongNumbers) as caught:
         array_of_lists(read_json(text), signature)
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
 
 
-def test_infinities_are_meant_and_no_number_becomes_one() -> None:
+def test_keeps_infinities_and_makes_no_new_ones() -> None:
     read = array_of_lists(read_json('[Infinity, "-Infinity", "NaN", NaN, 65504]'), x("FP16", 5))
     assert [*map(float, read[[0, 1, 4]])] == [float("inf"), float("-inf"), 65504.0]
     assert np.isnan(read[2:4]).all()
@@ -94,7 +94,7 @@ def test_infinities_are_meant_and_no_number_becomes_one() -> None:
         CsvTable("1,1e999")
 
 
-def test_a_table_is_its_rows_or_its_numbers_in_their_order() -> None:
+def test_reads_table_as_rows_or_flat() -> None:
     table = CsvTable("1, 2\n\n3,4e0\r\n")
     assert array_of_table(table, x("INT64", -1, 2)).tolist() == [[1, 2], [3, 4]]
     assert array_of_table(table, x("FP32", 1, 2, 2)).tolist() == [[[1, 2], [3, 4]]]
@@ -103,7 +103,7 @@ def test_a_table_is_its_rows_or_its_numbers_in_their_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("1,2\n3\n", "line 2: expected 2 numbers, got 1"),
         ("a,b\n", "line 1, column 1: expected a number, got str 'a'"),
@@ -114,7 +114,7 @@ def test_a_table_is_its_rows_or_its_numbers_in_their_order() -> None:
         ("nan\n", "line 1, column 1: expected an integer"),
     ],
 )
-def test_a_table_that_is_none_is_told_with_line_and_column(text: str, said: str) -> None:
+def test_error_names_line_and_column(text: str, expected: str) -> None:
     with pytest.raises(WrongNumbers) as caught:
         array_of_table(CsvTable(text), x("UINT8", -1, -1))
-    assert said in str(caught.value)
+    assert expected in str(caught.value)

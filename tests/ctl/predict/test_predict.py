@@ -1,4 +1,4 @@
-"""Which inputs of a model files are, and how scores are shown."""
+"""Tests of the inputs of `weightctl predict` in files, and of its output of scores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MASK = TensorSignature("mask", "FP32", (2,))
 
 
 class Model:
-    """Answers with its inputs, and tells what these are."""
+    """A model that answers with its inputs, and its metadata."""
 
     def __init__(self, *inputs: TensorSignature, example: Any = None) -> None:
         self.inputs = inputs
@@ -57,7 +57,7 @@ def one(daemon: FakeDaemon) -> Model:
 
 
 def sent(daemon: FakeDaemon) -> Any:
-    """The inputs of the request that was sent."""
+    """Return the inputs of the request."""
     while True:
         message, tensors = daemon.next()
         if isinstance(message, Infer):
@@ -85,7 +85,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("ids=ids.csv mask=both.npz", [[9, 10]]),
     ],
 )
-def test_inputs_come_from_files_of_many_kinds(
+def test_reads_inputs_from_files(
     ctl: Ctl, model: Model, daemon: FakeDaemon, files: Path, arguments: str, ids: Any
 ) -> None:
     given = [word for each in arguments.split() for word in ("--input", each)]
@@ -96,28 +96,28 @@ def test_inputs_come_from_files_of_many_kinds(
     assert there["ids"].tolist() == ids
 
 
-def test_an_npz_alone_is_all_its_arrays_and_nothing_is_asked_for_that(ctl: Ctl, model: Model, files: Path) -> None:
+def test_npz_has_all_inputs(ctl: Ctl, model: Model, files: Path) -> None:
     assert ctl("predict", "m", "--input", "both.npz").status == exit_codes.OK
     assert model.asked == 0
 
 
 @pytest.mark.parametrize("name", ["ids.npy", "ids.json", "ids.csv"])
-def test_a_file_alone_is_the_only_input(ctl: Ctl, one: Model, daemon: FakeDaemon, files: Path, name: str) -> None:
+def test_single_file_is_the_only_input(ctl: Ctl, one: Model, daemon: FakeDaemon, files: Path, name: str) -> None:
     assert ctl("predict", "m", "--input", name).status == exit_codes.OK
     assert [*sent(daemon)] == ["ids"]
 
 
-def test_which_one_of_several_inputs_has_to_be_said(ctl: Ctl, model: Model, files: Path) -> None:
+def test_several_inputs_need_names(ctl: Ctl, model: Model, files: Path) -> None:
     ran = ctl("predict", "m", "--input", "ids.json")
-    told = "there are: ids INT64 [-1, -1], mask FP32 [2]"
+    names = "there are: ids INT64 [-1, -1], mask FP32 [2]"
     assert (ran.status, ran.out) == (exit_codes.USAGE, "")
-    assert ran.err == f"INVALID_ARGUMENT: ids.json: m takes 2 inputs: expected NAME=ids.json; {told}\n"
+    assert ran.err == f"INVALID_ARGUMENT: ids.json: m takes 2 inputs: expected NAME=ids.json; {names}\n"
     ran = ctl("predict", "m", "--input", "idz=ids.json")
-    assert (ran.status, ran.err) == (exit_codes.USAGE, f"INVALID_ARGUMENT: m has no input 'idz'; {told}\n")
+    assert (ran.status, ran.err) == (exit_codes.USAGE, f"INVALID_ARGUMENT: m has no input 'idz'; {names}\n")
 
 
 @pytest.mark.parametrize("content", [b"[[11, 12]]", b"11,12\n", b" \n11, 12", "npy", "npz"])
-def test_stdin_may_be_any_of_these(
+def test_reads_inputs_from_stdin(
     ctl: Ctl, one: Model, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch, content: Any
 ) -> None:
     file = io.BytesIO(b"" if isinstance(content, str) else content)
@@ -131,7 +131,7 @@ def test_stdin_may_be_any_of_these(
 
 
 @pytest.mark.parametrize(
-    ("content", "name", "said"),
+    ("content", "name", "expected"),
     [
         ("[[1, 1.5]]", "x.json", "x.json: [0][1]: expected an integer from"),
         ('{"ids": 1}', "x.json", "x.json: expected a list or a number, got an object"),
@@ -142,26 +142,24 @@ def test_stdin_may_be_any_of_these(
         (None, "both.npz:none", "both.npz: no array 'none'; there are: ids, mask, more"),
     ],
 )
-def test_a_file_that_is_no_input_of_the_model(
-    ctl: Ctl, model: Model, files: Path, content: Any, name: str, said: str
+def test_rejects_file_that_does_not_fit(
+    ctl: Ctl, model: Model, files: Path, content: Any, name: str, expected: str
 ) -> None:
     if content is not None:
         Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
     ran = ctl("predict", "m", "--input", f"ids={name}")
     assert (ran.status, ran.out) == (exit_codes.NO_INPUT, "")
-    assert ran.err.startswith(f"INVALID_ARGUMENT: {said}")
+    assert ran.err.startswith(f"INVALID_ARGUMENT: {expected}")
 
 
 @pytest.mark.parametrize("bound", ["arrays._MAX_TOTAL_BYTES", "predict.sources._MAX_TEXT_BYTES"])
-def test_files_are_bounded(ctl: Ctl, model: Model, files: Path, monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+def test_limits_size_of_files(ctl: Ctl, model: Model, files: Path, monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
     monkeypatch.setattr(f"weightctl.{bound}", 4)
     ran = ctl("predict", "m", "--input", "ids=ids.json")
     assert (ran.status, "at most 4 bytes" in ran.err) == (exit_codes.NO_INPUT, True)
 
 
-def test_what_a_file_unpacks_to_and_what_comes_from_a_pipe_is_bounded(
-    ctl: Ctl, model: Model, files: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limits_unpacked_arrays_and_pipes(ctl: Ctl, model: Model, files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez_compressed("bomb.npz", ids=np.zeros(10**5))
     monkeypatch.setattr("weightctl.arrays._MAX_TOTAL_BYTES", 10**5)
     assert (
@@ -177,12 +175,10 @@ def test_what_a_file_unpacks_to_and_what_comes_from_a_pipe_is_bounded(
         writing.result()
 
 
-# --- made up ----------------------------------------------------------------------------------------------------------
+# --- random inputs ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_not_given_is_made_up_in_shapes_that_the_model_runs_on(
-    ctl: Ctl, model: Model, daemon: FakeDaemon, files: Path
-) -> None:
+def test_random_inputs_have_known_shapes(ctl: Ctl, model: Model, daemon: FakeDaemon, files: Path) -> None:
     assert ctl("predict", "m", "--random").status == exit_codes.OK
     first = sent(daemon)
     assert {name: array.shape for name, array in first.items()} == {"ids": (1, 7), "mask": (2,)}
@@ -199,7 +195,7 @@ def test_what_is_not_given_is_made_up_in_shapes_that_the_model_runs_on(
 SCORES = np.array([[0.25, 0.5, 0.25], [np.nan, -1.0, np.inf]], np.float32)
 
 
-def test_the_highest_scores_are_told_by_name(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
+def test_prints_labels_of_highest_scores(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
     daemon.handle = outputs(("y", SCORES), ("n", np.array([7])))
     labels = tmp_path / "labels.txt"
     labels.write_text("a cat\na dog\n\x1b[2Ja horse\n")
@@ -222,14 +218,14 @@ def test_the_highest_scores_are_told_by_name(ctl: Ctl, daemon: FakeDaemon, tmp_p
     ]
 
 
-def test_many_rows_of_scores_are_counted(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_limits_rows_of_scores(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = outputs(("y", np.zeros((20, 3), np.float32)))
     lines = ctl("predict", "m", "--top", "1").out.splitlines()
     assert len(lines) == 1 + 2 * 16 + 1
     assert lines[-1] == " ... and 4 more rows; use --output to get all"
 
 
-def test_labels_of_another_model_are_told(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
+def test_rejects_labels_of_another_model(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
     daemon.handle = outputs(("y", SCORES))
     labels = tmp_path / "labels.txt"
     labels.write_text("a\n")
@@ -241,7 +237,7 @@ def test_labels_of_another_model_are_told(ctl: Ctl, daemon: FakeDaemon, tmp_path
     assert "expected a regular file" in ctl("predict", "m", "--top", "1", "--labels", str(tmp_path / "pipe")).err
 
 
-def test_all_outputs_go_to_one_file(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
+def test_writes_all_outputs_to_one_file(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path) -> None:
     daemon.handle = outputs(("y", SCORES), ("file", np.array([7])))
     there = tmp_path / "all.npz"
     ran = ctl("predict", "m", "--output", str(there))
@@ -253,7 +249,7 @@ def test_all_outputs_go_to_one_file(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         ("--labels names", "--labels: expected --top, too"),
         ("--shape x=1", "--shape: expected --random, too"),
@@ -266,14 +262,14 @@ def test_all_outputs_go_to_one_file(ctl: Ctl, daemon: FakeDaemon, tmp_path: Path
         ("--input x=", "got 'x='"),
     ],
 )
-def test_a_wrong_command_line(alone: Ctl, arguments: str, said: str) -> None:
+def test_invalid_command_line(alone: Ctl, arguments: str, expected: str) -> None:
     ran = alone("predict", "m", *arguments.split())
     assert (ran.status, ran.out) == (exit_codes.USAGE, "")
-    assert said in ran.err
+    assert expected in ran.err
 
 
-class Broken(io.BytesIO):
-    """A file on a disk that fails."""
+class FailingFile(io.BytesIO):
+    """A file on a failing disk."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -282,10 +278,10 @@ class Broken(io.BytesIO):
         raise OSError(errno.EIO, "no such luck")
 
 
-def test_what_cannot_be_read_is_told_as_that(ctl: Ctl, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_unreadable_stdin(ctl: Ctl, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     ran = ctl("predict", "m", "--input", "ids=-")
     assert (ran.status, ran.err) == (exit_codes.NO_INPUT, "INVALID_ARGUMENT: stdin: closed\n")
-    monkeypatch.setattr("weightctl.arrays.open_input", Broken)
+    monkeypatch.setattr("weightctl.arrays.open_input", FailingFile)
     ran = ctl("predict", "m", "--input", "ids=x.json")
     assert (ran.status, ran.err) == (exit_codes.NO_INPUT, "INVALID_ARGUMENT: x.json: no such luck\n")

@@ -1,4 +1,4 @@
-"""Pictures become what a classifier takes."""
+"""Tests of the conversion of images to a classifier's input."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from weightctl.predict.sources import ImageLayout, Pixels, WrongImage, is_image,
 from weightd_protocol.messages.inference import TensorSignature
 
 # Red above blue, two pixels wide.
-PICTURE = np.array([[[255, 0, 0], [255, 0, 0]], [[0, 0, 255], [0, 0, 255]]], np.uint8)
+IMAGE = np.array([[[255, 0, 0], [255, 0, 0]], [[0, 0, 255], [0, 0, 255]]], np.uint8)
 
 
 def signature(*shape: int, datatype: str = "FP32") -> TensorSignature:
@@ -30,12 +30,12 @@ def signature(*shape: int, datatype: str = "FP32") -> TensorSignature:
         ((4, 8, 9), ImageLayout(4, (9, 8), is_channels_last=False, has_batch=False)),
     ],
 )
-def test_the_shape_tells_how_pictures_are_laid_out(shape: Tuple[int, ...], form: ImageLayout) -> None:
+def test_shape_determines_image_layout(shape: Tuple[int, ...], form: ImageLayout) -> None:
     assert parse_layout(signature(*shape)) == form
 
 
 @pytest.mark.parametrize("shape", [(), (64,), (1, 64), (2, 3, 8, 8), (1, 2, 8, 8), (1, 3, 8, 3), (1, -1, 8, 8)])
-def test_what_has_no_pictures_or_may_have_them_in_two_ways_is_told(shape: Tuple[int, ...]) -> None:
+def test_rejects_shape_without_unique_layout(shape: Tuple[int, ...]) -> None:
     with pytest.raises(WrongImage, match="expected \\[1, C, H, W\\] or"):
         parse_layout(signature(*shape))
 
@@ -48,50 +48,50 @@ def written(array: Any, kind: str = "PNG", **more: Any) -> io.BytesIO:
     return file
 
 
-def test_a_picture_is_scaled_and_put_into_its_layout() -> None:
-    first = load(written(PICTURE), signature(1, 3, 2, 2), Pixels())
+def test_scales_and_arranges_image() -> None:
+    first = load(written(IMAGE), signature(1, 3, 2, 2), Pixels())
     assert (first.dtype, first.flags.c_contiguous) == (np.float32, True)
     assert first.tolist() == [[[[1, 1], [0, 0]], [[0, 0], [0, 0]], [[0, 0], [1, 1]]]]
-    last = load(written(PICTURE), signature(-1, -1, -1, 3, datatype="UINT8"), Pixels())
-    assert np.array_equal(last, PICTURE[np.newaxis])
-    half = load(written(PICTURE), signature(3, 2, 2, datatype="FP16"), Pixels(1.0, (255.0, 1.0, 0.0), (2.0,)))
+    last = load(written(IMAGE), signature(-1, -1, -1, 3, datatype="UINT8"), Pixels())
+    assert np.array_equal(last, IMAGE[np.newaxis])
+    half = load(written(IMAGE), signature(3, 2, 2, datatype="FP16"), Pixels(1.0, (255.0, 1.0, 0.0), (2.0,)))
     assert half[:, 0, 0].tolist() == [0, -0.5, 0]
 
 
 @pytest.mark.parametrize("kind", ["PNG", "BMP", "GIF", "TIFF", "JPEG", "WEBP"])
-def test_each_kind_of_picture_is_stretched_to_the_size_of_the_input(kind: str) -> None:
+def test_resizes_each_kind_of_image(kind: str) -> None:
     plain = np.full((20, 40, 3), 200, np.uint8)
     there = load(written(plain, kind), signature(1, 8, 4, 1, datatype="UINT8"), Pixels())
     assert there.shape == (1, 8, 4, 1)
     assert abs(there.astype(int) - 200).max() < 4
 
 
-def test_a_picture_is_turned_as_it_is_to_be_seen() -> None:
+def test_applies_exif_orientation() -> None:
     exif = pytest.importorskip("PIL.Image").Exif()
     exif[0x0112] = 3  # upside down
-    there = load(written(PICTURE, exif=exif), signature(1, 2, 2, 3, datatype="UINT8"), Pixels())
-    assert np.array_equal(there[0], PICTURE[::-1])
+    there = load(written(IMAGE, exif=exif), signature(1, 2, 2, 3, datatype="UINT8"), Pixels())
+    assert np.array_equal(there[0], IMAGE[::-1])
 
 
-def test_a_picture_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = io.BytesIO(written(PICTURE).getvalue()[:-30])
+def test_rejects_unusable_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    cut = io.BytesIO(written(IMAGE).getvalue()[:-30])
     with pytest.raises(WrongImage, match="cannot read the image"):
         load(cut, signature(1, 3, 2, 2), Pixels())
     with pytest.raises(WrongImage, match="cannot convert an image to INT64; expected floats, or UINT8"):
-        load(written(PICTURE), signature(1, 3, 2, 2, datatype="INT64"), Pixels())
+        load(written(IMAGE), signature(1, 3, 2, 2, datatype="INT64"), Pixels())
     with pytest.raises(WrongImage, match="UINT8 without --scale"):
-        load(written(PICTURE), signature(1, 3, 2, 2, datatype="UINT8"), Pixels(scale=2.0))
+        load(written(IMAGE), signature(1, 3, 2, 2, datatype="UINT8"), Pixels(scale=2.0))
     with pytest.raises(WrongImage, match="--mean: expected 1 or 3 numbers, one per channel, got 2"):
-        load(written(PICTURE), signature(1, 3, 2, 2), Pixels(mean=(1.0, 2.0)))
+        load(written(IMAGE), signature(1, 3, 2, 2), Pixels(mean=(1.0, 2.0)))
     with pytest.raises(WrongImage, match="expected an image with 8 bits per channel, got mode I;16"):
         load(written(np.full((2, 2), 300, np.uint16)), signature(1, 1, 2, 2), Pixels())
     with pytest.raises(WrongImage, match="--scale, --mean, --std: expected results in the range of FP16"):
-        load(written(PICTURE), signature(1, 3, 2, 2, datatype="FP16"), Pixels(scale=1000.0))
+        load(written(IMAGE), signature(1, 3, 2, 2, datatype="FP16"), Pixels(scale=1000.0))
     with pytest.raises(WrongImage, match="expected an input of at most 64,000,000 pixels, got 99,999 x 99,999"):
-        load(written(PICTURE), signature(1, 3, 99999, 99999), Pixels())
+        load(written(IMAGE), signature(1, 3, 99999, 99999), Pixels())
     monkeypatch.setattr("weightctl.predict.sources._MAX_PIXELS", 3)
     with pytest.raises(WrongImage, match="expected an image of at most 3 pixels, got 2 x 2"):
-        load(written(PICTURE), signature(1, 3, 2, 2), Pixels())
+        load(written(IMAGE), signature(1, 3, 2, 2), Pixels())
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(WrongImage, match=r"Pillow is not installed: pip install '\./weightd\[images\]'"):
         load(io.BytesIO(b"\x89PNG\r\n"), signature(1, 3, 2, 2), Pixels())

@@ -1,4 +1,4 @@
-"""A picture to be shown: two models at work, and one that has failed."""
+"""An overview for the tests of `weightctl top`: two serving models and a failed one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weightd_common.dashboard.overview import Overview
 
 
 def picture(*names: str) -> Overview:
-    """Return that of these models, each asked 100 times as often in a second as the one before."""
+    """Return an overview of these models, each with 100 times the request rate of the one before."""
     history = History()
     for second in range(4):
         models = [

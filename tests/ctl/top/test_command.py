@@ -1,4 +1,4 @@
-"""Where nobody looks, it is printed."""
+"""Tests of the printed output of `weightctl top`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..conftest import Ctl, fails
 
 
 class Busy:
-    """Answers as a daemon whose model is asked ten times a second; each look is a second after the one before."""
+    """A daemon with a model that gets ten requests per second; polls are one second apart."""
 
     def __init__(self) -> None:
         self.looks = 0
@@ -34,7 +34,7 @@ class Busy:
         return [encode(replace(looks.status(float(self.looks), model_status), id=message.id))]
 
 
-def test_where_the_output_is_no_terminal_it_is_printed_once(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_prints_once_without_a_terminal(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = Busy()
     status, out, err = ctl("top", "-d", "0.2")
     assert (status, err) == (exit_codes.OK, "")
@@ -44,36 +44,36 @@ def test_where_the_output_is_no_terminal_it_is_printed_once(ctl: Ctl, daemon: Fa
     assert out.count("weightd 0.1.0") == 1
 
 
-def test_or_as_often_as_is_asked_for(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_prints_as_often_as_requested(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = Busy()
     assert [each for each in ctl("top", "-b", "-d", "0.2", "-n", "3").out.splitlines() if "up" in each] == [
         f"weightd 0.1.0: running, up {seconds} s" for seconds in (2, 3, 4)
     ]
 
 
-def test_as_objects_one_a_line(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_prints_json_lines(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = Busy()
-    told = [json.loads(each) for each in ctl("--json", "top", "-d", "0.2", "-n", "2").out.splitlines()]
-    assert [each["throughput"]["rate"] for each in told] == [10.0, 10.0]
-    assert told[0]["memory"]["without_sharing_bytes"] == 200 * MB
+    overviews = [json.loads(each) for each in ctl("--json", "top", "-d", "0.2", "-n", "2").out.splitlines()]
+    assert [each["throughput"]["rate"] for each in overviews] == [10.0, 10.0]
+    assert overviews[0]["memory"]["without_sharing_bytes"] == 200 * MB
 
 
 @pytest.mark.parametrize("arguments", [("-d", "0.1"), ("-d", "nan"), ("-d", "3601"), ("-n", "-1"), ("-n", "x")])
-def test_wrong_arguments_are_refused(alone: Ctl, arguments: Sequence[str]) -> None:
+def test_rejects_invalid_arguments(alone: Ctl, arguments: Sequence[str]) -> None:
     status, _, err = alone("top", *arguments)
     assert status == exit_codes.USAGE
     assert "expected" in err
 
 
-def test_where_no_daemon_is_it_says_so(alone: Ctl) -> None:
+def test_without_a_daemon(alone: Ctl) -> None:
     assert alone("--timeout", "0.2", "top").status == exit_codes.UNAVAILABLE
 
 
-def test_a_daemon_that_does_not_answer_is_none(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_silent_daemon(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = silent
     assert ctl("--timeout", "0.2", "top").status == exit_codes.UNAVAILABLE
 
 
-def test_a_refusal_is_told(ctl: Ctl, daemon: FakeDaemon) -> None:
+def test_reports_error_of_daemon(ctl: Ctl, daemon: FakeDaemon) -> None:
     daemon.handle = fails("UNAUTHENTICATED", "user 1000 is in no table")
     assert ctl("top") == (exit_codes.ERROR, "", "UNAUTHENTICATED: user 1000 is in no table\n")

@@ -1,4 +1,4 @@
-"""Sparks and bars."""
+"""Tests of sparklines and bars."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from weightctl.top.drawing import ASCII, BLOCKS, Segment, Style, bar, glyphs, spark
 
 
-def test_a_spark_is_as_high_as_the_share_of_the_most() -> None:
+def test_height_of_spark() -> None:
     assert spark([0.0, None, 1.0, 50.0, 100.0], 6, BLOCKS) == "   ▁▄█"
     assert spark([0.0, None, 1.0, 50.0, 100.0], 2, ASCII) == "=@"
     assert spark([], 3, ASCII) == "   "
@@ -19,7 +19,7 @@ def test_a_spark_is_as_high_as_the_share_of_the_most() -> None:
 
 
 @given(st.lists(st.one_of(st.none(), st.floats(0, 1e300)), max_size=80), st.integers(0, 70))
-def test_a_spark_is_as_wide_as_it_is_to_be_and_shows_what_there_is(values: List[Optional[float]], width: int) -> None:
+def test_width_and_contents_of_spark(values: List[Optional[float]], width: int) -> None:
     drawn = spark(values, width, ASCII)
     assert len(drawn) == width
     last = values[-width:] if width else []
@@ -27,7 +27,7 @@ def test_a_spark_is_as_wide_as_it_is_to_be_and_shows_what_there_is(values: List[
 
 
 @given(st.lists(st.integers(0, 10**15), min_size=1, max_size=5), st.integers(0, 200), st.floats(1, 3))
-def test_a_bar_fills_its_width_and_each_part_has_its_share(sizes: List[int], width: int, more: float) -> None:
+def test_bar_is_proportional(sizes: List[int], width: int, more: float) -> None:
     whole = int(sum(sizes) * more)
     parts: List[Segment] = [(size, "x", Style.COPY) for size in sizes]
     *drawn, rest = bar(parts, whole, width)
@@ -39,5 +39,5 @@ def test_a_bar_fills_its_width_and_each_part_has_its_share(sizes: List[int], wid
 @pytest.mark.parametrize(
     ("encoding", "expected"), [("UTF-8", BLOCKS), ("ascii", ASCII), ("latin-1", ASCII), (None, ASCII), ("?", ASCII)]
 )
-def test_a_terminal_is_given_what_it_can_draw(encoding: Optional[str], expected: object) -> None:
+def test_glyphs_depend_on_encoding(encoding: Optional[str], expected: object) -> None:
     assert glyphs(encoding) is expected

@@ -1,4 +1,4 @@
-"""Lines of a screen."""
+"""Tests of the lines on the screen of `weightctl top`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def drawn(*keys: str, standing: PollStatus = ALL_IS_WELL, width: int = 79) -> Li
     return [each.text.rstrip() for each in draw(OVERVIEW, view, standing, ScreenSize(24, width), ASCII)]
 
 
-def test_on_a_small_screen_stands_what_matters_most() -> None:
+def test_small_screen() -> None:
     lines = drawn()
     assert lines[:9] == [
         "weightd 0.1.0: running, up 3 s                                        every 1 s",
@@ -44,7 +44,7 @@ def test_on_a_small_screen_stands_what_matters_most() -> None:
     assert (len(lines), lines[-1]) == (24, "models processes tenants  2 by requests/s   h help  q quit")
 
 
-def test_on_a_wide_one_a_spark_of_each_model() -> None:
+def test_wide_screen_has_a_spark_per_model() -> None:
     [model] = [each for each in drawn(width=140) if each.startswith("bravo")]
     assert " ".join(model.split()) == "bravo serving 1 4/4 100.0 0.0 1 0 0.50 0.99 150.0 440.0 @@@"
 
@@ -68,20 +68,20 @@ def _words(lines: List[str], most: int) -> List[str]:
     return [" ".join(each.split()[:most]) for each in lines]
 
 
-def test_help_is_of_all_keys() -> None:
+def test_help_lists_all_keys() -> None:
     lines = drawn("h")
     assert [each for each in lines if each.startswith("q ") and "quit" in each]
     assert "press any key to go back" in lines
     assert len(lines) <= 24
 
 
-def test_what_is_typed_is_seen() -> None:
+def test_shows_typed_filter() -> None:
     assert drawn("/", "a", "l")[-1] == "/al_"
     assert drawn("/", "a", "l", "enter")[-1] == 'models processes tenants  1 by requests/s, with "al"   h help  q quit'
 
 
 @pytest.mark.parametrize(
-    ("standing", "told"),
+    ("standing", "expected"),
     [
         (PollStatus(2.0, 4.0), "every 2 s"),
         (PollStatus(0.5, 3.1), "no response for 3 s"),
@@ -89,27 +89,27 @@ def test_what_is_typed_is_seen() -> None:
         (PollStatus(1.0, 1.0, "a\x1b[2Jb"), "no response for 1 s: a\\x1b[2Jb"),
     ],
 )  # fmt: skip
-def test_a_daemon_that_does_not_answer_is_told(standing: PollStatus, told: str) -> None:
+def test_shows_unresponsive_daemon(standing: PollStatus, expected: str) -> None:
     first = drawn(standing=standing)[0]
-    assert first.endswith(told)
+    assert first.endswith(expected)
     assert len(first) <= 79
 
 
-def test_the_row_that_is_selected_is_marked() -> None:
+def test_marks_selected_row() -> None:
     view = View()
     view.on_key("down", OVERVIEW)
     lines = draw(OVERVIEW, view, ALL_IS_WELL, ScreenSize(24, 79), ASCII)
     assert [each.text.split()[0] for each in lines if each.is_selected] == ["alpha"]
 
 
-def test_what_has_failed_is_seen() -> None:
+def test_highlights_failed_model() -> None:
     history = History()
     history.on_metrics(looks.metrics(1.0, looks.counted("bad", state="failed", ready=False)))
     lines = draw(history.overview(), View(), ALL_IS_WELL, ScreenSize(24, 79), ASCII)
     assert ("failed", Style.BAD) in [piece for each in lines for piece in each.spans]
 
 
-def test_how_far_a_model_is_stands_for_its_state() -> None:
+def test_shows_progress_as_state() -> None:
     history = History()
     history.on_metrics(looks.metrics(1.0, looks.counted("new", state="attaching", ready=False)))
     history.on_status(looks.status(1.0, looks.model("new", progress="attaching 3/8")))
@@ -117,7 +117,7 @@ def test_how_far_a_model_is_stands_for_its_state() -> None:
     assert "new    attaching 3/8" in "\n".join(each.text for each in lines)
 
 
-def test_whoever_sees_its_own_alone_is_told_so() -> None:
+def test_shows_that_view_is_of_one_tenant() -> None:
     history = History()
     history.on_metrics(looks.metrics(1.0, looks.counted("m", processes=())))
     history.on_status(looks.status(1.0, pid=0))
@@ -126,7 +126,7 @@ def test_whoever_sees_its_own_alone_is_told_so() -> None:
     assert lines[6].split() == ["m", "serving", "-", "-", "-", "0", "-", "-", "-", "-"]
 
 
-def test_printed_it_has_all_tables_and_all_columns() -> None:
+def test_text_has_all_tables_and_columns() -> None:
     lines = render_text(OVERVIEW, 200)
     assert lines[:7] == [
         "weightd 0.1.0: running, up 3 s",
@@ -141,7 +141,7 @@ def test_printed_it_has_all_tables_and_all_columns() -> None:
     assert max(map(len, render_text(OVERVIEW, 60))) <= 60
 
 
-# --- names are hostile ------------------------------------------------------------------------------------------------
+# --- hostile names ----------------------------------------------------------------------------------------------------
 
 
 characters = st.one_of(st.characters(), st.sampled_from("\x1b\r\n\t\u202e\u0301\u3042\x9b"))
@@ -149,9 +149,7 @@ hostile = st.text(characters, min_size=1, max_size=40)
 
 
 @given(hostile, st.integers(1, 30), st.integers(2, 150), st.sampled_from(["", "h", "/", "enter", "tab"]))
-def test_whatever_names_are_no_line_is_too_long_and_none_moves_the_cursor(
-    name: str, height: int, width: int, key: str
-) -> None:
+def test_any_name_fits_and_moves_no_cursor(name: str, height: int, width: int, key: str) -> None:
     overview = picture(name)
     overview = replace(overview, metrics=replace(overview.metrics, version=name, state=name))
     view = View()
@@ -164,10 +162,10 @@ def test_whatever_names_are_no_line_is_too_long_and_none_moves_the_cursor(
     assert all(each.isprintable() for each in render_text(overview, width))
 
 
-def test_each_character_takes_one_column() -> None:
+def test_each_character_has_one_column() -> None:
     assert narrow("a\x1b\u202e\u0301\u3042\n") == "a\\x1b\\u202e\\u0301\\u3042\\n"
 
 
-def test_a_line_is_cut_where_there_is_no_more_room() -> None:
+def test_truncates_line() -> None:
     assert truncate(text_line("abc"), 2).text == "ab"
     assert truncate(text_line("abc"), 0).spans == []

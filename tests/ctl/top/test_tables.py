@@ -1,4 +1,4 @@
-"""What keys do."""
+"""Tests of the effects of keys in `weightctl top`."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def selected(view: View, height: int = 10) -> str:
     return view.table.key(rows[view.scroll_to_selected(rows, height)])
 
 
-def test_rows_are_sorted_by_what_is_asked_for_and_the_other_way_round() -> None:
+def test_sorts_rows_in_both_orders() -> None:
     assert names(pressed()) == ["bravo", "alpha", "charlie"]  # by requests/s
     assert names(pressed("N")) == ["alpha", "bravo", "charlie"]
     assert names(pressed("N", "N")) == ["charlie", "bravo", "alpha"]
     assert names(pressed("Q")) == ["charlie", "alpha", "bravo"]
     assert names(pressed("Q", "Q")) == ["bravo", "alpha", "charlie"]
     assert names(pressed("Q", "Q", "Q")) == names(pressed("Q"))
-    # Of equals, by name.
+    # Equal rows are sorted by name.
     assert names(pressed("M")) == ["alpha", "bravo", "charlie"]
 
 
-def test_tab_goes_through_the_tables() -> None:
+def test_tab_cycles_through_tables() -> None:
     tables = [pressed(*["tab"] * count).table for count in range(4)]
     assert tables == [MODELS, PROCESSES, TENANTS, MODELS]
 
 
-def test_a_filter_is_typed_and_taken_away() -> None:
+def test_edits_and_clears_filter() -> None:
     view = pressed("/", "R", "A", "q")
     assert (view.is_typing, view.filter, names(view)) == (True, "RAq", [])
     view = pressed("/", "R", "A", "q", "backspace", "enter")
@@ -58,7 +58,7 @@ def test_a_filter_is_typed_and_taken_away() -> None:
     assert pressed("/", "\x1b", "up").filter == ""
 
 
-def test_enter_shows_the_processes_of_a_model_and_goes_back() -> None:
+def test_enter_shows_processes_of_model() -> None:
     view = pressed("down", "enter")
     assert view.table is PROCESSES
     assert {row.model for row in view.rows(OVERVIEW)} == {"alpha"}
@@ -67,22 +67,22 @@ def test_enter_shows_the_processes_of_a_model_and_goes_back() -> None:
         back = pressed("down", "enter", key)
         assert (back.table, back.model, selected(back)) == (MODELS, "", "alpha")
     assert pressed("tab", "tab", "enter").table is TENANTS
-    # Tab leaves the model.
+    # Tab leaves the model's view.
     assert len(names(pressed("enter", "tab", "tab", "tab"))) == 15
     assert pressed("/", "x", "enter", "enter").table is MODELS
 
 
-def test_what_is_selected_stays_so_however_rows_are_sorted() -> None:
+def test_selection_survives_sorting() -> None:
     assert selected(pressed()) == "bravo"
     assert [selected(pressed(*["j"] * count)) for count in (1, 2, 3)] == ["alpha", "charlie", "charlie"]
     assert selected(pressed("end", "k")) == "alpha"
     assert selected(pressed("end", "N", "home")) == "alpha"
     assert selected(pressed("down", "N", "Q", "Q")) == "alpha"
-    # If it has gone, the first one is.
+    # If the selected row disappears, the first one is selected.
     assert selected(pressed("end", "/", "a", "l", "enter")) == "alpha"
 
 
-def test_what_is_selected_is_seen() -> None:
+def test_scrolls_to_selection() -> None:
     view = View()
     view.on_key("tab", OVERVIEW)
     rows = view.rows(OVERVIEW)
@@ -94,7 +94,7 @@ def test_what_is_selected_is_seen() -> None:
         assert view.top <= index < view.top + 4
 
 
-def test_some_keys_ask_others() -> None:
+def test_actions_of_keys() -> None:
     keys = {
         "q": KeyAction.QUIT,
         "r": KeyAction.POLL,
@@ -107,14 +107,14 @@ def test_some_keys_ask_others() -> None:
     assert {key: View().on_key(key, OVERVIEW) for key in keys} == keys
 
 
-def test_any_key_leaves_the_help_and_q_all() -> None:
+def test_any_key_closes_help_and_q_quits() -> None:
     for opens in ("h", "?"):
         assert pressed(opens).has_help
         assert not pressed(opens, "x").has_help
         assert pressed(opens).on_key("q", OVERVIEW) is KeyAction.QUIT
 
 
-def test_a_delay_has_bounds() -> None:
+def test_limits_delay() -> None:
     assert (slower(1.0), faster(1.0)) == (2.0, 0.5)
     assert (slower(MAX_DELAY_S), faster(MIN_DELAY_S)) == (MAX_DELAY_S, MIN_DELAY_S)
 
@@ -123,7 +123,7 @@ KEYS = [*"qr +-NRQLMjkh?/x", "up", "down", "page up", "page down", "home", "end"
 
 
 @given(st.lists(st.sampled_from(KEYS), max_size=40), st.integers(1, 5))
-def test_whatever_is_pressed_there_is_something_to_be_seen(keys: List[str], height: int) -> None:
+def test_any_keys_keep_a_visible_selection(keys: List[str], height: int) -> None:
     view = View()
     for key in keys:
         view.on_key(key, OVERVIEW)

@@ -1,4 +1,4 @@
-"""The terminal is as it was after `weightctl top`."""
+"""Test that `weightctl top` restores the terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from weightctl.top import terminal
 
 
-def test_who_types_ctrl_c_again_has_the_terminal_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_interrupt_restores_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     restored: list[bool] = []
 
     def wrapper(run: Callable[[Any], None]) -> None:

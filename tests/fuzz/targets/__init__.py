@@ -1,6 +1,6 @@
-"""What is fuzzed: modules with a function `one_input`, which raises where weightd does not keep its word.
+"""Fuzz targets: modules with a function `one_input` that raises if weightd violates a guarantee.
 
-They know nothing of a fuzzer. The same bytes give the same run: no state is left between two inputs.
+The targets do not depend on a fuzzer. The same bytes give the same run, because no state outlives an input.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ NAMES = ("framing", "zmtp", "decoder", "store", "config")
 
 
 class Target(NamedTuple):
-    """One of the modules, loaded."""
+    """A loaded target module."""
 
     one_input: Callable[[bytes], None]
     words: tuple[bytes, ...]
-    """What inputs are likely to contain: a fuzzer would take long to guess it."""
+    """Words that inputs are likely to contain and that a fuzzer would take long to guess."""
     max_bytes: int
-    """Longer inputs find nothing that shorter ones do not, and take longer."""
+    """The maximum length: longer inputs take more time and find nothing new."""
 
 
 def load(name: str) -> Target:
-    """Import one of `NAMES`, and with it what it fuzzes."""
+    """Import one of `NAMES` and the modules that it fuzzes."""
     module = importlib.import_module(f"{__name__}.{name}")
     return Target(module.one_input, module.WORDS, module.MAX_BYTES)

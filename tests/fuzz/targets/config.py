@@ -1,4 +1,4 @@
-"""The configuration: a text is no TOML, or is refused with a ConfigError, or is complete and within its bounds.
+"""Target for the configuration: a text is not TOML, or raises ConfigError, or is complete and within its limits.
 
 An input is the file.
 """
@@ -58,7 +58,7 @@ WORDS = (
 def one_input(data: bytes) -> None:
     try:
         tables = tomllib.loads(data.decode("utf-8"))
-    except (ValueError, RecursionError):  # what `load` calls "not TOML"
+    except (ValueError, RecursionError):  # `load` reports these errors as "not TOML".
         return
     try:
         parsed = config.parse(tables, _BASE)
@@ -69,7 +69,7 @@ def one_input(data: bytes) -> None:
 
 
 def _check_refusal(error: ConfigError) -> None:
-    """Each problem names a key, and fits on a line."""
+    """Check that each problem names a key and fits on a line."""
     assert error.problems
     for text in error.problems:
         key, colon, problem = text.partition(": ")

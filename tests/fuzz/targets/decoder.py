@@ -1,8 +1,10 @@
-"""The wire decoder: frames are refused as a fault of the peer, or are a message that travels back unchanged.
+"""Target for the message decoder: frames are rejected as the peer's fault, or are a message that round-trips
+unchanged.
 
 An input is a byte of flags, the number of tensor frames, four bytes with the length of each, and the header: with
-`DESCRIBED` two bytes with the length of the envelope, the envelope and the description, else the envelope alone. With
-`FITTING` the lengths are what the header says, if it can be read: hardly any other message with tensors is accepted.
+`DESCRIBED` two bytes with the length of the envelope, the envelope and the description, else the envelope alone.
+With `FITTING` the lengths are those in the header, if it is readable: hardly any other message with tensors is
+accepted.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from weightd_protocol.schema import FieldError, describe_fields
 
 TABLES: tuple[dict[str, Any], ...] = (FROM_CLIENT, TO_CLIENT, FROM_CHILD, TO_CHILD)
 
-# Of the flags, beside two bits for the table.
+# Flags, besides two bits for the table.
 FITTING = 4
 NO_FRAMES = 8
 DESCRIBED = 16
@@ -40,14 +42,14 @@ WORDS: tuple[bytes, ...] = tuple(
 
 
 class Refusal(NamedTuple):
-    """What a RemoteProtocolError says."""
+    """The contents of a RemoteProtocolError."""
 
     text: str
     request_id: str
 
 
 class Frame:
-    """A tensor's frame: the decoder measures it and reads nothing."""
+    """A tensor frame of which the decoder may read only the length."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -60,7 +62,7 @@ def one_input(data: bytes) -> None:
     frames, table = read(data)
     known: codec.Decoder[Any] = codec.Decoder(table, max_bytes=limits.MAX_STATUS_BYTES)
     outcome = decoded(frames, table, known)
-    # The second time a description may be known.
+    # The second call may use a cached description.
     assert decoded(frames, table, known) == outcome
     if isinstance(outcome, Refusal):
         _check_refusal(outcome)
@@ -69,7 +71,7 @@ def one_input(data: bytes) -> None:
 
 
 def read(data: bytes) -> tuple[list[Any], dict[str, Any]]:
-    """Return the frames of an input, and the table that they are to be decoded by."""
+    """Return the frames of an input, and the message table for their decoding."""
     reader = Reader(data)
     flags = reader.number()
     sizes = [reader.number(4) for _ in range(reader.number())]
@@ -83,7 +85,7 @@ def read(data: bytes) -> tuple[list[Any], dict[str, Any]]:
 
 
 def written(header: Sequence[bytes], table: dict[str, Any], sizes: Sequence[int] | None = None) -> bytes:
-    """Return the input for header frames and the lengths of the tensor frames, or with frames that fit the header."""
+    """Return the input for header frames and these lengths of tensor frames, or with lengths that fit the header."""
     flags = next(number for number, each in enumerate(TABLES) if each is table)
     flags |= (FITTING if sizes is None else 0) | (DESCRIBED if len(header) > 1 else 0)
     lengths = [len(sizes or ()).to_bytes(1, "little"), *(size.to_bytes(4, "little") for size in sizes or ())]
@@ -92,7 +94,7 @@ def written(header: Sequence[bytes], table: dict[str, Any], sizes: Sequence[int]
 
 
 def fitting_frames(frame: bytes, table: dict[str, Any]) -> list[Frame] | None:
-    """Return tensor frames as long as the description says, or None if it cannot be read."""
+    """Return tensor frames with the lengths in the description, or None if it is unreadable."""
     cls: Any = ResponseDescription if table in (TO_CLIENT, FROM_CHILD) else RequestDescription
     try:
         description: Any = codec._decode_description(  # pyright: ignore[reportPrivateUsage]
@@ -100,12 +102,12 @@ def fitting_frames(frame: bytes, table: dict[str, Any]) -> list[Frame] | None:
         )
     except (RemoteProtocolError, FieldError):
         return None
-    # Longer than this no frame can be; the decoder has to see that it does not fit.
+    # No frame can be longer; the decoder must detect that this one does not fit.
     return [Frame(min(size, 2**62)) for size in description.sizes]
 
 
 def decoded(frames: Sequence[Any], table: dict[str, Any], known: codec.Decoder[Any] | None = None) -> Any:
-    """Return the message of the frames, or the Refusal; every other error comes out."""
+    """Return the message of the frames, or the Refusal; pass every other error on."""
     try:
         return known.decode(frames) if known else codec.decode(frames, table, max_bytes=limits.MAX_STATUS_BYTES)
     except RemoteProtocolError as error:
@@ -113,7 +115,7 @@ def decoded(frames: Sequence[Any], table: dict[str, Any], known: codec.Decoder[A
 
 
 def _check_refusal(refusal: Refusal) -> None:
-    """It fits on a line of a log, and into an answer."""
+    """Check that the refusal fits on a log line and into a response."""
     assert refusal.text.isprintable()
     assert len(refusal.text) < 1024
     codec.encode(Error(refusal.request_id, "INVALID_ARGUMENT", codec.clip(refusal.text)))
@@ -125,8 +127,8 @@ def _check_message(message: Any, frames: Sequence[Any], table: dict[str, Any]) -
     tensors = frames[limits.MAX_HEADER_FRAMES :]
     described = enumerate(() if description is None else description.tensors)
     assert [each.nbytes for index, each in described if index not in message.shared_positions] == [*map(len, tensors)]
-    # The peer may have left out what has a default, and have written an integer for a number: what is encoded here may
-    # be longer than what came.
+    # The peer may have omitted defaults and encoded an integer for a number, so the encoding here may be longer than
+    # the input.
     header = codec.encode(message, max_bytes=2 * limits.MAX_STATUS_BYTES)
     assert decoded([*header, *tensors], table) == message
     assert codec.encode(message, max_bytes=2 * limits.MAX_STATUS_BYTES) == header

@@ -1,7 +1,7 @@
-"""The framing of a stream: whatever comes, and in whichever pieces, the messages are those that stand there.
+"""Target for the framing of a stream: split anywhere, a stream yields exactly the messages that it contains.
 
-An input is a byte of flags (which messages are admitted), and pieces of a stream: a byte with the length of a piece,
-and the piece. A length of `FILLER` stands for as many zeros as it takes to read a large frame to where it stays.
+An input is a byte of flags (which messages are admitted), and parts of a stream: a byte with the length of a part,
+and the part. A length of `FILLER` stands for as many zeros as make a frame large enough to be read directly.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def one_input(data: bytes) -> None:
     assert bool(error) == (expected[-1:] == [None])
     assert error.isprintable()
     assert len(error) < 1024
-    # What came in one piece with what breaks the framing is not given.
+    # Messages in the same part as a framing error are not returned.
     messages += [Message([], ()) for frames in expected[len(messages) :] if frames is not None and error]
     assert len(messages) + bool(error) == len(expected)
     for message, frames in zip(messages, expected, strict=False):
@@ -52,7 +52,7 @@ def one_input(data: bytes) -> None:
 
 
 def written(*pieces: bytes | int, admitted: bool = True) -> bytes:
-    """Return the input for pieces of a stream; a number is so many fillers."""
+    """Return the input for parts of a stream; a number stands for that many fillers."""
     return bytes([admitted]) + b"".join(
         bytes([FILLER]) * piece if isinstance(piece, int) else bytes([len(piece)]) + piece for piece in pieces
     )
@@ -72,7 +72,7 @@ def _received(incoming: FrameReader, piece: bytes) -> list[Message]:
 
 
 def _standing(stream: bytes) -> Iterator[list[bytes] | None]:
-    """The messages that stand in a stream, and None where the framing is broken."""
+    """Yield the messages of a stream, and None where the framing is broken."""
     while len(stream) >= 4:
         (count,) = struct.unpack_from("<I", stream)
         if not 1 <= count <= MAX_FRAMES:
@@ -98,5 +98,5 @@ def _check(message: Message, frames: Sequence[bytes], *, is_admitted: bool) -> N
     assert arrived == frames[: len(arrived)]
     headers = message.lengths[: limits.MAX_HEADER_FRAMES]
     fitting = next((index for index, length in enumerate(headers) if length > HEADER_BYTES), len(frames))
-    # A message that comes at once is not asked for.
+    # A message that arrives at once needs no admission.
     assert len(arrived) in ({fitting} if is_admitted else {fitting, min(fitting, len(headers))})

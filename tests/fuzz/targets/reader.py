@@ -1,29 +1,29 @@
-"""Numbers and pieces out of an input, from its beginning; what is not there is zero or empty."""
+"""Reader of numbers and byte strings from an input; beyond its end they are zero or empty."""
 
 from __future__ import annotations
 
 
 class Reader:
-    """Takes an input apart. Every input can be taken apart in every way."""
+    """Splits an input. Every input can be split in every way."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._at = 0
 
     def take(self, size: int) -> bytes:
-        """The next bytes: as many as asked for, or as there are."""
+        """Return the next bytes, at most `size`."""
         piece = self._data[self._at : self._at + size]
         self._at += len(piece)
         return piece
 
     def number(self, size: int = 1) -> int:
-        """The next bytes as a number, little-endian, without a sign."""
+        """Return the next bytes as an unsigned little-endian number."""
         return int.from_bytes(self.take(size), "little")
 
     def left(self) -> int:
-        """How many bytes are left."""
+        """Return the number of remaining bytes."""
         return len(self._data) - self._at
 
     def rest(self) -> bytes:
-        """All that is left."""
+        """Return all remaining bytes."""
         return self.take(self.left())

@@ -1,8 +1,9 @@
-"""The page store: a file is refused as Unavailable, or its size is the header's and its index leads to pages of it.
+"""Target for the page store: a file raises Unavailable, or its size agrees with its header and its index with its
+pages.
 
-An input is a byte of flags, one of how much the file is longer than it should be, eight of its size, the number of
+An input is a byte of flags, a byte with the number of surplus bytes of the file, eight with its size, the number of
 pages of this process, a byte for each of them, the length of the file's end, the end, and the beginning of the file.
-With `FITTING` the size is what the header says instead; between beginning and end the file is zero.
+With `FITTING` the header determines the size; between beginning and end the file is zero.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from weightd_worker.pagesharing.store import OpenStore
 
 FITTING = 1
 
-# Of a file, which is sparse: a thousand pages, and what is behind them.
+# The limit of the sparse file: a thousand pages and their index.
 _MAX_SIZE = 1024 * (PAGE + 8) + PAGE
 
 _IN_MEMORY = next((each for each in ("/dev/shm",) if os.access(each, os.W_OK)), None)
@@ -50,7 +51,7 @@ def one_input(data: bytes) -> None:
 
 
 def written(begin: bytes, end: bytes = b"", own_pages: bytes = b"", size: int | None = None, surplus: int = 0) -> bytes:
-    """Return the input for a file; without a size, for one that is as long as its header says."""
+    """Return the input for a file; without a size, for one whose length agrees with its header."""
     return b"".join(
         (
             bytes([FITTING if size is None else 0, surplus]),
@@ -105,11 +106,11 @@ def _open_files() -> int:
 
 
 def _check_runs(stored: np.ndarray[tuple[int], np.dtype[np.uint64]], own_pages: bytes) -> None:
-    """Whatever the hashes are: a run is of pages that there are, on both sides, in the order of the addresses."""
+    """Check that for any hashes a run covers existing pages on both sides, in the order of addresses."""
     addresses: list[int] = []
     hashes: list[int] = []
     for each in own_pages:
-        # One bit: whether there is a hole before this page; the others: the page of the store that it equals.
+        # The highest bit: whether a gap precedes this page. The other bits: the equal page of the store.
         addresses.append((addresses[-1] if addresses else 0) + PAGE * (1 + (each >> 7)))
         hashes.append(int(stored[each & 127]) if each & 127 < len(stored) else each)
     at = 0

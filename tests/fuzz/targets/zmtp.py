@@ -1,7 +1,7 @@
-"""ZMTP as a gate reads it: whatever comes, and in whichever pieces, the messages are those that stand there.
+"""Target for the ZeroMQ proxy's ZMTP parser: split anywhere, a stream yields exactly the messages that it contains.
 
-An input is pieces of a stream, after a handshake if the first byte says so: a byte with the length of a piece, and the
-piece. A length of `FILLER` stands for as many bytes as it takes to read a large frame to where it stays.
+An input is parts of a stream, after a handshake if the first byte says so: a byte with the length of a part, and the
+part. A length of `FILLER` stands for as many bytes as make a frame large enough to be read directly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from weightd_daemon.zmq_proxy.zmtp import (
 from weightd_protocol.framing import LARGE_BYTES, MAX_FRAMES
 
 FILLER = 255
-_FILLING = b"\xff" * LARGE_BYTES  # as the beginning of a frame an error: it would be thousands of frames else
+# At the beginning of a frame this byte is an error; zeros would be thousands of frames.
+_FILLING = b"\xff" * LARGE_BYTES
 BOUNDS = ZmtpLimits(max_frame_bytes=3 * LARGE_BYTES, max_message_bytes=4 * LARGE_BYTES)
 
 MAX_BYTES = 1024
@@ -57,7 +58,7 @@ def one_input(data: bytes) -> None:
 
 
 def written(*pieces: bytes | int, is_ready: bool = True) -> bytes:
-    """Return the input for pieces of a stream; a number is so many fillers."""
+    """Return the input for parts of a stream; a number stands for that many fillers."""
     return bytes([is_ready]) + b"".join(
         bytes([FILLER]) * piece if isinstance(piece, int) else bytes([len(piece)]) + piece for piece in pieces
     )
@@ -82,7 +83,7 @@ def _fed(connection: ZmtpConnection, piece: bytes) -> list[list[bytes]]:
 
 
 def _standing(stream: bytes) -> Iterator[list[bytes] | None]:
-    """The messages that stand in a stream, and None where a bound is broken."""
+    """Yield the messages of a stream, and None where a limit is exceeded."""
     frames: list[bytes] = []
     while len(stream) >= 2:
         flags, begin = stream[0], 9 if stream[0] & LONG else 2

@@ -1,4 +1,4 @@
-"""The gateway's file: what it says, and every mistake by its key."""
+"""Tests of the gateway's configuration file: its contents, and errors that name their key."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def parsed(content: dict[str, Any], base: Path = Path("/etc/weightd")) -> tuple[
     return config, [str(each) for each in problems.errors]
 
 
-def test_nothing_needs_to_be_said() -> None:
+def test_empty_file_has_defaults() -> None:
     config, problems = parsed({})
     assert problems == []
     assert config.gateway.http_addresses == (ListenAddress(host="127.0.0.1", port=8000),)
     assert config.gateway.grpc_addresses == (ListenAddress(host="127.0.0.1", port=8001),)
 
 
-def test_a_file_with_callers_of_every_kind(tmp_path: Path) -> None:
+def test_file_with_all_kinds_of_callers(tmp_path: Path) -> None:
     for name in ("cert.pem", "key.pem", "ca.pem"):
         (tmp_path / name).touch()
     (tmp_path / "tokens").write_text(f"{hashlib.sha256(b'secret').hexdigest()} research alice\n", "utf-8")
@@ -104,13 +104,13 @@ def test_a_file_with_callers_of_every_kind(tmp_path: Path) -> None:
         ({"users": 1}, "users: expected map, got int 1"),
     ],
 )
-def test_a_mistake_is_told_by_its_key(content: dict[str, Any], problem: str) -> None:
+def test_error_names_its_key(content: dict[str, Any], problem: str) -> None:
     _, problems = parsed(content)
     assert len(problems) == 1
     assert problems[0].startswith(problem)
 
 
-def test_addresses_that_others_reach_have_tls_and_know_who_asks_unless_said_otherwise() -> None:
+def test_public_addresses_need_tls_and_credentials() -> None:
     others: dict[str, Any] = {"http": ["0.0.0.0:8000"], "tls_cert": "/dev/null", "tls_key": "/dev/null"}
     assert parsed({"gateway": others})[1] == []
     assert (
@@ -121,7 +121,7 @@ def test_addresses_that_others_reach_have_tls_and_know_who_asks_unless_said_othe
     assert parsed({"gateway": {"http": ["0.0.0.0:8000"], "anonymous": "guests", "insecure": True}})[1] == []
 
 
-def test_where_a_service_manager_listens_others_may_reach_it_too() -> None:
+def test_checks_sockets_of_service_manager() -> None:
     problems = ErrorCollector()
     content = {"gateway": {"http": ["127.0.0.1:1"], "anonymous": "-"}, "users": {"root": "-"}}
     config = parse(content, Path("/"), problems, ["127.0.0.1:8000", "unix:/run/http.sock"])
@@ -136,7 +136,7 @@ def test_where_a_service_manager_listens_others_may_reach_it_too() -> None:
     )
 
 
-def test_all_mistakes_are_told_at_once_and_name_the_file(tmp_path: Path) -> None:
+def test_reports_all_errors_with_file_name(tmp_path: Path) -> None:
     path = tmp_path / "gateway.toml"
     path.write_text("[gateway]\nhttp = 1\nmax_in_flight = 0\ntokens = '/nowhere'\n", "utf-8")
     with pytest.raises(ConfigError) as caught:
@@ -151,19 +151,19 @@ def test_all_mistakes_are_told_at_once_and_name_the_file(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("content", "problem"), [(b"[gateway", "not TOML"), (b"a = 1 #\xff", "not UTF-8: invalid byte 0xff at offset 7$")]
 )
-def test_what_is_no_toml(tmp_path: Path, content: bytes, problem: str) -> None:
+def test_rejects_invalid_toml(tmp_path: Path, content: bytes, problem: str) -> None:
     path = tmp_path / "gateway.toml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=problem):
         load(path)
 
 
-def test_a_file_that_there_is_not(tmp_path: Path) -> None:
+def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load(tmp_path / "none")
 
 
-def test_what_is_no_file_or_a_huge_one_is_refused(tmp_path: Path) -> None:
+def test_rejects_pipes_and_huge_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "huge").open("wb") as file:
         file.truncate(2**40)
@@ -172,13 +172,13 @@ def test_what_is_no_file_or_a_huge_one_is_refused(tmp_path: Path) -> None:
             load(tmp_path / name)
 
 
-def test_what_takes_a_restart() -> None:
+def test_keys_that_need_a_restart() -> None:
     before, _ = parsed({})
     after, _ = parsed({"gateway": {"tokens": "/t", "anonymous": "x", "max_in_flight": 1, "http": ["127.0.0.1:1"]}})
     assert keys_needing_restart(before, after) == ["http", "max_in_flight"]
 
 
-def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CONFIGURATION_DIRECTORY", raising=False)
     assert default_path() == Path("/etc/weightd/gateway.toml")
     monkeypatch.setenv("CONFIGURATION_DIRECTORY", "/etc/elsewhere")

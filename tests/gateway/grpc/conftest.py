@@ -1,4 +1,4 @@
-"""Fixture: a gRPC server shared by the tests of a file that do not change it."""
+"""Fixture: a gRPC server that the tests of a file share if they do not change it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gRPC server of the gateway in a thread, connected to a daemon whose answers the test chooses."""
+"""The gateway's gRPC server in a thread, connected to a fake daemon whose answers the test sets."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ Model = Callable[[InferenceRequest], Awaitable[InferenceResult]]
 
 
 async def echo(question: InferenceRequest) -> InferenceResult:
-    """A model that gives back what it takes."""
+    """Return the inputs as outputs."""
     wanted = question.inputs if question.outputs is None else question.outputs
     return {name: question.inputs[name] for name in wanted}
 
 
 class FakeService(DaemonClient):
-    """The daemon of a test.
+    """A fake daemon client.
 
     Attributes:
-        model: answers all questions.
-        asked: those, with who asked.
-        is_ready: what it says of that, or the error that it raises.
-        probed: how often it was asked that.
+        model: answers all requests.
+        asked: the requests, with their callers.
+        is_ready: the result of the readiness check, or the error that it raises.
+        probed: the number of readiness checks.
     """
 
     def __init__(self, seats: AdmissionControl) -> None:
@@ -77,13 +77,13 @@ class FakeService(DaemonClient):
 
 
 class Served:
-    """What runs.
+    """A running gRPC server.
 
     Attributes:
-        target: where clients connect.
-        service: the daemon.
-        gateway: what the front was made of.
-        front: what speaks gRPC.
+        target: the address for clients.
+        service: the fake daemon client.
+        gateway: the gateway's context.
+        front: the gRPC server.
     """
 
     def __init__(self, config: GatewayConfig, identities: Authenticator) -> None:
@@ -113,7 +113,7 @@ class Served:
         self._loop.close()
 
     def call(self, coroutine: Callable[[], Awaitable[Any]]) -> Any:
-        """Return what comes of something on the loop of the gateway."""
+        """Run a coroutine on the gateway's loop and return its result."""
 
         async def run() -> Any:
             return await coroutine()
@@ -121,20 +121,20 @@ class Served:
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(LIMIT_S)
 
     def stop(self, grace: float) -> None:
-        """Stop the front, as the process does."""
+        """Stop the gRPC server as the gateway process does."""
         self.call(lambda: self.front.stop(grace))
 
 
 @contextlib.contextmanager
 def connected(target: str, *options: tuple[str, Any]) -> Generator[Any, None, None]:
-    """Have a channel whose messages are bytes."""
+    """Provide a channel whose messages are bytes."""
     with grpc.insecure_channel(target, options=options) as channel:
         yield channel
 
 
 @contextlib.contextmanager
 def served(identities: Authenticator = ANYBODY, *, tcp: bool = False, **settings: Any) -> Generator[Served, None, None]:
-    """Serve within the block, with these settings of [gateway]."""
+    """Run a server for the block, with these settings of [gateway]."""
     with tempfile.TemporaryDirectory(prefix="weightd-", dir="/tmp") as directory:
         address = "127.0.0.1:0" if tcp else f"unix:{directory}/grpc.sock"
         config = dataclasses.replace(GatewayConfig(**settings), grpc_addresses=(addresses.parse(address),))

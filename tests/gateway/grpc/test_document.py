@@ -1,4 +1,4 @@
-"""What docs/gateway.md says of gRPC is held to the code: its methods and its bounds."""
+"""Tests that the gRPC section of docs/gateway.md lists the methods and limits of the code."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "gateway.md"
 SECTION = PAGE.read_text("utf-8").partition("\n## gRPC\n")[2].partition("\n## ")[0]
 
 
-def test_each_method_is_there_once() -> None:
+def test_documents_each_method_once() -> None:
     rows = [line.split("|")[1] for line in SECTION.splitlines() if line.startswith("| `")]
     assert sorted(re.findall(r"`(\w+)`", "".join(rows))) == sorted(INFERENCE.requests)
 
 
-def test_each_bound_is_there() -> None:
+def test_documents_each_limit() -> None:
     text = " ".join(SECTION.split())
     pings = server.KEEPALIVE_S + server.KEEPALIVE_TIMEOUT_S
     reflection_s = f"{public_services.REFLECTION_TIMEOUT_S:.0f}"

@@ -1,4 +1,4 @@
-"""How an error ends a call."""
+"""Tests of how an error ends a gRPC call."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from weightd_protocol.errors import ERRORS, ResourceExhausted
 
 
 @pytest.mark.parametrize("code", sorted(ERRORS))
-def test_its_code_is_that_of_grpc(code: str) -> None:
+def test_maps_code_to_grpc_status(code: str) -> None:
     assert rpc_status(ERRORS[code]("why")) == (STATUSES[code].grpc, "why", ())
 
 
-def test_what_is_too_large_is_out_of_resources() -> None:
+def test_too_large_is_resource_exhausted() -> None:
     assert rpc_status(TooLarge("why")).code == 8
 
 
-def test_it_says_when_to_ask_again() -> None:
+def test_error_has_retry_pushback() -> None:
     metadata = dict(rpc_status(ResourceExhausted("later", retry_after=2.5)).metadata)
     assert metadata["grpc-retry-pushback-ms"] == "2500"
     status = STATUS["Status"].FromString(metadata["grpc-status-details-bin"])
@@ -34,8 +34,8 @@ def test_it_says_when_to_ask_again() -> None:
 
 
 @given(st.builds(operator.mul, st.characters(), st.integers(0, 5000)), st.floats(0, 1e9))
-def test_no_text_is_too_long_for_the_headers_of_a_client(text: str, after: float) -> None:
-    _, told, metadata = rpc_status(ResourceExhausted(text, retry_after=after))
-    assert text.startswith(told)
-    headers = [3 * len(told.encode()), *(len(value) * 4 // 3 + len(key) for key, value in metadata)]
+def test_clips_text_to_fit_into_headers(text: str, after: float) -> None:
+    _, message, metadata = rpc_status(ResourceExhausted(text, retry_after=after))
+    assert text.startswith(message)
+    headers = [3 * len(message.encode()), *(len(value) * 4 // 3 + len(key) for key, value in metadata)]
     assert sum(headers) < 8 * 1024

@@ -24,12 +24,12 @@ def frame(kind: int, content: bytes = b"", flags: int = 0, stream: int = 0) -> b
 
 
 RESET_CALL = frame(http2_frames.HEADERS, b"\x82", END_HEADERS) + frame(http2_frames.RST_STREAM, bytes(4))
-# One read may bring more than the limit before it is looked at again.
+# One read may exceed the limit by this amount before the filter checks again.
 STEP = relay._STEP_BYTES // len(RESET_CALL) + 1
 
 
 class FakeTransport(asyncio.Transport):
-    """Keeps what is written, and whether reading is paused."""
+    """A transport that records the written bytes and whether reading is paused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class FakeTransport(asyncio.Transport):
 
 
 class Connected:
-    """A connection that has begun, at a clock that the test moves."""
+    """A connection after its preface, with a clock that the test controls."""
 
     def __init__(self, relay: Http2Filter, peer: Peer) -> None:
         self.client = _Client(relay, peer)
@@ -65,7 +65,7 @@ class Connected:
 
     @property
     def calls(self) -> int:
-        """How many calls gRPC's library has seen."""
+        """Return the number of calls that the gRPC library has seen."""
         return sum(kind == http2_frames.HEADERS for kind, _, _, _ in FrameHeads().feed(self.far.written, len(PREFACE)))
 
 
@@ -88,7 +88,7 @@ def run(story: Any) -> None:
     asyncio.run(within())
 
 
-def test_calls_that_bring_no_message_have_a_rate_for_all_connections_of_a_peer(relayed: Http2Filter) -> None:
+def test_limits_rate_of_empty_calls_per_peer(relayed: Http2Filter) -> None:
     def story() -> None:
         first, second = Connected(relayed, PEER), Connected(relayed, PEER)
         first.client.data_received(RESET_CALL * 3000)
@@ -106,7 +106,7 @@ def test_calls_that_bring_no_message_have_a_rate_for_all_connections_of_a_peer(r
     run(story)
 
 
-def test_calls_that_bring_messages_have_none(relayed: Http2Filter) -> None:
+def test_does_not_limit_rate_of_calls_with_messages(relayed: Http2Filter) -> None:
     def story() -> None:
         connected = Connected(relayed, PEER)
         for _ in range(100):
@@ -117,12 +117,12 @@ def test_calls_that_bring_messages_have_none(relayed: Http2Filter) -> None:
     run(story)
 
 
-def test_what_was_held_is_passed_on_whole_and_in_order(relayed: Http2Filter) -> None:
+def test_passes_held_bytes_in_order(relayed: Http2Filter) -> None:
     def story() -> None:
         connected = Connected(relayed, PEER)
         sent = b"".join(frame(http2_frames.HEADERS, bytes([0x82, n & 127]), END_HEADERS) for n in range(4000))
         connected.client.data_received(sent)
-        # The kernel may hand over what it had before reading was paused.
+        # The kernel may deliver bytes that it received before reading was paused.
         connected.client.data_received(RESET_CALL)
         for _ in range(10):
             NOW[0] += 1.0
@@ -144,7 +144,7 @@ def data(stream: int, nbytes: int = 16 * 1024) -> bytes:
     return frame(http2_frames.DATA, bytes(nbytes), 0, stream)
 
 
-def test_messages_that_no_call_waits_for_are_limited(relayed: Http2Filter) -> None:
+def test_limits_unexpected_messages(relayed: Http2Filter) -> None:
     def story() -> None:
         connected = Connected(relayed, PEER)
         sent = calls(1, 3) + data(1) * 100 + data(3) * 100
@@ -157,7 +157,7 @@ def test_messages_that_no_call_waits_for_are_limited(relayed: Http2Filter) -> No
         for _ in range(20):
             connected.client._retry_held()
         assert len(connected.far.written) == passed_on
-        # A call has a place: its message may be long.
+        # The call has a permit, so its message may be long.
         connected.client.expect(1)
         assert (connected.far.written, connected.near.is_paused) == (PREFACE + sent, False)
         connected.client.data_received(data(1) * 100)
@@ -170,12 +170,12 @@ def test_messages_that_no_call_waits_for_are_limited(relayed: Http2Filter) -> No
 @pytest.mark.parametrize(
     "end", [frame(http2_frames.HEADERS, b"\x88", END_HEADERS | END_STREAM, 1), frame(3, bytes(4), 0, 1)]
 )
-def test_what_is_on_its_way_of_a_call_that_has_ended_counts_as_nothing(relayed: Http2Filter, end: bytes) -> None:
+def test_ended_call_has_no_pending_bytes(relayed: Http2Filter, end: bytes) -> None:
     def story() -> None:
         connected = Connected(relayed, PEER)
         connected.client.data_received(calls(1, 3) + data(1) * 100)
         assert connected.near.is_paused
-        # No timer tries again: the end of the call does.
+        # No timer retries; the end of the call resumes reading.
         assert connected.client._retry_timer is None
         connected.client.on_library_data(end)
         assert (connected.far.written, connected.near.is_paused) == (PREFACE + calls(1, 3) + data(1) * 100, False)
@@ -183,12 +183,12 @@ def test_what_is_on_its_way_of_a_call_that_has_ended_counts_as_nothing(relayed: 
     run(story)
 
 
-def test_short_messages_are_never_limited(relayed: Http2Filter) -> None:
+def test_never_limits_short_messages(relayed: Http2Filter) -> None:
     def story() -> None:
         connected = Connected(relayed, PEER)
         streams = [*range(1, 101, 2)]
         connected.client.data_received(calls(*streams) + b"".join(data(each, 60_000) for each in streams))
-        # Of one call many, each of which is answered.
+        # A call may have many messages, each with a response.
         for _ in range(50):
             connected.client.data_received(data(1, 60_000))
             connected.client.on_library_data(data(1, 5))
@@ -197,7 +197,7 @@ def test_short_messages_are_never_limited(relayed: Http2Filter) -> None:
     run(story)
 
 
-def test_an_answer_on_its_way_arrives_before_a_stop_closes_the_connection(tmp_path: Path) -> None:
+def test_stop_delivers_pending_answer(tmp_path: Path) -> None:
     answer = data(1, 60_000) * 100
 
     async def library(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -22,7 +22,7 @@ def frame(kind: int, content: bytes = b"", flags: int = 0) -> bytes:
 
 
 def begun(now: float = 0.0) -> FrameCounter:
-    """Return the frames of a connection that has sent the preface."""
+    """Return a frame counter that has read the preface."""
     found = FrameCounter(now)
     found.feed(PREFACE, now)
     return found
@@ -32,7 +32,7 @@ CALL = frame(http2_frames.HEADERS, bytes(100), END_HEADERS) + frame(http2_frames
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.binary(max_size=40)), max_size=12), st.data())
-def test_heads_are_found_however_the_bytes_are_cut(content: list[tuple[int, bytes]], data: st.DataObject) -> None:
+def test_finds_frame_headers_in_any_chunks(content: list[tuple[int, bytes]], data: st.DataObject) -> None:
     stream = b"".join(frame(kind, payload) for kind, payload in content)
     found: list[tuple[int, int, int, int]] = []
     heads, position = FrameHeads(), 0
@@ -44,7 +44,7 @@ def test_heads_are_found_however_the_bytes_are_cut(content: list[tuple[int, byte
     assert heads.is_at_boundary
 
 
-def test_it_is_known_whether_a_frame_is_incomplete() -> None:
+def test_detects_incomplete_frame() -> None:
     heads = FrameHeads()
     for part, is_between in ((b"\0\0\4\6", False), (bytes(5), False), (b"ab", False), (b"cd", True)):
         list(heads.feed(part))
@@ -52,7 +52,7 @@ def test_it_is_known_whether_a_frame_is_incomplete() -> None:
 
 
 @given(st.integers(1, len(PREFACE)))
-def test_a_connection_begins_with_the_preface(size: int) -> None:
+def test_connection_begins_with_preface(size: int) -> None:
     found = FrameCounter(0.0)
     found.feed(PREFACE[:size], 0.0)
     assert found.has_preface is (size == len(PREFACE))
@@ -72,7 +72,7 @@ def test_a_connection_begins_with_the_preface(size: int) -> None:
         200,
     ],
 )
-def test_control_frames_and_empty_data_have_a_rate(kind: int) -> None:
+def test_limits_rate_of_control_frames_and_empty_data(kind: int) -> None:
     found = begun()
     found.feed(frame(kind) * int(BURST_TOKENS), 0.0)
     with pytest.raises(LimitExceeded, match="control frames at once"):
@@ -84,19 +84,19 @@ def test_control_frames_and_empty_data_have_a_rate(kind: int) -> None:
         later.feed(frame(kind), 1.0)
 
 
-def test_a_pause_saves_up_no_more_than_the_burst() -> None:
+def test_idle_time_earns_at_most_the_burst() -> None:
     found = begun()
     with pytest.raises(LimitExceeded):
         found.feed(frame(http2_frames.PING) * int(BURST_TOKENS + 1), 1e6)
 
 
-def test_a_client_that_pings_and_acknowledges_with_each_call_is_never_limited() -> None:
+def test_allows_pings_with_each_call() -> None:
     found = begun()
     for _ in range(5000):
         found.feed(CALL + frame(http2_frames.PING, bytes(8)) * 2 + frame(http2_frames.WINDOW_UPDATE, bytes(4)) * 4, 0.0)
 
 
-def test_a_client_that_receives_much_may_acknowledge_it() -> None:
+def test_allows_acknowledgement_of_sent_bytes() -> None:
     found = begun()
     for _ in range(5000):
         found.count_sent(16 * 1024)
@@ -104,14 +104,14 @@ def test_a_client_that_receives_much_may_acknowledge_it() -> None:
 
 
 @given(st.integers(1, 200))
-def test_continuations_are_limited_by_number_and_by_bytes(size: int) -> None:
+def test_limits_number_and_bytes_of_continuations(size: int) -> None:
     found = begun()
     part = frame(http2_frames.CONTINUATION, bytes(size))
     found.feed(frame(http2_frames.HEADERS), 0.0)
     found.feed(part * http2_frames.MAX_CONTINUATIONS, 0.0)
     with pytest.raises(LimitExceeded, match=f"at most {http2_frames.MAX_CONTINUATIONS} CONTINUATION"):
         found.feed(part, 0.0)
-    # The next call has as many.
+    # The limits apply anew to the next call.
     again = begun()
     for _ in range(2):
         again.feed(frame(http2_frames.HEADERS) + part + frame(http2_frames.CONTINUATION, b"", END_HEADERS), 0.0)
@@ -122,18 +122,18 @@ def test_continuations_are_limited_by_number_and_by_bytes(size: int) -> None:
         )
 
 
-def test_nothing_comes_between_the_parts_of_headers() -> None:
+def test_rejects_frames_between_header_fragments() -> None:
     found = begun()
     with pytest.raises(LimitExceeded, match="expected CONTINUATION"):
         found.feed(frame(http2_frames.HEADERS) + frame(http2_frames.PING), 0.0)
 
 
-def test_a_control_frame_has_a_length() -> None:
+def test_limits_length_of_control_frames() -> None:
     with pytest.raises(LimitExceeded, match=f"at most {http2_frames.MAX_CONTROL_BYTES} bytes of SETTINGS"):
         begun().feed(frame(http2_frames.SETTINGS, bytes(http2_frames.MAX_CONTROL_BYTES + 1))[:9], 0.0)
 
 
-def test_the_reason_is_in_the_last_frame() -> None:
+def test_goaway_has_the_reason() -> None:
     content = http2_frames.goaway_frame("expected less")
     assert [*FrameHeads().feed(content)] == [(http2_frames.GOAWAY, 0, len(content) - 9, 0)]
     assert content.endswith(b"\0\0\0\x0bexpected less")

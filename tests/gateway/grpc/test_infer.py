@@ -1,4 +1,4 @@
-"""Answers as bytes of messages, which those that others have generated read."""
+"""Tests of encoded responses, which the generated classes of other projects must be able to read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPES = arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=200)
 
 
 @given(st.data())
-def test_outputs_are_read_bit_for_bit(data: st.DataObject) -> None:
+def test_outputs_keep_their_bits(data: st.DataObject) -> None:
     dtypes = data.draw(st.lists(st.sampled_from(sorted(DTYPES)), max_size=3))
     answer = {f"y{i}": np.zeros(data.draw(SHAPES), DTYPES[name]) for i, name in enumerate(dtypes)}
     for array in answer.values():
@@ -31,7 +31,7 @@ def test_outputs_are_read_bit_for_bit(data: st.DataObject) -> None:
     assert [*read.raw_output_contents] == [each.tobytes() for each in answer.values()]
 
 
-def test_in_a_stream_a_response_says_that_it_is_the_only_one() -> None:
+def test_stream_response_is_marked_final() -> None:
     content = encode_response(ASKED, {"y": np.zeros(300, "<f4")}, is_final=True)
     read = ModelStreamInferResponse.FromString(encode_stream_response(content))
     assert (read.error_message, read.infer_response.SerializeToString()) == (
@@ -41,7 +41,7 @@ def test_in_a_stream_a_response_says_that_it_is_the_only_one() -> None:
     assert read.infer_response.parameters["triton_final_response"].bool_param
 
 
-def test_in_a_stream_an_error_names_its_request() -> None:
+def test_stream_error_names_its_request() -> None:
     read = ModelStreamInferResponse.FromString(encode_stream_error(b"42", "no"))
     assert (read.error_message, read.infer_response.id) == ("no", "42")
     assert read.infer_response.parameters["triton_final_response"].bool_param

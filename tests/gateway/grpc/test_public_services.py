@@ -1,4 +1,4 @@
-"""Health checks and reflection, asked by the libraries that probes and tools are made of."""
+"""Tests of health checks and reflection with the client libraries that probes and tools use."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def channel() -> Iterator[Any]:
         yield channel
 
 
-def test_services_are_listed_and_described(channel: Any) -> None:
+def test_lists_and_describes_services(channel: Any) -> None:
     database = ProtoReflectionDescriptorDatabase(channel)
     assert sorted(database.get_services()) == NAMES
     pool = DescriptorPool(database)
@@ -44,7 +44,7 @@ def test_services_are_listed_and_described(channel: Any) -> None:
     assert service.methods_by_name["ModelInfer"].input_type.full_name == "inference.ModelInferRequest"
 
 
-def test_what_is_described_is_enough_to_ask(channel: Any) -> None:
+def test_descriptors_suffice_for_a_call(channel: Any) -> None:
     pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
     method = pool.FindMethodByName("inference.GRPCInferenceService.ServerMetadata")
     request, answer = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
@@ -71,7 +71,7 @@ def test_what_is_described_is_enough_to_ask(channel: Any) -> None:
         ({}, None),
     ],
 )
-def test_each_question_is_answered(channel: Any, version: str, asked: dict[str, Any], found: str) -> None:
+def test_answers_each_reflection_request(channel: Any, version: str, asked: dict[str, Any], found: str) -> None:
     stream = channel.stream_stream(f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo")
     request = reflection_pb2.ServerReflectionRequest(host="h", **asked)
     (content,) = stream(iter([request.SerializeToString()]), timeout=LIMIT_S)
@@ -82,14 +82,14 @@ def test_each_question_is_answered(channel: Any, version: str, asked: dict[str, 
     assert bool(answer.error_response.error_code) == (not found)
 
 
-def test_a_question_is_short(channel: Any) -> None:
+def test_limits_reflection_requests(channel: Any) -> None:
     stream = channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
     request = reflection_pb2.ServerReflectionRequest(host="h" * MAX_SMALL_MESSAGE_BYTES)
     with pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
         next(stream(iter([request.SerializeToString()]), timeout=LIMIT_S))
 
 
-def test_nothing_has_extensions(channel: Any) -> None:
+def test_has_no_extensions(channel: Any) -> None:
     stream = channel.stream_stream("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
     request = reflection_pb2.ServerReflectionRequest(all_extension_numbers_of_type="inference.ModelConfig")
     (content,) = stream(iter([request.SerializeToString()]), timeout=LIMIT_S)
@@ -107,7 +107,7 @@ def short_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(public_services, "CACHE_TTL_S", 0.01)
 
 
-def test_a_probe_hears_whether_all_models_are_ready_whoever_it_is(short_cache: None) -> None:
+def test_health_check_needs_no_credentials(short_cache: None) -> None:
     request = health_pb2.HealthCheckRequest(service="inference.GRPCInferenceService")
     with served(NOBODY) as server, grpc.insecure_channel(server.target) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -117,7 +117,7 @@ def test_a_probe_hears_whether_all_models_are_ready_whoever_it_is(short_cache: N
         until(lambda: stub.Check(request, timeout=LIMIT_S).status == NOT_SERVING, "not serving")
 
 
-def test_a_service_that_there_is_not_is_not_found(short_cache: None) -> None:
+def test_unknown_service_is_not_found(short_cache: None) -> None:
     request = health_pb2.HealthCheckRequest(service="other")
     with served(NOBODY) as server, grpc.insecure_channel(server.target) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
@@ -127,7 +127,7 @@ def test_a_service_that_there_is_not_is_not_found(short_cache: None) -> None:
         assert next(stub.Watch(request, timeout=LIMIT_S)).status == UNKNOWN
 
 
-def test_who_watches_hears_each_change_once_and_the_end(short_cache: None) -> None:
+def test_watch_reports_each_change_once(short_cache: None) -> None:
     with served(NOBODY) as server, grpc.insecure_channel(server.target) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         watch = stub.Watch(health_pb2.HealthCheckRequest(), timeout=LIMIT_S)
@@ -142,7 +142,7 @@ def test_who_watches_hears_each_change_once_and_the_end(short_cache: None) -> No
         assert ended.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
-def test_a_watcher_that_leaves_takes_nothing_from_another(short_cache: None) -> None:
+def test_cancelled_watch_does_not_affect_others(short_cache: None) -> None:
     with served(NOBODY) as server, grpc.insecure_channel(server.target) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         first, second = (stub.Watch(health_pb2.HealthCheckRequest(), timeout=LIMIT_S) for _ in range(2))

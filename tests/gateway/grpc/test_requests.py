@@ -1,4 +1,4 @@
-"""Requests in messages: exactly what they say, or refused by the field that is wrong."""
+"""Tests of decoded inference requests: a request is decoded exactly, or its error names the wrong field."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def room(caller: Caller, nbytes: int) -> Any:
     return np.empty(nbytes, np.uint8)
 
 
-def made(content: bytes, call: RpcContext = CALL) -> InferRequest:
-    """Return what is made of the bytes of a message."""
+def decode_request(content: bytes, call: RpcContext = CALL) -> InferRequest:
+    """Decode the bytes of a request."""
 
     async def make() -> InferRequest:
         helpers = ParserPool()
@@ -79,9 +79,9 @@ def tensor(name: str = "x", datatype: str = "FP32", shape: Any = (1,), **more: A
     return {"name": name, "datatype": datatype, "shape": shape, **more}
 
 
-def question(message: ModelInferRequest, call: RpcContext = CALL) -> Any:
-    """Return what is made of the bytes of another's message."""
-    return made(message.SerializeToString(), call).request
+def decode_message(message: ModelInferRequest, call: RpcContext = CALL) -> Any:
+    """Decode a request that another project's class has encoded."""
+    return decode_request(message.SerializeToString(), call).request
 
 
 DATATYPES = st.sampled_from(sorted(DTYPES))
@@ -89,22 +89,24 @@ SHAPES = arrays.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
 
 
 @given(st.data())
-def test_raw_tensors_are_theirs_bit_for_bit(data: st.DataObject) -> None:
+def test_raw_tensors_keep_their_bits(data: st.DataObject) -> None:
     dtypes = data.draw(st.lists(DATATYPES, max_size=4))
     inputs = {f"x{i}": data.draw(arrays.arrays(DTYPES[name], SHAPES)) for i, name in enumerate(dtypes)}
     described = [tensor(name, datatype_of(each), each.shape) for name, each in inputs.items()]
-    got = question(request(inputs=described, raw_input_contents=[each.tobytes() for each in inputs.values()])).inputs
+    got = decode_message(
+        request(inputs=described, raw_input_contents=[each.tobytes() for each in inputs.values()])
+    ).inputs
     assert [*got] == [*inputs]
     for name, array in inputs.items():
         assert (got[name].dtype, got[name].shape, got[name].tobytes()) == (array.dtype, array.shape, array.tobytes())
 
 
 @given(st.data())
-def test_typed_tensors_are_theirs_value_for_value(data: st.DataObject) -> None:
+def test_typed_tensors_keep_their_values(data: st.DataObject) -> None:
     datatype = data.draw(st.sampled_from(sorted(TYPED)))
     array = data.draw(arrays.arrays(DTYPES[datatype], SHAPES))
     contents = {TYPED[datatype]: array.ravel().tolist()}
-    got = question(request(inputs=[tensor("x", datatype, array.shape, contents=contents)])).inputs["x"]
+    got = decode_message(request(inputs=[tensor("x", datatype, array.shape, contents=contents)])).inputs["x"]
     assert (got.dtype, got.shape) == (array.dtype, array.shape)
     np.testing.assert_array_equal(got, array)
 
@@ -115,21 +117,21 @@ def test_typed_tensors_are_theirs_value_for_value(data: st.DataObject) -> None:
         request(inputs=[tensor("x", "FP32", [1], contents={"int_contents": [0] * MAX_HEADER_BYTES})]),
         request(inputs=[{}] * 600, raw_input_contents=[bytes(MAX_UNUSUAL_BYTES)]),
     ],
-    ids=["of values", "of many fields"],
+    ids=["values", "many fields"],
 )
-def test_what_is_no_raw_content_and_long_is_refused_before_it_is_read(content: ModelInferRequest) -> None:
+def test_limits_bytes_outside_raw_contents(content: ModelInferRequest) -> None:
     with pytest.raises(TooLarge, match=r"expected at most \d+ bytes in addition to raw_input_contents"):
-        question(content)
+        decode_message(content)
 
 
-def test_so_are_more_values_than_the_loop_can_take() -> None:
+def test_limits_number_of_values() -> None:
     contents = {"int_contents": [0] * (MAX_VALUES // 2 + 1)}
     inputs = [tensor(name, "INT8", [MAX_VALUES // 2 + 1], contents=contents) for name in ("w", "x")]
     with pytest.raises(TooLarge, match=r"x: data: expected at most \d+ values"):
-        question(request(inputs=inputs))
+        decode_message(request(inputs=inputs))
 
 
-def test_so_are_more_parameters() -> None:
+def test_limits_number_of_parameters() -> None:
     many = {str(number): {"int64_param": 1} for number in range(MAX_PARAMETERS + 1)}
     for fields, where in (
         ({"inputs": [tensor("x", "INT8", [1], parameters=many, contents={"int_contents": [0]})]}, "x: parameters"),
@@ -137,11 +139,11 @@ def test_so_are_more_parameters() -> None:
         ({"inputs": [tensor("x", "INT8", [1])], "parameters": many}, "parameters"),
     ):
         with pytest.raises(TooLarge, match=rf"^{where}: expected at most {MAX_PARAMETERS}, got {MAX_PARAMETERS + 1}"):
-            question(request(**fields))
+            decode_message(request(**fields))
 
 
 @pytest.mark.parametrize("count", [MAX_FIELDS, 100_000])
-def test_so_are_more_fields_which_are_not_parsed(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_number_of_fields_before_parsing(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> NoReturn:
         raise AssertionError("the message is parsed")
 
@@ -149,22 +151,22 @@ def test_so_are_more_fields_which_are_not_parsed(count: int, monkeypatch: pytest
     monkeypatch.setattr(ParserPool, "run", fail)
     many: dict[str, Any] = {str(number): {} for number in range(count)}
     with pytest.raises(TooLarge, match=rf"^inputs\.parameters: expected at most {MAX_FIELDS} fields .* or more$"):
-        question(request(inputs=[tensor("x", "INT8", [1], parameters=many)]))
+        decode_message(request(inputs=[tensor("x", "INT8", [1], parameters=many)]))
 
 
-def test_of_a_shape_no_more_is_looked_at_than_it_may_have() -> None:
+def test_reads_only_allowed_number_of_dimensions() -> None:
     with pytest.raises(InvalidArgument, match=r"x: shape: .* got tuple of 17 items"):
-        question(request(inputs=[tensor("x", "INT8", [1] * 1000, contents={"int_contents": [0]})]))
+        decode_message(request(inputs=[tensor("x", "INT8", [1] * 1000, contents={"int_contents": [0]})]))
 
 
-def test_what_values_become_is_counted() -> None:
+def test_counts_memory_of_decoded_values() -> None:
     seats = AdmissionControl(1, 1000)
     content = request(inputs=[tensor("x", "INT64", [200], contents={"int64_contents": [0] * 200})])
     with seats.admit(CALLER) as seat, pytest.raises(ResourceExhausted, match="max_memory_bytes"):
-        question(content, CALL._replace(permit=seat))
+        decode_message(content, CALL._replace(permit=seat))
 
 
-def test_a_request_says_what_else_it_wants() -> None:
+def test_decodes_outputs_and_parameters() -> None:
     message = request(
         id="42",
         model_version="1",
@@ -176,19 +178,19 @@ def test_a_request_says_what_else_it_wants() -> None:
             "sequence_id": {"int64_param": 0},
         },
     )
-    got = question(message, CALL._replace(traceparent="00-a-b-01"))
+    got = decode_message(message, CALL._replace(traceparent="00-a-b-01"))
     assert (got.model, got.id, got.outputs) == ("digits", "42", ("b", "a"))
     assert (got.timeout, got.priority, got.traceparent) == (2.5, 3, "00-a-b-01")
 
 
-def test_a_call_whose_deadline_has_passed_asks_nothing() -> None:
+def test_rejects_call_after_its_deadline() -> None:
     with pytest.raises(DeadlineExceeded):
-        question(request(), CALL._replace(time_left_s=0.0))
+        decode_message(request(), CALL._replace(time_left_s=0.0))
 
 
-def test_memory_is_shared_with_callers_on_this_host_alone() -> None:
+def test_shared_memory_is_for_local_callers() -> None:
     with pytest.raises(InvalidArgument, match="on the gateway's host"):
-        question(request(inputs=[tensor(parameters={"shared_memory_region": {"string_param": "r"}})]), CALL)
+        decode_message(request(inputs=[tensor(parameters={"shared_memory_region": {"string_param": "r"}})]), CALL)
 
 
 @pytest.mark.parametrize(
@@ -202,9 +204,9 @@ def test_memory_is_shared_with_callers_on_this_host_alone() -> None:
         (0, 9e9, 3600.0),
     ],
 )
-def test_a_request_takes_no_longer_than_its_call(own: int | None, left: float | None, expected: float | None) -> None:
+def test_timeout_is_at_most_the_deadline(own: int | None, left: float | None, expected: float | None) -> None:
     given_own = {} if own is None else {"timeout": {"int64_param": own}}
-    assert question(request(parameters=given_own), CALL._replace(time_left_s=left)).timeout == expected
+    assert decode_message(request(parameters=given_own), CALL._replace(time_left_s=left)).timeout == expected
 
 
 RAW_AND_TYPED = [tensor("a"), tensor("b", contents={"fp32_contents": [1.0]})]
@@ -277,19 +279,19 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_is_not_what_it_says_is_refused_by_its_field(name: str) -> None:
+def test_error_names_wrong_field(name: str) -> None:
     message, text = REFUSED[name]
     with pytest.raises(InvalidArgument) as refused:
-        question(message)
+        decode_message(message)
     assert text in str(refused.value)
 
 
-def test_there_is_one_version() -> None:
+def test_only_version_1_exists() -> None:
     with pytest.raises(NotFound, match="model_version"):
-        question(request(model_version="2"))
+        decode_message(request(model_version="2"))
 
 
 @given(st.binary(max_size=200))
-def test_any_message_is_a_question_or_refused(content: bytes) -> None:
+def test_decodes_or_rejects_any_message(content: bytes) -> None:
     with contextlib.suppress(InvalidArgument, NotFound):
-        made(content)
+        decode_request(content)

@@ -1,4 +1,4 @@
-"""The committed descriptors are those of the `.proto` files, and of the clients that others have written."""
+"""Tests that the committed descriptors match the `.proto` files and the clients of other projects."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tritonclient.grpc import model_config_pb2, service_pb2
 
 from weightd_gateway.grpc.schema import INFERENCE, POOL
 
-# A name, its number, its type, whether it is repeated, and among which it is chosen.
+# Name, number, type, label and oneof of a field.
 Fields = dict[str, tuple[int, int, str, int, str]]
 
 
@@ -65,7 +65,7 @@ def methods_of(file: FileDescriptorProto) -> dict[str, tuple[str, str, bool, boo
 
 
 def theirs(*modules: Any) -> FileDescriptorProto:
-    """Return what is described by modules that others have generated, as if it were one file."""
+    """Return the messages of another project's generated modules as if they came from one file."""
     whole = FileDescriptorProto()
     for each in modules:
         part = FileDescriptorProto()
@@ -89,7 +89,7 @@ WITNESSES = [
 ]
 
 
-def test_the_descriptors_are_those_of_the_files(tmp_path: Path) -> None:
+def test_descriptors_match_proto_files(tmp_path: Path) -> None:
     descriptors.compile_protos(tmp_path / "set")
     compiled, committed = (
         FileDescriptorSet.FromString(path.read_bytes()) for path in (tmp_path / "set", descriptors.TARGET)
@@ -98,7 +98,7 @@ def test_the_descriptors_are_those_of_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "witness"), WITNESSES)
-def test_each_field_and_each_value_is_what_others_have(name: str, witness: FileDescriptorProto) -> None:
+def test_fields_and_enums_match_other_projects(name: str, witness: FileDescriptorProto) -> None:
     known, own = messages_of(witness), messages_of(ours(name))
     for message, fields in own.items():
         assert fields == {field: known[message].get(field) for field in fields}, message
@@ -106,14 +106,14 @@ def test_each_field_and_each_value_is_what_others_have(name: str, witness: FileD
     assert enums_of(ours(name)) == {each: values[each] for each in enums_of(ours(name))}
 
 
-def test_what_is_in_front_of_the_configuration_is_there_in_full() -> None:
+def test_service_messages_are_complete() -> None:
     own = messages_of(ours("inference"))
     for name, fields in messages_of(theirs(service_pb2)).items():
         assert own[name] == fields, name
 
 
 @pytest.mark.parametrize(("name", "witness"), WITNESSES)
-def test_each_method_is_there(name: str, witness: FileDescriptorProto) -> None:
+def test_methods_match_other_projects(name: str, witness: FileDescriptorProto) -> None:
     known = {each.replace("v1alpha", "v1"): types for each, types in methods_of(witness).items()}
     own = methods_of(ours(name))
     assert {each: tuple(map(str, types)) for each, types in own.items()} == {
@@ -123,7 +123,7 @@ def test_each_method_is_there(name: str, witness: FileDescriptorProto) -> None:
     }
 
 
-def test_bytes_of_the_one_are_messages_of_the_other() -> None:
+def test_other_projects_read_our_messages() -> None:
     ours = INFERENCE["ModelInferRequest"](model_name="digits", id="7", raw_input_contents=[b"\0\1"])
     ours.inputs.add(name="x", datatype="FP32", shape=[1, -1])
     ours.parameters["timeout"].int64_param = 5

@@ -1,4 +1,4 @@
-"""The front over a real socket, spoken to by clients of others."""
+"""Tests of the gRPC server over real sockets with other projects' clients."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ SMALL = message(id="7", inputs=[{"name": "x", "datatype": "FP32", "shape": [2, 2
 
 
 def refusal(call: Callable[[], Any]) -> Any:
-    """Return the error that a call ends in."""
+    """Return the error that ends a call."""
     with pytest.raises(grpc.RpcError) as ended:
         call()
     return ended.value
@@ -72,8 +72,8 @@ def code_of(call: Callable[[], Any]) -> grpc.StatusCode:
     return code
 
 
-class Held:
-    """A model that answers when it is let go."""
+class BlockedModel:
+    """A model that answers when the test releases it."""
 
     def __init__(self) -> None:
         self.running = 0
@@ -92,7 +92,7 @@ class Held:
         return await echo(question)
 
 
-def test_an_unmodified_client_is_answered(server: Served, client: triton.InferenceServerClient) -> None:
+def test_serves_unmodified_client(server: Served, client: triton.InferenceServerClient) -> None:
     outputs = [triton.InferRequestedOutput("x")]
     result = client.infer("echo", [tensor(X)], outputs=outputs, request_id="42", timeout=5_000_000, priority=1)
     np.testing.assert_array_equal(result.as_numpy("x"), X)
@@ -102,12 +102,12 @@ def test_an_unmodified_client_is_answered(server: Served, client: triton.Inferen
 
 
 @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
-def test_a_message_may_be_compressed(client: triton.InferenceServerClient, algorithm: str) -> None:
+def test_accepts_compressed_message(client: triton.InferenceServerClient, algorithm: str) -> None:
     result = client.infer("echo", [tensor(X)], compression_algorithm=algorithm)
     np.testing.assert_array_equal(result.as_numpy("x"), X)
 
 
-def test_what_is_asked_about_models_is_answered(client: triton.InferenceServerClient) -> None:
+def test_answers_metadata_requests(client: triton.InferenceServerClient) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("echo")
@@ -132,7 +132,7 @@ def test_what_is_asked_about_models_is_answered(client: triton.InferenceServerCl
         ("get_model_metadata", ("echo", "2"), "NOT_FOUND"),
     ],
 )
-def test_what_is_not_here_is_refused(
+def test_rejects_unsupported_methods(
     client: triton.InferenceServerClient, method: str, arguments: tuple[Any, ...], code: str
 ) -> None:
     with pytest.raises(InferenceServerException) as refused:
@@ -140,13 +140,13 @@ def test_what_is_not_here_is_refused(
     assert refused.value.status() == f"StatusCode.{code}"
 
 
-def test_what_there_is_none_of_in_cuda_is_forgotten(client: triton.InferenceServerClient) -> None:
+def test_unregisters_absent_cuda_memory(client: triton.InferenceServerClient) -> None:
     client.unregister_cuda_shared_memory()
     assert not client.get_cuda_shared_memory_status().regions
 
 
-def test_a_daemon_that_is_away_is_not_ready(server: Served, client: triton.InferenceServerClient) -> None:
-    server.service.is_ready = Unavailable("nobody")
+def test_not_ready_without_daemon(server: Served, client: triton.InferenceServerClient) -> None:
+    server.service.is_ready = Unavailable("no daemon")
     assert client.is_server_live()
     assert not client.is_server_ready()
     assert not client.is_model_ready("echo")
@@ -156,7 +156,7 @@ def test_a_daemon_that_is_away_is_not_ready(server: Served, client: triton.Infer
     server.service.is_ready = True
 
 
-def test_an_error_has_its_code_its_text_and_when_to_ask_again(server: Served) -> None:
+def test_error_has_code_text_and_retry_time(server: Served) -> None:
     async def refuse(question: InferenceRequest) -> InferenceResult:
         raise ResourceExhausted("too many\n×", retry_after=0.25)
 
@@ -170,7 +170,7 @@ def test_an_error_has_its_code_its_text_and_when_to_ask_again(server: Served) ->
     assert (metadata["grpc-retry-pushback-ms"], metadata["traceparent"]) == ("250", TRACE)
 
 
-def test_what_nobody_has_foreseen_is_told_to_the_log_alone(server: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_error_appears_only_in_log(server: Served, caplog: pytest.LogCaptureFixture) -> None:
     async def fail(question: InferenceRequest) -> InferenceResult:
         raise ValueError("a secret")
 
@@ -184,24 +184,24 @@ def test_what_nobody_has_foreseen_is_told_to_the_log_alone(server: Served, caplo
 
 
 @pytest.mark.parametrize("content", [b"\xff\xff", b"\x0a\x02\xff\xff", b"\x0a\xff\xff\xff\xff\x0f"])
-def test_what_is_no_message_is_refused(server: Served, content: bytes) -> None:
+def test_rejects_invalid_message(server: Served, content: bytes) -> None:
     with connected(server.target) as channel:
         infer = channel.unary_unary(METHOD("ModelInfer"))
         assert code_of(lambda: infer(content, timeout=LIMIT_S)) == grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_call_without_a_message_is_refused(server: Served) -> None:
+def test_rejects_call_without_message(server: Served) -> None:
     with connected(server.target) as channel:
         infer = channel.stream_unary(METHOD("ModelInfer"))
         assert code_of(lambda: infer(iter(()), timeout=LIMIT_S)) == grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_method_that_there_is_not_is_unimplemented(server: Served) -> None:
+def test_unknown_method_is_unimplemented(server: Served) -> None:
     with connected(server.target) as channel:
         assert code_of(lambda: channel.unary_unary(METHOD("Other"))(b"")) == grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_what_the_service_fails_at_is_in_the_log_once_in_a_while(caplog: pytest.LogCaptureFixture) -> None:
+def test_limits_rate_of_logged_failures(caplog: pytest.LogCaptureFixture) -> None:
     away, unknown = (_away, grpc.StatusCode.UNAVAILABLE), (_unknown, grpc.StatusCode.NOT_FOUND)
     with served() as server, connected(server.target) as channel:
         infer = channel.unary_unary(METHOD("ModelInfer"))
@@ -210,26 +210,26 @@ def test_what_the_service_fails_at_is_in_the_log_once_in_a_while(caplog: pytest.
             error = refusal(partial(infer, SMALL, metadata=[("traceparent", TRACE)], timeout=LIMIT_S))
             assert (error.code(), dict(error.trailing_metadata())["traceparent"]) == (code, TRACE)
     (line,) = [each.getMessage() for each in caplog.records]
-    assert line.startswith("ModelInfer for anonymous: UNAVAILABLE: nobody in ")
+    assert line.startswith("ModelInfer for anonymous: UNAVAILABLE: no daemon in ")
     assert line.endswith(TRACE)
 
 
 async def _away(question: InferenceRequest) -> InferenceResult:
-    raise Unavailable("nobody")
+    raise Unavailable("no daemon")
 
 
 async def _unknown(question: InferenceRequest) -> InferenceResult:
     raise NotFound("no such model")
 
 
-def test_the_deadline_of_the_call_is_the_requests(server: Served, client: triton.InferenceServerClient) -> None:
+def test_deadline_becomes_request_timeout(server: Served, client: triton.InferenceServerClient) -> None:
     client.infer("echo", [tensor(X)], client_timeout=20.0)
     _, question = server.service.asked[-1]
     assert question.timeout is not None
     assert 2.0 < question.timeout < 21.0
 
 
-def test_a_context_of_a_trace_is_passed_on_and_comes_back(server: Served) -> None:
+def test_passes_trace_context(server: Served) -> None:
     with connected(server.target) as channel:
         infer = channel.unary_unary(METHOD("ModelInfer"))
         _, call = infer.with_call(SMALL, metadata=[("traceparent", TRACE)], timeout=LIMIT_S)
@@ -238,8 +238,8 @@ def test_a_context_of_a_trace_is_passed_on_and_comes_back(server: Served) -> Non
     assert dict(call.trailing_metadata())["traceparent"] == TRACE
 
 
-def test_a_call_that_is_cancelled_takes_its_request_back(server: Served) -> None:
-    held = server.service.model = Held()
+def test_cancelled_call_cancels_request(server: Served) -> None:
+    held = server.service.model = BlockedModel()
     with connected(server.target) as channel:
         calls = [channel.unary_unary(METHOD("ModelInfer")).future(SMALL) for _ in range(50)]
         until(lambda: held.running == 50, "50 requests under way")
@@ -250,9 +250,9 @@ def test_a_call_that_is_cancelled_takes_its_request_back(server: Served) -> None
     server.service.model = echo
 
 
-def test_beyond_the_seats_a_call_is_refused_at_once() -> None:
+def test_rejects_call_beyond_in_flight_limit() -> None:
     with served(max_in_flight=4) as server, connected(server.target) as channel:
-        held = server.service.model = Held()
+        held = server.service.model = BlockedModel()
         infer = channel.unary_unary(METHOD("ModelInfer"))
         calls = [infer.future(SMALL) for _ in range(3)]
         until(lambda: held.running == 3, "3 requests under way")
@@ -263,13 +263,13 @@ def test_beyond_the_seats_a_call_is_refused_at_once() -> None:
         infer(SMALL, timeout=LIMIT_S)
 
 
-def test_a_call_beyond_those_of_its_connection_waits_and_other_connections_answer(
+def test_excess_call_waits_only_on_its_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(front, "MAX_CALLS_PER_CONNECTION", 1)
     own = ("grpc.use_local_subchannel_pool", 1)
     with served() as server, connected(server.target, own) as full, connected(server.target, own) as other:
-        held = server.service.model = Held()
+        held = server.service.model = BlockedModel()
         infer = full.unary_unary(METHOD("ModelInfer"))
         first, second = infer.future(SMALL, timeout=LIMIT_S), infer.future(SMALL, timeout=LIMIT_S)
         until(lambda: held.running, "a request under way")
@@ -286,7 +286,7 @@ async def _set(event: asyncio.Event) -> None:
     event.set()
 
 
-def test_who_says_nothing_keeps_its_seat_for_a_while_only() -> None:
+def test_silent_call_loses_its_permit() -> None:
     with served(max_in_flight=1, receive_timeout=0.2) as server, connected(server.target) as channel:
         never = threading.Event()
 
@@ -300,14 +300,14 @@ def test_who_says_nothing_keeps_its_seat_for_a_while_only() -> None:
         channel.unary_unary(METHOD("ModelInfer"))(SMALL, timeout=LIMIT_S)
 
 
-class Silent:
-    """Calls that are begun, and say nothing until the end of the block."""
+class SilentCalls:
+    """Calls that send no message until the end of the block."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
         self._said = threading.Event()
 
-    def __enter__(self) -> Silent:
+    def __enter__(self) -> SilentCalls:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -322,8 +322,8 @@ class Silent:
 
 
 @pytest.mark.parametrize("came", [True, False])
-def test_the_time_in_which_the_gateway_was_stopped_does_not_count(came: bool) -> None:
-    """The loop's poll returns nothing after a stop beyond its time-out, and timers run before it is called again."""
+def test_time_while_stopped_does_not_count(came: bool) -> None:
+    """The loop's poll returns nothing after a stop beyond its time-out, and timers run before the next poll."""
     reader, writer = os.pipe()
 
     async def test() -> None:
@@ -350,9 +350,9 @@ def test_the_time_in_which_the_gateway_was_stopped_does_not_count(came: bool) ->
         os.close(descriptor)
 
 
-def test_who_needs_no_token_has_no_seat_of_those_who_do_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_methods_need_no_permit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "RECEIVE_GRACE_S", 0.5)
-    with served(max_in_flight=1) as server, connected(server.target) as channel, Silent(channel) as silent:
+    with served(max_in_flight=1) as server, connected(server.target) as channel, SilentCalls(channel) as silent:
         open_to_all = [METHOD("ServerLive"), METHOD("ServerReady"), "/grpc.health.v1.Health/Check"]
         begun = [silent.begin(path) for path in open_to_all]
         channel.unary_unary(METHOD("ModelInfer"))(SMALL, timeout=LIMIT_S)
@@ -360,12 +360,12 @@ def test_who_needs_no_token_has_no_seat_of_those_who_do_and_is_not_waited_for(mo
             assert refusal(partial(each.result, LIMIT_S)).details() == "the message did not arrive within 0.5 seconds"
 
 
-def test_who_is_slow_may_be_sending_the_longest_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_call_keeps_memory_for_longest_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "RECEIVE_GRACE_S", 0.05)
     most = 2**20
     with served(max_body_bytes=most, max_memory_bytes=2 * most) as server, connected(server.target) as channel:
         seats, infer = server.service.admission, channel.unary_unary(METHOD("ModelInfer"))
-        with Silent(channel) as silent:
+        with SilentCalls(channel) as silent:
             slow = silent.begin(METHOD("ModelInfer"))
             until(lambda: seats.reserved_bytes == most, "as many bytes are taken as a message may have")
             late = silent.begin(METHOD("ModelInfer"))
@@ -375,15 +375,15 @@ def test_who_is_slow_may_be_sending_the_longest_message(monkeypatch: pytest.Monk
         infer(SMALL, timeout=LIMIT_S)
 
 
-def test_who_reflects_and_asks_no_more_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_reflection_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(public_services, "REFLECTION_TIMEOUT_S", 0.2)
-    with served() as server, connected(server.target) as channel, Silent(channel) as silent:
+    with served() as server, connected(server.target) as channel, SilentCalls(channel) as silent:
         call = silent.begin("/grpc.reflection.v1.ServerReflection/ServerReflectionInfo")
         assert refusal(partial(call.result, LIMIT_S)).details() == "the message did not arrive within 0.2 seconds"
 
 
 @pytest.mark.parametrize("method", ["ServerLive", "ServerMetadata"])
-def test_of_calls_whose_answers_nobody_reads_there_are_so_many(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_limits_calls_with_unread_answers(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     monkeypatch.setattr(calls, "MAX_PROBES", 4)
     monkeypatch.setattr(calls, "MAX_UNSENT_CALLS", 0)
     no_room = ("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)
@@ -391,8 +391,8 @@ def test_of_calls_whose_answers_nobody_reads_there_are_so_many(monkeypatch: pyte
         ask = channel.unary_stream(METHOD(method))
         unread = [ask(b"", timeout=LIMIT_S) for _ in range(3)]
 
-        def are_there_so_many() -> bool:
-            # gRPC's client may take an answer that nobody has asked it for.
+        def is_limit_reached() -> bool:
+            # gRPC's client may receive an answer before the test reads it.
             unread.append(ask(b"", timeout=LIMIT_S))
             return "calls with unread responses" in ask_another()
 
@@ -403,17 +403,17 @@ def test_of_calls_whose_answers_nobody_reads_there_are_so_many(monkeypatch: pyte
                 return str(cast(Any, error).details())
             return ""
 
-        # Until then others are still answered, and have a slot.
-        until(are_there_so_many, "there are as many as there may be")
+        # Below the limit other calls are still answered and get a permit.
+        until(is_limit_reached, "the limit is reached")
         for each in unread:
             each.cancel()
         until(lambda: not ask_another(), "there is room again")
 
 
-def test_a_message_without_tensors_is_short(server: Served) -> None:
+def test_limits_messages_without_tensors(server: Served) -> None:
     with connected(server.target) as channel:
         ask = channel.unary_unary(METHOD("TraceSetting"))
-        # A setting, and a name of the remaining bytes.
+        # One setting, and a name of the remaining bytes.
         long = bytes.fromhex("0a00 12faff03") + b"m" * (calls.MAX_SMALL_MESSAGE_BYTES - 6)
         assert code_of(partial(ask, long, timeout=LIMIT_S)) == grpc.StatusCode.INVALID_ARGUMENT
         assert code_of(partial(ask, long + b"\x0a\x00", timeout=LIMIT_S)) == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -423,18 +423,18 @@ def test_a_message_without_tensors_is_short(server: Served) -> None:
     "path",
     ["/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch", METHOD("ServerLive"), METHOD("TraceSetting")],
 )
-def test_a_long_message_to_a_method_of_short_ones_is_refused_before_it_has_come(path: str) -> None:
+def test_rejects_long_message_before_it_arrives(path: str) -> None:
     with served(tcp=True) as server, connected(server.target) as channel:
         ask = channel.stream_stream(path)
         error = refusal(lambda: list(ask(iter([bytes(16 * 2**20)]), timeout=LIMIT_S)))
         assert error.details().startswith("the calls of this connection have sent too many bytes before a response")
         assert error.details().endswith("a message of this method has at most 65536 bytes")
         assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        # The rest of the message is no burden to other calls.
+        # The rest of the message does not delay other calls.
         assert channel.unary_unary(METHOD("ServerLive"))(b"", timeout=LIMIT_S)
 
 
-def test_two_calls_that_fill_their_connection_are_both_refused_and_other_connections_answer() -> None:
+def test_full_connection_does_not_block_others() -> None:
     own = ("grpc.use_local_subchannel_pool", 1)
     with served(tcp=True) as server, connected(server.target, own) as full, connected(server.target, own) as other:
         ask = full.stream_unary(METHOD("TraceSetting"))
@@ -447,7 +447,7 @@ def test_two_calls_that_fill_their_connection_are_both_refused_and_other_connect
         assert not server.service.admission.reserved_bytes
 
 
-def test_who_watches_or_reflects_without_a_token_leaves_the_streams_to_those_who_have_one(
+def test_anonymous_streams_do_not_exhaust_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("MAX_WATCH_STREAMS", "MAX_REFLECTION_STREAMS"):
@@ -461,7 +461,7 @@ def test_who_watches_or_reflects_without_a_token_leaves_the_streams_to_those_who
 
         for path in ("/grpc.health.v1.Health/Watch", "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"):
             ask = channel.stream_stream(path)
-            # A call that nobody has any more is cancelled.
+            # A call that the client has dropped is cancelled.
             first = ask(once(), timeout=LIMIT_S)
             next(first)
             assert code_of(partial(next, ask(iter([b""]), timeout=LIMIT_S))) == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -475,13 +475,13 @@ LARGE = message(
 )
 
 
-def test_what_nobody_reads_counts_as_what_is_under_way_until_its_caller_goes(caplog: pytest.LogCaptureFixture) -> None:
+def test_unread_answers_count_as_memory(caplog: pytest.LogCaptureFixture) -> None:
     with served(max_memory_bytes=18_000_000, max_body_bytes=8_000_000) as server, ExitStack() as stack:
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
-        # With it the window grows by and by, until it has room for a whole answer.
+        # Otherwise the flow-control window grows until it has room for a whole answer.
         options.append(("grpc.http2.bdp_probe", 0))
         first, other = (stack.enter_context(connected(server.target, *options)) for _ in range(2))
-        # As streams: so much of the answer as fits into the window of HTTP/2 is taken, and no more is read.
+        # As streams: the client takes only as much of the answer as fits into the HTTP/2 window.
         unread = [first.unary_stream(METHOD("ModelInfer"))(LARGE) for _ in range(2)]
         until(
             lambda: server.service.admission.reserved_bytes >= 12_000_000 and not server.service.admission.in_flight,
@@ -498,17 +498,17 @@ def test_what_nobody_reads_counts_as_what_is_under_way_until_its_caller_goes(cap
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
-def test_a_message_that_is_too_long_is_refused(compression: grpc.Compression) -> None:
+def test_rejects_too_long_message(compression: grpc.Compression) -> None:
     with served(max_body_bytes=64 * 1024) as server, connected(server.target) as channel:
         infer = channel.unary_unary(METHOD("ModelInfer"))
         large = bytes(16 * 1024 * 1024)
         refused = refusal(lambda: infer(large, compression=compression))
-        # By the library, before it has all of it.
+        # The library rejects the message before it has received all of it.
         assert (refused.code(), "larger than" in refused.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
         infer(SMALL, timeout=LIMIT_S)
 
 
-def test_each_caller_is_who_its_token_says() -> None:
+def test_token_identifies_caller() -> None:
     with served(KNOWN) as server, triton.InferenceServerClient(server.target) as client:
         client.infer("echo", [tensor(X)], headers=BEARER)
         assert server.service.asked[-1][0] == Caller("research", "token 1")
@@ -520,7 +520,7 @@ def test_each_caller_is_who_its_token_says() -> None:
             twice = [*BEARER.items(), *BEARER.items()]
             error = refusal(partial(channel.unary_unary(METHOD("ModelInfer")), SMALL, metadata=twice, timeout=LIMIT_S))
         assert error.code() == grpc.StatusCode.UNAUTHENTICATED
-        # Who is nobody is told so before anything is read, and hears of no method.
+        # The server rejects unauthenticated callers before it reads a message or looks up the method.
         server.gateway.authenticator = Authenticator({}, {}, {})
         with pytest.raises(InferenceServerException, match="token"):
             client.get_server_metadata(headers=BEARER)
@@ -537,7 +537,7 @@ def _answers(content: Any) -> list[tuple[str, str]]:
     return [(each.infer_response.id, each.error_message) for each in read]
 
 
-def test_a_stream_is_answered_in_order_and_goes_on_after_an_error(server: Served) -> None:
+def test_stream_answers_in_order_after_errors(server: Served) -> None:
     with connected(server.target) as channel:
         stream = channel.stream_stream(METHOD("ModelStreamInfer"))
         first, last = _asks("1", "3")
@@ -548,8 +548,8 @@ def test_a_stream_is_answered_in_order_and_goes_on_after_an_error(server: Served
     assert "x: expected 4 bytes" in got[1][1]
 
 
-def test_of_a_stream_one_request_at_a_time_is_asked(server: Served) -> None:
-    held = server.service.model = Held()
+def test_stream_runs_one_request_at_a_time(server: Served) -> None:
+    held = server.service.model = BlockedModel()
     before = len(server.service.asked)
     with connected(server.target) as channel:
         answers = channel.stream_stream(METHOD("ModelStreamInfer"))(iter(_asks("1", "2", "3")), timeout=LIMIT_S)
@@ -560,7 +560,7 @@ def test_of_a_stream_one_request_at_a_time_is_asked(server: Served) -> None:
     server.service.model = echo
 
 
-def test_streams_of_clients_are_answered(server: Served) -> None:
+def test_serves_streams_of_clients(server: Served) -> None:
     answers: list[tuple[str, Any]] = []
     with triton.InferenceServerClient(server.target) as client:
         client.start_stream(lambda result, error: answers.append((result.get_response().id, error)))
@@ -570,9 +570,9 @@ def test_streams_of_clients_are_answered(server: Served) -> None:
     assert answers == [(str(number), None) for number in range(5)]
 
 
-def test_a_stop_ends_streams_and_lets_requests_end() -> None:
+def test_stop_ends_streams_and_finishes_requests() -> None:
     with served() as server, connected(server.target) as channel:
-        held = server.service.model = Held()
+        held = server.service.model = BlockedModel()
         call = channel.unary_unary(METHOD("ModelInfer")).future(SMALL)
         stop = threading.Event()
 
@@ -594,7 +594,7 @@ def test_a_stop_ends_streams_and_lets_requests_end() -> None:
         assert not stopping.is_alive()
 
 
-def test_a_stop_does_not_wait_for_a_stream_that_is_idle() -> None:
+def test_stop_does_not_wait_for_idle_stream() -> None:
     with served() as server, connected(server.target) as channel:
         idle = threading.Event()
 
@@ -611,9 +611,9 @@ def test_a_stop_does_not_wait_for_a_stream_that_is_idle() -> None:
         idle.set()
 
 
-def test_who_is_in_a_hurry_waits_for_nothing() -> None:
+def test_stop_without_grace_does_not_wait() -> None:
     with served() as server, connected(server.target) as channel:
-        held = server.service.model = Held()
+        held = server.service.model = BlockedModel()
         call = channel.unary_unary(METHOD("ModelInfer")).future(SMALL)
         until(lambda: held.running == 1, "a request under way")
 
@@ -630,7 +630,7 @@ def test_who_is_in_a_hurry_waits_for_nothing() -> None:
 
 
 def code_of_new(server: Served) -> grpc.StatusCode | None:
-    """Return how a call over a new connection ends."""
+    """Return the status of a call over a new connection."""
     with connected(server.target, ("grpc.use_local_subchannel_pool", 1)) as channel:
         try:
             channel.unary_unary(METHOD("ServerLive"))(b"", timeout=LIMIT_S)
@@ -642,7 +642,7 @@ def code_of_new(server: Served) -> grpc.StatusCode | None:
 
 @pytest.fixture
 def tls(tmp_path: Path) -> dict[str, str]:
-    """Return the settings of a gateway that speaks TLS and wants certificates."""
+    """Return the settings of a gateway with TLS and client certificates."""
     certificate, key = certificates.SERVER.write(tmp_path, "server")
     authority = tmp_path / "ca.crt"
     authority.write_text(certificates.AUTHORITY)
@@ -650,13 +650,13 @@ def tls(tmp_path: Path) -> dict[str, str]:
 
 
 def dialled(server: Served, own: certificates.Certificate | None) -> Any:
-    """Return a channel of somebody with this certificate."""
+    """Return a channel with this client certificate."""
     pair = (None, None) if own is None else (own.key.encode(), own.certificate.encode())
     credentials = grpc.ssl_channel_credentials(certificates.AUTHORITY.encode(), *pair)
     return grpc.secure_channel(server.target, credentials)
 
 
-def test_with_tls_each_caller_is_who_its_certificate_says(tls: dict[str, str]) -> None:
+def test_certificate_identifies_caller(tls: dict[str, str]) -> None:
     robot = Caller("factory", "certificate robot")
     known = Authenticator({token_digest(TOKEN): Caller("research", "token 1")}, {"robot": robot}, {})
     with served(known, tcp=True, **tls) as server:
@@ -674,7 +674,7 @@ def test_with_tls_each_caller_is_who_its_certificate_says(tls: dict[str, str]) -
                 assert code_of(partial(infer, SMALL, timeout=LIMIT_S)) == grpc.StatusCode.UNAVAILABLE
 
 
-def test_an_address_that_is_taken_is_told() -> None:
+def test_reports_address_in_use() -> None:
     with served() as first, pytest.raises(OSError, match=first.target), Served(first.gateway.config, KNOWN):
         pass
     with served(tcp=True) as first:
@@ -683,7 +683,7 @@ def test_an_address_that_is_taken_is_told() -> None:
             pass
 
 
-def test_beyond_the_connections_nobody_is_let_in() -> None:
+def test_limits_connections() -> None:
     with served(max_connections=2) as server, ExitStack() as stack:
         options = ("grpc.use_local_subchannel_pool", 1)
         dialled = [stack.enter_context(connected(server.target, options)) for _ in range(3)]
@@ -706,7 +706,7 @@ FLOODS = {
 
 
 @pytest.mark.parametrize("kind", FLOODS)
-def test_a_flood_of_frames_ends_its_connection_and_no_other(kind: str) -> None:
+def test_flood_of_frames_ends_only_its_connection(kind: str) -> None:
     with served(tcp=True) as server, connected(server.target) as channel, socket.socket() as flood:
         live = channel.unary_unary(METHOD("ServerLive"))
         live(b"", timeout=LIMIT_S)
@@ -725,14 +725,14 @@ def test_a_flood_of_frames_ends_its_connection_and_no_other(kind: str) -> None:
         until(lambda: len(server.front.http2_filter.peers) == 1, "the end of the connection to gRPC's library")
 
 
-def test_a_client_that_exceeds_a_limit_is_told_so() -> None:
+def test_reports_exceeded_limit_to_client() -> None:
     with served(tcp=True) as server, socket.socket() as client:
         host, _, port = server.target.rpartition(":")
         client.settimeout(LIMIT_S)
         client.connect((host, int(port)))
         client.sendall(http2_frames.PREFACE + frame(http2_frames.SETTINGS))
         assert client.recv(9)[3] == http2_frames.SETTINGS
-        # The last bytes that are sent: else the kernel resets the connection, and its answer with it.
+        # These must be the last bytes: otherwise the kernel resets the connection and drops the answer.
         client.sendall(frame(http2_frames.HEADERS, b"\x82") + frame(http2_frames.PING, bytes(8)))
         received = b""
         while part := client.recv(65536):
@@ -740,7 +740,7 @@ def test_a_client_that_exceeds_a_limit_is_told_so() -> None:
         assert b"expected CONTINUATION after headers without END_HEADERS, got PING" in received
 
 
-def test_a_connection_that_sends_no_preface_is_closed() -> None:
+def test_closes_connection_without_preface() -> None:
     with served(tcp=True, receive_timeout=0.2) as server, socket.socket() as client:
         host, _, port = server.target.rpartition(":")
         client.settimeout(LIMIT_S)

@@ -1,4 +1,4 @@
-"""Messages read without protobuf: the bound of their fields, and a request in pieces."""
+"""Tests of messages that are read without protobuf: the limit on fields, and requests split into parts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MESSAGES = st.builds(
 
 
 def count(content: bytes) -> int:
-    """Return the smallest bound that a message is within."""
+    """Return the lowest field limit that accepts a message."""
     bound = 0
     while True:
         try:
@@ -62,20 +62,20 @@ def count(content: bytes) -> int:
             return bound
 
 
-def test_fields_of_all_depths_are_counted() -> None:
+def test_counts_nested_fields() -> None:
     tensor = {"name": "x", "parameters": {"key": {"int64_param": 1}}, "contents": {"fp32_contents": [1.0, 2.0, 3.0]}}
-    # model_name; input, its name, parameter, key, value, number, contents, values.
+    # The fields: model_name, input, its name, parameter, key, value, number, contents, values.
     assert count(ModelInferRequest(model_name="m", inputs=[tensor]).SerializeToString()) == 9
 
 
 @given(MESSAGES)
-def test_what_protobuf_writes_is_within_the_bound(content: bytes) -> None:
+def test_accepts_messages_of_protobuf(content: bytes) -> None:
     check_fields(content, LAYOUT)
 
 
 @st.composite
-def spoilt(draw: st.DrawFn, messages: st.SearchStrategy[bytes]) -> bytes:
-    """Bytes of a message, cut short or with one of them changed."""
+def damaged(draw: st.DrawFn, messages: st.SearchStrategy[bytes]) -> bytes:
+    """Return the bytes of a message, truncated or with one byte changed."""
     content = draw(messages)
     changed = bytearray(content[: draw(st.integers(0, len(content)))])
     position = draw(st.integers(0, max(0, len(changed) - 1)))
@@ -83,8 +83,8 @@ def spoilt(draw: st.DrawFn, messages: st.SearchStrategy[bytes]) -> bytes:
     return bytes(changed)
 
 
-@given(spoilt(MESSAGES))
-def test_what_is_refused_as_malformed_protobuf_refuses_too(content: bytes) -> None:
+@given(damaged(MESSAGES))
+def test_rejects_only_what_protobuf_rejects(content: bytes) -> None:
     try:
         check_fields(content, LAYOUT)
     except DecodeError as error:
@@ -94,12 +94,12 @@ def test_what_is_refused_as_malformed_protobuf_refuses_too(content: bytes) -> No
 
 
 @given(st.binary(max_size=100))
-def test_any_bytes_are_checked_without_another_error(content: bytes) -> None:
+def test_any_bytes_pass_or_raise_decode_error(content: bytes) -> None:
     with contextlib.suppress(DecodeError, TooLarge):
         check_fields(content, LAYOUT, 20)
 
 
-def test_the_largest_sensible_request_is_within_the_bound() -> None:
+def test_accepts_largest_useful_request() -> None:
     place = {
         "shared_memory_region": {"string_param": "region"},
         "shared_memory_offset": {"int64_param": 8},
@@ -123,7 +123,7 @@ def test_the_largest_sensible_request_is_within_the_bound() -> None:
         (b"\x78\x01" * (MAX_FIELDS + 1), "the message"),
     ],
 )
-def test_the_error_names_the_field_the_bound_and_the_number(content: bytes, field: str) -> None:
+def test_error_names_field_limit_and_number(content: bytes, field: str) -> None:
     bound = f"expected at most {MAX_FIELDS} fields in a message, including nested ones"
     text = f"^{field}: {bound}, got {MAX_FIELDS + 1} or more$"
     with pytest.raises(TooLarge, match=text):
@@ -137,12 +137,12 @@ def test_the_error_names_the_field_the_bound_and_the_number(content: bytes, fiel
         ("TraceSettingRequest", {"settings": {str(n): {"value": [""]} for n in range(2000)}}),
     ],
 )
-def test_other_messages_have_the_same_bound(name: str, fields: dict[str, Any]) -> None:
+def test_limit_applies_to_all_messages(name: str, fields: dict[str, Any]) -> None:
     with pytest.raises(TooLarge, match=f"expected at most {MAX_FIELDS} fields"):
         checked_parser(INFERENCE[name])(INFERENCE[name](**fields).SerializeToString())
 
 
-def test_each_request_has_a_layout() -> None:
+def test_each_request_type_has_a_layout() -> None:
     for messages in (INFERENCE, HEALTH):
         for each in messages.requests.values():
             assert checked_parser(each)(b"") == each()
@@ -168,14 +168,14 @@ def together(pieces: ParsedRequest) -> ModelInferRequest:
 
 
 @given(REQUESTS)
-def test_tensors_and_the_id_are_cut_out(whole: ModelInferRequest) -> None:
+def test_splits_off_tensors_and_id(whole: ModelInferRequest) -> None:
     pieces = fast_parse(whole.SerializeToString())
     assert together(pieces) == whole
     assert not ModelInferRequest.FromString(pieces.header).raw_input_contents
     assert pieces.id == whole.id.encode()
 
 
-def test_what_differs_in_tensors_and_id_alone_has_one_header() -> None:
+def test_header_excludes_tensors_and_id() -> None:
     one, other = (
         ModelInferRequest(model_name="m", id=request_id, raw_input_contents=[content]).SerializeToString()
         for request_id, content in (("1", b"a"), ("another", b"b"))
@@ -183,15 +183,15 @@ def test_what_differs_in_tensors_and_id_alone_has_one_header() -> None:
     assert fast_parse(one).header == fast_parse(other).header
 
 
-def test_of_two_ids_the_last_one_is_meant_as_protobuf_has_it() -> None:
+def test_last_id_wins() -> None:
     assert (
         fast_parse(ModelInferRequest(id="1").SerializeToString() + ModelInferRequest(id="2").SerializeToString()).id
         == b"2"
     )
 
 
-@given(spoilt(st.lists(REQUESTS.map(ModelInferRequest.SerializeToString), max_size=2).map(b"".join)))
-def test_whatever_it_is_no_piece_says_what_the_whole_does_not(content: bytes) -> None:
+@given(damaged(st.lists(REQUESTS.map(ModelInferRequest.SerializeToString), max_size=2).map(b"".join)))
+def test_parts_agree_with_the_whole_message(content: bytes) -> None:
     pieces = fast_parse(content)
     try:
         whole = ModelInferRequest.FromString(content)
@@ -207,11 +207,11 @@ def test_whatever_it_is_no_piece_says_what_the_whole_does_not(content: bytes) ->
 @pytest.mark.parametrize(
     "content",
     [
-        # A field of four bytes that look like contents.
+        # A field of four bytes that resemble contents.
         bytes([7 << 3 | 5, 0, 7 << 3 | 2, 1, 65]),
         ModelInferRequest(raw_input_contents=[b""] * 600).SerializeToString(),
     ],
-    ids=["a field that no request has", "many fields"],
+    ids=["unknown field", "many fields"],
 )
-def test_an_unusual_message_is_not_cut(content: bytes) -> None:
+def test_does_not_split_unusual_message(content: bytes) -> None:
     assert fast_parse(content) == ParsedRequest(content)

@@ -1,4 +1,4 @@
-"""Fixture: an HTTP gateway connected to a daemon that echoes."""
+"""Fixture: an HTTP gateway connected to a fake daemon that echoes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["directory"]
 
 
 def answer(message: ClientMessage, tensors: Sequence[bytes]) -> Iterable[list[Any]]:
-    """Echo; every model is ready but one that is called loading."""
+    """Echo the tensors; every model is ready except `loading`."""
     if isinstance(message, (ServerReady, ModelReady)):
         ready = getattr(message, "model_name", "") != "loading"
         return [encode(ReadyResponse(message.id, ready, "" if ready else "loading: attaching 0/4"))]
@@ -27,7 +27,7 @@ def answer(message: ClientMessage, tensors: Sequence[bytes]) -> Iterable[list[An
 
 @pytest.fixture
 def fake(directory: str) -> Iterator[FakeDaemon]:
-    """A daemon that echoes whatever it is asked, until it is told otherwise."""
+    """Return a fake daemon that echoes every request until a test changes its handler."""
     fake = FakeDaemon(f"unix://{directory}/d.sock", answer)
     yield fake
     fake.stop()
@@ -35,7 +35,7 @@ def fake(directory: str) -> Iterator[FakeDaemon]:
 
 @pytest.fixture(scope="module")
 def echo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpGateway]:
-    """A gateway before such a daemon: one for all tests of a module that leave both as they are."""
+    """Return a gateway and its fake daemon, shared by all tests of a module that change neither."""
     fake = FakeDaemon(f"unix://{tmp_path_factory.mktemp('d')}/d.sock", answer)
     with HttpGateway(fake.address, {"gateway": {"max_body_bytes": 2**20}}) as gateway:
         yield gateway

@@ -1,4 +1,4 @@
-"""What callers get over HTTP, from a daemon that echoes: always JSON, each error with its status."""
+"""Tests of HTTP responses with a daemon that echoes: all are JSON, and each error has its status."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def binary(arrays: dict[str, Any], **more: Any) -> tuple[bytes, dict[str, str]]:
-    """Return a request with binary data, and the header that says where it begins."""
+    """Return a request with binary data, and the header with the length of its JSON."""
     datatypes = {dtype: name for name, dtype in DTYPES.items()}
     inputs = [
         {
@@ -53,7 +53,7 @@ def binary(arrays: dict[str, Any], **more: Any) -> tuple[bytes, dict[str, str]]:
 
 @pytest.mark.parametrize("datatype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (0, 3), (2, 3)])
-def test_binary_data_is_the_same_bits_there_and_back(echo: HttpGateway, datatype: str, shape: Sequence[int]) -> None:
+def test_binary_data_keeps_its_bits(echo: HttpGateway, datatype: str, shape: Sequence[int]) -> None:
     count = int(np.prod(shape))
     content = np.random.default_rng(1).bytes(count * DTYPES[datatype].itemsize)
     array = np.frombuffer(content, DTYPES[datatype]).reshape(shape)
@@ -72,7 +72,7 @@ def test_binary_data_is_the_same_bits_there_and_back(echo: HttpGateway, datatype
     assert answer[length + size :] == np.arange(3).tobytes()
 
 
-def test_values_in_json_and_a_mixture_of_forms(echo: HttpGateway) -> None:
+def test_json_values_and_mixed_forms(echo: HttpGateway) -> None:
     assert echo.ask("POST", INFER, {"id": "a", **ONE})[:2] == (
         200,
         {
@@ -86,7 +86,7 @@ def test_values_in_json_and_a_mixture_of_forms(echo: HttpGateway) -> None:
     assert echo.ask("POST", INFER, body, headers)[1]["outputs"][0]["data"] == [0.0, 1.0]
 
 
-def test_a_large_body_is_received_where_it_is_sent_from(echo: HttpGateway) -> None:
+def test_large_body_is_not_copied(echo: HttpGateway) -> None:
     array = np.random.default_rng(2).standard_normal((300, 300))
     body, headers = binary({"x": array})
     _, answer, told = echo.ask("POST", INFER, body, headers)
@@ -107,14 +107,14 @@ def test_a_large_body_is_received_where_it_is_sent_from(echo: HttpGateway) -> No
         ("0", "expected a JSON object"),
     ],
 )
-def test_a_length_of_the_header_that_lies(echo: HttpGateway, length: str, problem: str) -> None:
+def test_rejects_wrong_header_length(echo: HttpGateway, length: str, problem: str) -> None:
     body, _ = binary({"x": np.arange(2)})
     status, answer, _ = echo.ask("POST", INFER, body, {LENGTH: length})
     assert status == 400
     assert problem in answer["error"]
 
 
-def test_a_length_of_the_header_that_is_there_twice_or_missing(echo: HttpGateway) -> None:
+def test_rejects_duplicate_or_missing_header_length(echo: HttpGateway) -> None:
     body, headers = binary({"x": np.arange(2)})
     connection = http.client.HTTPConnection("127.0.0.1", echo.port)
     connection.putrequest("POST", INFER)
@@ -130,16 +130,14 @@ def test_a_length_of_the_header_that_is_there_twice_or_missing(echo: HttpGateway
 
 
 def raw_deflate(content: bytes) -> bytes:
-    """As some have it: without the header of zlib."""
+    """Compress without the zlib header, as some clients do."""
     return zlib.compress(content)[2:-4]
 
 
 @pytest.mark.parametrize(
     ("encoding", "compress"), [("gzip", gzip.compress), ("deflate", zlib.compress), ("deflate", raw_deflate)]
 )
-def test_compressed_bodies_whose_header_is_as_long_as_uncompressed(
-    echo: HttpGateway, encoding: str, compress: Any
-) -> None:
+def test_header_length_refers_to_decompressed_body(echo: HttpGateway, encoding: str, compress: Any) -> None:
     array = np.zeros(100_000)
     body, headers = binary({"x": array})
     small = compress(body)
@@ -163,7 +161,7 @@ def test_compressed_bodies_whose_header_is_as_long_as_uncompressed(
         ("gzip, gzip", b"{}", 415, "expected one of gzip"),
     ],
 )
-def test_compressed_bodies_that_are_not_what_they_say(
+def test_rejects_invalid_compressed_bodies(
     echo: HttpGateway, encoding: str, content: bytes, status: int, problem: str
 ) -> None:
     found, answer, _ = echo.ask("POST", INFER, content, {"Content-Encoding": encoding})
@@ -172,7 +170,7 @@ def test_compressed_bodies_that_are_not_what_they_say(
 
 
 def spoken(gateway: HttpGateway, content: bytes) -> bytes:
-    """Send bytes, and return all that comes until the gateway hangs up."""
+    """Send bytes; return all bytes until the gateway closes the connection."""
     with socket.create_connection(("127.0.0.1", gateway.port), timeout=30) as connection:
         connection.sendall(content)
         answer = bytearray()
@@ -182,11 +180,11 @@ def spoken(gateway: HttpGateway, content: bytes) -> bytes:
 
 
 def head(path: str = INFER, *lines: str) -> bytes:
-    """Return the head of a request after whose answer the gateway hangs up."""
+    """Return the head of a request after which the gateway closes the connection."""
     return "\r\n".join((f"POST {path} HTTP/1.1", "Host: localhost", "Connection: close", *lines, "", "")).encode()
 
 
-def test_a_body_that_is_too_long_is_refused_before_it_is_sent(echo: HttpGateway) -> None:
+def test_rejects_too_long_body_before_it_is_sent(echo: HttpGateway) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", echo.port, timeout=30)
     connection.putrequest("POST", INFER)
     connection.putheader("Content-Length", "1048577")
@@ -198,13 +196,13 @@ def test_a_body_that_is_too_long_is_refused_before_it_is_sent(echo: HttpGateway)
     connection.close()
 
 
-def test_who_asks_whether_to_go_on_is_told_to(echo: HttpGateway) -> None:
+def test_sends_100_continue(echo: HttpGateway) -> None:
     body = json.dumps(ONE).encode()
     answer = spoken(echo, head(INFER, f"Content-Length: {len(body)}", "Expect: 100-continue") + body)
     assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
 
 
-def test_chunks_are_a_body_within_the_same_bound(echo: HttpGateway) -> None:
+def test_limit_applies_to_chunked_body(echo: HttpGateway) -> None:
     body = json.dumps(ONE).encode()
     chunked = b"".join(b"%x\r\n%s\r\n" % (len(each), each) for each in (body[:10], body[10:])) + b"0\r\n\r\n"
     assert b" 200 OK\r\n" in spoken(echo, head(INFER, "Transfer-Encoding: chunked") + chunked)
@@ -227,7 +225,7 @@ def test_chunks_are_a_body_within_the_same_bound(echo: HttpGateway) -> None:
         b"POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
     ],
 )
-def test_what_is_no_http_is_told_so_in_json(echo: HttpGateway, request_: bytes) -> None:
+def test_invalid_http_gets_json_error(echo: HttpGateway, request_: bytes) -> None:
     answer = spoken(echo, request_)
     first, _, rest = answer.partition(b"\r\n")
     assert first.startswith(b"HTTP/1.1 400 ")
@@ -257,12 +255,12 @@ def test_errors_are_json_with_their_status(
     assert problem in answer["error"]
 
 
-def test_which_methods_there_are_is_told(echo: HttpGateway) -> None:
+def test_allow_header_lists_methods(echo: HttpGateway) -> None:
     assert echo.ask("PUT", "/v2/logging")[2]["Allow"] == "GET, POST"
 
 
 def test_settings_are_read_only(echo: HttpGateway) -> None:
-    # Triton's client sends a length of 0 where it has nothing to say.
+    # Triton's client sends Content-Length 0 without a body.
     assert echo.ask("POST", "/v2/logging", b"", {"Content-Length": "0"})[0] == 200
     assert echo.ask("GET", "/v2/trace/setting")[1]["trace_level"] == ["OFF"]
     assert echo.ask("POST", "/v2/logging", {})[1]["log_verbose_level"] == 0
@@ -277,7 +275,7 @@ def test_health_and_readiness(echo: HttpGateway) -> None:
     assert (status, answer["ready"], answer["error"]) == (503, False, "loading: attaching 0/4")
 
 
-def test_so_many_strangers_wait_for_a_daemon_that_hangs(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limits_anonymous_probes_of_hanging_daemon(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "MAX_PROBES", 1)
     ready, fake.handle = fake.handle, silent
     with HttpGateway(fake.address) as gateway:
@@ -291,7 +289,7 @@ def test_so_many_strangers_wait_for_a_daemon_that_hangs(fake: FakeDaemon, monkey
         until(lambda: gateway.ask("GET", "/v2/health/ready")[0] == 200, "there is room again")
 
 
-def test_one_connection_takes_one_request_after_another(echo: HttpGateway) -> None:
+def test_connection_serves_several_requests(echo: HttpGateway) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", echo.port)
     for _ in range(3):
         for path in ("/v2", "/nothing"):
@@ -306,23 +304,23 @@ def test_one_connection_takes_one_request_after_another(echo: HttpGateway) -> No
     connection.close()
 
 
-def test_a_trace_is_passed_on_and_what_is_none_is_not(echo: HttpGateway) -> None:
+def test_passes_valid_trace_context(echo: HttpGateway) -> None:
     for path in ("/v2", "/nothing"):
         assert echo.ask("GET", path, headers={"traceparent": TRACE})[2]["traceparent"] == TRACE
     for wrong in ("x", TRACE.upper(), f"ff{TRACE[2:]}", f"{TRACE}-more", "00-" + "0" * 32 + TRACE[35:]):
         assert echo.ask("GET", "/v2", headers={"traceparent": wrong})[2]["traceparent"] is None
 
 
-# --- who asks -------------------------------------------------------------------------------------------------------
+# --- callers --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000"])
-def test_a_host_of_this_host(echo: HttpGateway, host: str) -> None:
+def test_accepts_local_host_names(echo: HttpGateway, host: str) -> None:
     assert echo.ask("GET", "/v2", headers={"Host": host})[0] == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example:8000", "", "localhost@evil.example"])
-def test_another_host_is_a_page_s_that_has_its_name_point_here(echo: HttpGateway, host: str) -> None:
+def test_rejects_foreign_host_names(echo: HttpGateway, host: str) -> None:
     for path in ("/v2", "/v2/health/live", "/nothing"):
         status, answer, _ = echo.ask("GET", path, headers={"Host": host})
         assert status == 403
@@ -333,7 +331,7 @@ def token(secret: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {secret}"}
 
 
-def test_who_has_no_token_is_told_how_to_have_one_and_may_only_ask_whether_there_is_somebody(fake: FakeDaemon) -> None:
+def test_without_token_only_liveness_is_allowed(fake: FakeDaemon) -> None:
     with HttpGateway(fake.address, {"gateway": {"anonymous": ""}}) as gateway:
         gateway.become(Authenticator({token_digest("secret"): Caller("research", "ann")}, {}, {}))
         status, answer, headers = gateway.ask("POST", INFER, ONE)
@@ -354,7 +352,7 @@ def test_who_has_no_token_is_told_how_to_have_one_and_may_only_ask_whether_there
         assert gateway.ask("GET", "/v2", headers=token("secret"))[0] == 401
 
 
-def test_the_kernel_tells_who_is_at_the_other_end_of_a_unix_socket(fake: FakeDaemon, directory: Path) -> None:
+def test_unix_socket_identifies_caller(fake: FakeDaemon, directory: Path) -> None:
     tables = {"gateway": {"anonymous": "", "http": [f"unix:{directory}/h.sock"]}, "users": {"root": "ops"}}
     with HttpGateway(fake.address, tables) as gateway:
         gateway.become(Authenticator({}, {}, {os.geteuid(): Caller("ops", "me")}))
@@ -374,14 +372,14 @@ def refusing(message: ClientMessage, tensors: Sequence[bytes]) -> list[list[Any]
     return [encode(Error(message.id, "RESOURCE_EXHAUSTED", "the queue is full", 1_500_000))]
 
 
-def test_what_the_daemon_refuses_has_its_status_and_when_to_try_again(fake: FakeDaemon) -> None:
+def test_daemon_error_has_status_and_retry_time(fake: FakeDaemon) -> None:
     with HttpGateway(fake.address) as gateway:
         fake.handle = refusing
         status, answer, headers = gateway.ask("POST", INFER, ONE)
         assert (status, answer, headers["Retry-After"]) == (429, {"error": "the queue is full"}, "2")
 
 
-def test_a_daemon_that_is_away_is_unavailable_and_found_again(fake: FakeDaemon) -> None:
+def test_reconnects_to_daemon(fake: FakeDaemon) -> None:
     with HttpGateway(fake.address) as gateway:
         assert gateway.ask("POST", INFER, ONE)[0] == 200
         fake.stop()
@@ -393,7 +391,7 @@ def test_a_daemon_that_is_away_is_unavailable_and_found_again(fake: FakeDaemon) 
         again.stop()
 
 
-def test_priority_and_timeout_are_the_daemon_s(fake: FakeDaemon) -> None:
+def test_passes_priority_and_timeout(fake: FakeDaemon) -> None:
     with HttpGateway(fake.address, {"gateway": {"timeout": 12.0}}) as gateway:
         gateway.ask("POST", INFER, {**ONE, "parameters": {"timeout": 2_500_000, "priority": 3}})
         gateway.ask("POST", INFER, ONE)
@@ -404,7 +402,7 @@ def test_priority_and_timeout_are_the_daemon_s(fake: FakeDaemon) -> None:
     assert (second.parameters.timeout_us, second.parameters.priority) == (12_000_000, None)
 
 
-def test_who_hangs_up_takes_the_request_back(fake: FakeDaemon) -> None:
+def test_disconnect_cancels_request(fake: FakeDaemon) -> None:
     fake.handle = silent
     with HttpGateway(fake.address) as gateway:
         body = json.dumps(ONE).encode()
@@ -418,7 +416,7 @@ def test_who_hangs_up_takes_the_request_back(fake: FakeDaemon) -> None:
         until(lambda: not gateway.gateway.daemon_client.admission.in_flight, "the seat is given back")
 
 
-def test_what_is_beyond_the_bound_is_told_so_at_once(fake: FakeDaemon) -> None:
+def test_rejects_request_beyond_in_flight_limit(fake: FakeDaemon) -> None:
     fake.handle = silent
     with HttpGateway(fake.address, {"gateway": {"max_in_flight": 1}}) as gateway:
         body = json.dumps(ONE).encode()
@@ -430,7 +428,7 @@ def test_what_is_beyond_the_bound_is_told_so_at_once(fake: FakeDaemon) -> None:
         assert "max_in_flight" in answer["error"]
 
 
-def test_what_values_become_is_counted(fake: FakeDaemon) -> None:
+def test_counts_memory_of_decoded_values(fake: FakeDaemon) -> None:
     settings = {"gateway": {"max_body_bytes": 8192, "max_memory_bytes": 16384}}
     with HttpGateway(fake.address, settings) as gateway:
         asked = {"inputs": [{"name": "x", "datatype": "FP64", "shape": [2000], "data": [0] * 2000}]}
@@ -441,7 +439,7 @@ def test_what_values_become_is_counted(fake: FakeDaemon) -> None:
 # --- shared memory --------------------------------------------------------------------------------------------------
 
 
-def test_tensors_in_a_file_of_the_caller(fake: FakeDaemon, directory: Path) -> None:
+def test_tensors_in_shared_memory_of_caller(fake: FakeDaemon, directory: Path) -> None:
     array = np.arange(6, dtype=np.float32)
     (directory / "shared").write_bytes(bytes(16) + array.tobytes() + bytes(100))
     region = {"shared_memory_region": "r", "shared_memory_offset": 16, "shared_memory_byte_size": 24}
@@ -464,7 +462,7 @@ def test_tensors_in_a_file_of_the_caller(fake: FakeDaemon, directory: Path) -> N
         assert gateway.ask("POST", INFER, asked)[0] == 404
 
 
-def test_what_is_read_of_a_file_is_counted_before_there_is_memory_for_it(fake: FakeDaemon, directory: Path) -> None:
+def test_counts_memory_before_reading_shared_memory(fake: FakeDaemon, directory: Path) -> None:
     size = 2**21
     with (directory / "large").open("wb") as file:
         file.truncate(size)
@@ -479,9 +477,7 @@ def test_what_is_read_of_a_file_is_counted_before_there_is_memory_for_it(fake: F
         assert not gateway.gateway.daemon_client.admission.reserved_bytes
 
 
-def test_who_asks_again_and_again_for_what_fails_fills_no_log(
-    fake: FakeDaemon, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_limits_rate_of_logged_failures(fake: FakeDaemon, caplog: pytest.LogCaptureFixture) -> None:
     fake.stop()
     caplog.set_level("WARNING", "weightd.gateway.http")
     with HttpGateway(fake.address) as gateway:

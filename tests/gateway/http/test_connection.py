@@ -1,4 +1,5 @@
-"""Connections: how long each may be silent, and who goes where there is no room for more."""
+"""Tests of connection limits: how long a connection may be silent, and which connection closes when too many are
+open."""
 
 from __future__ import annotations
 
@@ -25,21 +26,21 @@ A, B = Peer("uid 1"), Peer("host 10.0.0.2")
 LIMITS = {ConnectionPhase.IDLE: 100.0, ConnectionPhase.HEADER: 10.0, ConnectionPhase.BODY: 10.0}
 
 
-class World:
-    """A crowd, and the time."""
+class ConnectionSim:
+    """A set of connections and a clock."""
 
     def __init__(self, most: int = 100) -> None:
         self.now = 0.0
         self.crowd = HttpConnections(most, LIMITS, lambda: self.now)
 
     def runs_until(self, now: float) -> None:
-        """Let time pass, with a sweep each second."""
+        """Advance the clock, with a sweep each second."""
         while self.now < now:
             self.now = min(now, self.now + SWEEP_S)
             self.crowd.sweep()
 
     def comes(self, peer: Peer = A) -> HttpConnection:
-        """Return a connection that has just been made, without a socket."""
+        """Return a new connection without a socket."""
         connection = HttpConnection(ConnectionParts(mock.Mock(), self.crowd, mock.Mock(), memoryview(b"")), peer)
         transport = mock.Mock(**{"get_extra_info.return_value": None})
         TRANSPORTS[connection] = transport
@@ -55,8 +56,8 @@ def gone(connection: HttpConnection) -> bool:
 
 
 @pytest.mark.parametrize(("phase", "limit"), [*LIMITS.items()])
-def test_who_is_waited_for_too_long_goes(phase: ConnectionPhase, limit: float) -> None:
-    world = World()
+def test_closes_connection_after_timeout(phase: ConnectionPhase, limit: float) -> None:
+    world = ConnectionSim()
     slow, other = world.comes(), world.comes()
     world.runs_until(1.0)
     slow.set_phase(phase)
@@ -69,8 +70,8 @@ def test_who_is_waited_for_too_long_goes(phase: ConnectionPhase, limit: float) -
     assert not gone(other)
 
 
-def test_an_answer_may_take_as_long_as_it_takes() -> None:
-    world = World()
+def test_answer_has_no_timeout() -> None:
+    world = ConnectionSim()
     busy = world.comes()
     busy.set_phase(ConnectionPhase.ANSWER)
     world.now = 1e9
@@ -78,9 +79,9 @@ def test_an_answer_may_take_as_long_as_it_takes() -> None:
     assert not gone(busy)
 
 
-def test_the_time_in_which_the_gateway_was_stopped_does_not_count() -> None:
-    """What callers have sent meanwhile waits in their sockets."""
-    world = World()
+def test_time_while_stopped_does_not_count() -> None:
+    """Bytes that callers send in this time wait in their sockets."""
+    world = ConnectionSim()
     slow = world.comes()
     slow.set_phase(ConnectionPhase.HEADER)
     for _ in range(2):
@@ -92,8 +93,8 @@ def test_the_time_in_which_the_gateway_was_stopped_does_not_count() -> None:
     assert gone(slow)
 
 
-def test_where_there_is_one_too_many_who_has_asked_nothing_for_longest_goes() -> None:
-    world = World(3)
+def test_closes_longest_idle_connection() -> None:
+    world = ConnectionSim(3)
     first, second, third = (world.comes() for _ in range(3))
     first.set_phase(ConnectionPhase.ANSWER)
     first.set_phase(ConnectionPhase.IDLE)
@@ -101,16 +102,16 @@ def test_where_there_is_one_too_many_who_has_asked_nothing_for_longest_goes() ->
     assert [gone(each) for each in (first, second, third)] == [False, True, False]
 
 
-def test_who_has_sent_a_part_of_a_header_has_asked_nothing() -> None:
-    world = World(2)
+def test_partial_header_counts_as_idle() -> None:
+    world = ConnectionSim(2)
     slow, other = world.comes(), world.comes()
     slow.set_phase(ConnectionPhase.HEADER)
     world.comes()
     assert [gone(each) for each in (slow, other)] == [True, False]
 
 
-def test_where_all_are_busy_who_comes_goes() -> None:
-    world = World(2)
+def test_closes_new_connection_if_all_are_busy() -> None:
+    world = ConnectionSim(2)
     busy = [world.comes(), world.comes()]
     for each in busy:
         each.set_phase(ConnectionPhase.ANSWER)
@@ -120,8 +121,8 @@ def test_where_all_are_busy_who_comes_goes() -> None:
     assert len(world.crowd) == 2
 
 
-def test_else_who_has_not_read_an_answer_for_longest_goes() -> None:
-    world = World(3)
+def test_closes_slowest_reader() -> None:
+    world = ConnectionSim(3)
     slow, slower, busy = (world.comes() for _ in range(3))
     busy.set_phase(ConnectionPhase.ANSWER)
     slower.set_phase(ConnectionPhase.READING)
@@ -133,38 +134,38 @@ def test_else_who_has_not_read_an_answer_for_longest_goes() -> None:
     assert [gone(each) for each in (slow, slower, busy, last)] == [False, True, False, False]
 
 
-def test_as_many_go_as_come_at_once() -> None:
-    world = World(2)
+def test_closes_as_many_as_open() -> None:
+    world = ConnectionSim(2)
     came = [world.comes() for _ in range(6)]
     assert [gone(each) for each in came] == [True] * 4 + [False] * 2
     assert len(world.crowd) == 2
 
 
-def test_many_peers_with_one_connection_each_push_out_nobody_who_asks_over_two() -> None:
-    world = World(64)
+def test_many_peers_do_not_close_active_connections() -> None:
+    world = ConnectionSim(64)
     own = [world.comes(B) for _ in range(2)]
     for number in range(300):
-        # One is between two requests, the other one has a request under way.
+        # One connection is idle between two requests, the other one has a running request.
         own[0].set_phase(ConnectionPhase.ANSWER)
         own[0].set_phase(ConnectionPhase.IDLE)
         own[1].set_phase(ConnectionPhase.ANSWER)
         other = world.comes(Peer(f"host 10.1.0.{number}"))
         other.set_phase(ConnectionPhase.HEADER if number % 2 else ConnectionPhase.IDLE)
     assert not any(map(gone, own))
-    # Nor where the others ask, too: then the new connection ends.
+    # If the other peers send requests, too, the new connection closes.
     for each in [*world.crowd._all]:  # pyright: ignore[reportPrivateUsage]
         each.set_phase(ConnectionPhase.ANSWER)
     assert gone(world.comes(Peer("host 10.2.0.1")))
     assert not any(map(gone, own))
 
 
-def test_a_peer_with_many_connections_closes_none_of_another_one() -> None:
-    world = World(3)
+def test_peer_closes_only_its_own_connections() -> None:
+    world = ConnectionSim(3)
     quiet = world.comes(B)
     many = [world.comes(A) for _ in range(5)]
     assert [gone(each) for each in many] == [True] * 3 + [False] * 2
     assert not gone(quiet)
-    # Where all of that peer are busy, the new one of it goes.
+    # If all connections of that peer are busy, its new connection closes.
     for each in many[3:]:
         each.set_phase(ConnectionPhase.ANSWER)
     last = world.comes(A)
@@ -173,7 +174,7 @@ def test_a_peer_with_many_connections_closes_none_of_another_one() -> None:
 
 
 def receive(connection: HttpConnection, sent: bytes) -> None:
-    """Hand over bytes as the event loop does, which closes a connection whose buffer is empty."""
+    """Deliver bytes as the event loop does; a connection with an empty buffer would be closed."""
     while sent:
         buffer = connection.get_buffer(-1)
         assert len(buffer)
@@ -189,8 +190,8 @@ def run_now(key: str, work: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("sizes", [(8,), (3, 5), (0, 8, 0)], ids=str)
 @pytest.mark.parametrize("ahead", [0, 3, 8])
-def test_the_buffer_is_never_empty(sizes: tuple[int, ...], ahead: int) -> None:
-    """A body ends where the next request follows at once, before the application has run."""
+def test_buffer_is_never_empty(sizes: tuple[int, ...], ahead: int) -> None:
+    """The next request may follow a body before the application has run."""
     bodies: list[bytes] = []
 
     async def app(scope: Scope, take: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""Requests as they come in pieces: what is parsed, and what stays for the next request."""
+"""Tests of the incremental HTTP request parser and of the bytes that it leaves for the next request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEXT = b"GET /next HTTP/1.1\r\n\r\n"
 
 
 def parse(sent: bytes, cuts: list[int]) -> tuple[RequestParser, bytes]:
-    """Return what has parsed a request that comes in pieces, and what is left then."""
+    """Parse a request that arrives in parts; return the parser and the remaining bytes."""
     parser, data = RequestParser(), bytearray()
     bounds = [0, *sorted(each % (len(sent) + 1) for each in cuts), len(sent)]
     for begin, end in itertools.pairwise(bounds):
@@ -34,7 +34,7 @@ def parse(sent: bytes, cuts: list[int]) -> tuple[RequestParser, bytes]:
     st.sampled_from([b"", NEXT, NEXT + NEXT]),
     st.lists(st.integers(0, 500), max_size=8),
 )
-def test_a_request_in_chunks_ends_where_the_next_one_begins(
+def test_chunked_request_ends_before_the_next(
     chunks: list[bytes], trailers: bytes, following: bytes, cuts: list[int]
 ) -> None:
     body = b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in chunks) + b"0\r\n" + trailers + b"\r\n"
@@ -54,19 +54,19 @@ def test_a_request_in_chunks_ends_where_the_next_one_begins(
         b"\r\n" * MAX_HEAD_BYTES,
     ],
 )
-def test_what_is_neither_head_nor_body_is_bounded(endless: bytes) -> None:
-    """An endless header, extension of a chunk, trailer, many trailers, and empty lines."""
+def test_limits_bytes_outside_head_and_body(endless: bytes) -> None:
+    """The cases are an endless header, chunk extension or trailer, many trailers, and empty lines."""
     head = b"" if endless.startswith(b"\r\n") else HEAD[:-2] if endless.startswith(b"X") else HEAD
     with pytest.raises(HttpParserError):
         parse(head + endless, [*range(0, 2 * MAX_HEAD_BYTES, 1000)])
 
 
-def test_chunks_of_one_byte_are_no_endless_extension() -> None:
+def test_accepts_chunks_of_one_byte() -> None:
     parser, left = parse(HEAD + b"1\r\nx\r\n" * 20_000 + b"0\r\n\r\n", [])
     assert (len(b"".join(parser.chunks)), left) == (20_000, b"")
 
 
-def test_the_last_bytes_of_an_empty_line_wait_for_the_rest() -> None:
+def test_waits_for_rest_of_empty_line() -> None:
     parser, data = RequestParser(), bytearray(b"GET / HTTP/1.1\r\n\r")
     while parser.feed(data):
         pass
@@ -76,6 +76,6 @@ def test_the_last_bytes_of_an_empty_line_wait_for_the_rest() -> None:
     assert (parser.is_complete, bytes(data)) == (True, NEXT)
 
 
-def test_an_upgrade_is_a_request_after_which_the_connection_ends() -> None:
+def test_upgrade_ends_connection_after_request() -> None:
     parser, left = parse(b"GET / HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\nmore", [])
     assert (parser.is_complete, parser.keep_alive, left) == (True, False, b"more")

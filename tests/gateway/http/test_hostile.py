@@ -1,4 +1,4 @@
-"""Whatever comes over HTTP: nobody else notices, nothing is a 500, and who is slow goes."""
+"""Tests with hostile HTTP clients: no effect on other clients, no status 500, and slow connections are closed."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ INFER = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length:
 
 
 @pytest.fixture
-def hasty(fake: FakeDaemon) -> Iterator[HttpGateway]:
-    """A gateway that waits for nobody for long."""
+def impatient(fake: FakeDaemon) -> Iterator[HttpGateway]:
+    """Return a gateway with short time-outs."""
     with HttpGateway(fake.address, {"gateway": {"receive_timeout": 0.1, "idle_timeout": 0.1}}) as gateway:
         yield gateway
 
 
 def ended(connection: socket.socket) -> bytes:
-    """Return what comes until the other side hangs up."""
+    """Return the bytes until the other side closes the connection."""
     answer = bytearray()
     with contextlib.suppress(ConnectionResetError):
         while chunk := connection.recv(65536):
@@ -45,15 +45,15 @@ def ended(connection: socket.socket) -> bytes:
 @pytest.mark.parametrize(
     "begun", [b"", b"GET /v2 HTTP/1.1\r\nHost: loc", b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n\r\n"]
 )
-def test_who_is_silent_goes(hasty: HttpGateway, begun: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", hasty.port), timeout=30) as connection:
+def test_closes_silent_connection(impatient: HttpGateway, begun: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", impatient.port), timeout=30) as connection:
         connection.sendall(begun)
         answer = ended(connection)
     assert answer.startswith(b"HTTP/1.1 200") if begun.endswith(b"\r\n\r\n") else answer == b""
 
 
-def test_a_header_that_comes_byte_by_byte_does_not_last_for_ever(hasty: HttpGateway) -> None:
-    with socket.create_connection(("127.0.0.1", hasty.port), timeout=30) as connection:
+def test_limits_time_of_slow_header(impatient: HttpGateway) -> None:
+    with socket.create_connection(("127.0.0.1", impatient.port), timeout=30) as connection:
         connection.sendall(b"GET /v2 HTTP/1.1\r\n")
         end = time.monotonic() + 30
         with contextlib.suppress(ConnectionError):
@@ -63,17 +63,17 @@ def test_a_header_that_comes_byte_by_byte_does_not_last_for_ever(hasty: HttpGate
         assert ended(connection) == b""
 
 
-def test_a_body_that_does_not_come_is_told_so(hasty: HttpGateway, caplog: pytest.LogCaptureFixture) -> None:
-    with socket.create_connection(("127.0.0.1", hasty.port), timeout=30) as connection:
+def test_missing_body_gets_408(impatient: HttpGateway, caplog: pytest.LogCaptureFixture) -> None:
+    with socket.create_connection(("127.0.0.1", impatient.port), timeout=30) as connection:
         connection.sendall(INFER[:-1])
         answer = ended(connection)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"receive_timeout" in answer
-    assert not hasty.gateway.daemon_client.admission.in_flight
+    assert not impatient.gateway.daemon_client.admission.in_flight
     assert not caplog.records
 
 
-def test_who_does_not_read_goes(fake: FakeDaemon) -> None:
+def test_closes_connection_that_does_not_read(fake: FakeDaemon) -> None:
     large = b'{"inputs":[{"name":"x","datatype":"INT8","shape":[4000000],"parameters":{"binary_data_size":4000000}}],'
     large += b'"parameters":{"binary_data_output":true}}'
     lines = (
@@ -91,18 +91,18 @@ def test_who_does_not_read_goes(fake: FakeDaemon) -> None:
         until(lambda: not seats.reserved_bytes, "nothing is kept of it")
 
 
-def test_who_asks_for_much_that_is_small_and_reads_nothing_goes(fake: FakeDaemon) -> None:
+def test_closes_pipelining_connection_that_does_not_read(fake: FakeDaemon) -> None:
     settings = {"gateway": {"receive_timeout": 0.5}}
     with HttpGateway(fake.address, settings) as gateway, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", gateway.port))
-        until(lambda: len(gateway.connections) == 1, "it is there")
-        # Answers of 40 MB, if they were all kept.
+        until(lambda: len(gateway.connections) == 1, "a connection")
+        # All answers together would have 40 MB.
         connection.sendall(b"GET /app.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000)
         until(lambda: not len(gateway.connections), "it is hung up")
 
 
-def test_a_thousand_who_say_nothing_keep_nobody_out(fake: FakeDaemon) -> None:
+def test_idle_connections_do_not_block_clients(fake: FakeDaemon) -> None:
     with HttpGateway(fake.address, {"gateway": {"max_connections": 500}}) as gateway, contextlib.ExitStack() as stack:
         idle = asking = stack.enter_context(socket.create_connection(("127.0.0.1", gateway.port)))
         for _ in range(10):
@@ -112,7 +112,7 @@ def test_a_thousand_who_say_nothing_keep_nobody_out(fake: FakeDaemon) -> None:
             assert asking.recv(65536).startswith(b"HTTP/1.1 200")
         assert gateway.ask("GET", "/v2")[0] == 200
         assert len(gateway.connections) <= 500
-        # Who came last is still there.
+        # The latest connection is still open.
         idle.sendall(INFER)
         assert idle.recv(65536).startswith(b"HTTP/1.1 200")
 
@@ -181,7 +181,7 @@ LAST = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\
 
 @settings(max_examples=examples(300))
 @given(method=METHODS, path=PATHS, headers=HEADERS, body=BODIES)
-def test_nothing_that_is_said_in_http_is_a_fault_of_this_side(
+def test_no_request_causes_status_500(
     echo: HttpGateway, method: str, path: str, headers: dict[str, str], body: bytes
 ) -> None:
     lines = {"Host": "localhost", "Content-Length": str(len(body)), **headers, "X": "x"}
@@ -195,7 +195,7 @@ def test_nothing_that_is_said_in_http_is_a_fault_of_this_side(
     assert status or answer == b""
 
 
-def test_requests_that_are_sent_ahead_are_all_answered_in_their_order(echo: HttpGateway) -> None:
+def test_answers_pipelined_requests_in_order(echo: HttpGateway) -> None:
     one = b"GET /v2/models/m%d/ready HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with socket.create_connection(("127.0.0.1", echo.port), timeout=30) as connection:
         connection.sendall(b"".join(one % number for number in range(400)))
@@ -205,7 +205,7 @@ def test_requests_that_are_sent_ahead_are_all_answered_in_their_order(echo: Http
     assert [int(each) for each in re.findall(rb'"name":"m(\d+)"', answers)] == [*range(400)]
 
 
-def test_a_body_of_chunks_of_one_byte_is_read(echo: HttpGateway) -> None:
+def test_reads_body_of_one_byte_chunks(echo: HttpGateway) -> None:
     body = BODY + b" " * 60_000
     chunked = b"".join(b"1\r\n%c\r\n" % each for each in body) + b"0\r\n\r\n"
     head = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
@@ -214,9 +214,9 @@ def test_a_body_of_chunks_of_one_byte_is_read(echo: HttpGateway) -> None:
         assert b'"data":[7]' in ended(connection)
 
 
-def test_an_upgrade_is_refused_and_what_follows_is_not_kept(echo: HttpGateway) -> None:
+def test_rejects_upgrade_and_drops_following_bytes(echo: HttpGateway) -> None:
     head = b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
-    # Once the buffers of the kernel are full nothing more is sent.
+    # Once the kernel's buffers are full, the client can send no more.
     with socket.create_connection(("127.0.0.1", echo.port), timeout=2) as connection, contextlib.suppress(OSError):
         connection.sendall(head)
         for _ in range(100):
@@ -224,7 +224,7 @@ def test_an_upgrade_is_refused_and_what_follows_is_not_kept(echo: HttpGateway) -
     assert echo.ask("GET", "/v2/health/live")[0] == 200
 
 
-def test_requests_that_are_sent_ahead_wait_at_the_client(echo: HttpGateway) -> None:
+def test_pipelined_requests_wait_at_the_client(echo: HttpGateway) -> None:
     content = BODY + b" " * 60_000
     head = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(content)
     request = head + content
@@ -239,13 +239,13 @@ def test_requests_that_are_sent_ahead_wait_at_the_client(echo: HttpGateway) -> N
                 received[peer] += peer.recv(1 << 16)
             for peer in writable:
                 sent[peer] += peer.send(memoryview(request)[sent[peer] % len(request) :])
-            # The kernel keeps some megabytes of each connection, and the gateway 32 requests.
+            # The kernel buffers a few megabytes per connection, and the gateway 32 requests.
             assert sum(sent.values()) - sum(answered) * len(request) < 32_000_000
 
 
 @pytest.mark.parametrize("kind", ["length", "chunked", "refused"])
-def test_requests_that_follow_late_bodies_are_all_answered(echo: HttpGateway, kind: str) -> None:
-    """Bodies that come after their headers take no place from the requests after them."""
+def test_answers_requests_after_late_bodies(echo: HttpGateway, kind: str) -> None:
+    """A body that arrives after its header does not displace the requests behind it."""
     path = b"/v2/none" if kind == "refused" else b"/v2/models/m/infer"
     chunked = kind == "chunked"
     header = b"Transfer-Encoding: chunked" if chunked else b"Content-Length: %d" % len(BODY)
@@ -272,7 +272,7 @@ def test_requests_that_follow_late_bodies_are_all_answered(echo: HttpGateway, ki
     assert answers.count(b"HTTP/1.1 200") == count
 
 
-def test_many_values_are_parsed_and_rendered_beside_the_loop(echo: HttpGateway) -> None:
+def test_parses_many_values_outside_the_loop(echo: HttpGateway) -> None:
     values: list[Any] = [number / 8 for number in range(20_000)]
     nested = [values[begin : begin + 100] for begin in range(0, len(values), 100)]
     for data, shape in ((values, [20_000]), (nested, [200, 100])):
@@ -280,16 +280,14 @@ def test_many_values_are_parsed_and_rendered_beside_the_loop(echo: HttpGateway) 
         status, answer, _ = echo.ask("POST", "/v2/models/m/infer", asked)
         assert (status, answer["outputs"][0]["data"]) == (200, values)
     assert echo.gateway.parsers.large.pid is not None
-    # Errors are those that short requests have.
+    # Errors are the same as for short requests.
     values[7] = "seven"
     asked = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [20_000], "data": values}]}
     assert echo.ask("POST", "/v2/models/m/infer", asked)[0] == 400
     assert not echo.gateway.daemon_client.admission.reserved_bytes
 
 
-def test_connections_beyond_the_rate_of_a_peer_are_refused_before_they_ask(
-    fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limits_connection_rate_of_a_peer(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     peers = [Peer("host 10.0.0.1")] * 30 + [Peer("host 10.0.0.2")]
 
     def of(self: Peers, connection: socket.socket) -> Peer:
@@ -306,9 +304,7 @@ def test_connections_beyond_the_rate_of_a_peer_are_refused_before_they_ask(
         assert gateway.ask("GET", "/v2/health/live")[0] == 200
 
 
-def test_a_connection_that_its_client_has_ended_is_closed_and_counts_for_nobody(
-    fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_closed_connection_does_not_count(fake: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     peers = [UNKNOWN, UNKNOWN, Peer("host 10.0.0.1")]
 
     def of(self: Peers, connection: socket.socket) -> Peer:

@@ -1,4 +1,4 @@
-"""The JSON of an inference request: every field by its name, and the bytes that follow it."""
+"""Tests of the JSON of an inference request and of the binary data that follows it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def form(content: Any) -> InferRequestJson:
     return read(memoryview(json.dumps(content).encode()), "m")
 
 
-def test_a_request_of_values() -> None:
+def test_request_with_json_values() -> None:
     assert form({"inputs": [X]}) == InferRequestJson([InputJson("x", "FP32", [2], 8, [1, 2])], None, is_binary=False)
 
 
-def test_a_request_of_binary_data_as_tritonclient_sends_it() -> None:
+def test_binary_request_of_tritonclient() -> None:
     content = {
         "id": "7",
         "inputs": [RAW],
@@ -44,7 +44,7 @@ def test_a_request_of_binary_data_as_tritonclient_sends_it() -> None:
     assert form(content) == InferRequestJson(inputs, None, is_binary=True, id="7", timeout=1.5, priority=2)
 
 
-def test_outputs_have_the_form_that_each_is_asked_for_in() -> None:
+def test_each_output_has_the_requested_form() -> None:
     region = {"shared_memory_region": "r", "shared_memory_byte_size": 8}
     outputs = [
         {"name": "a"},
@@ -56,12 +56,12 @@ def test_outputs_have_the_form_that_each_is_asked_for_in() -> None:
     assert found.output_names == ["a", "b", "c"]
 
 
-def test_no_outputs_are_all_of_them_and_no_timeout_is_none() -> None:
+def test_missing_outputs_and_timeout() -> None:
     found = form({"inputs": [], "outputs": [], "parameters": {"timeout": 0, "priority": 0, "anything": "else"}})
     assert (found.output_names, found.timeout, found.priority) == (None, None, None)
 
 
-def test_what_is_null_is_not_said() -> None:
+def test_null_counts_as_missing() -> None:
     nothing = dict.fromkeys(("id", "parameters", "outputs", "model_name", "model_version"))
     assert form({"inputs": [{**X, "parameters": None}], **nothing}) == form({"inputs": [X]})
     assert form({"inputs": [{**RAW, "data": None}]}) == form({"inputs": [RAW]})
@@ -112,7 +112,7 @@ def test_what_is_null_is_not_said() -> None:
         ),
     ],
 )
-def test_a_field_that_is_wrong_is_named(content: Any, problem: str) -> None:
+def test_error_names_wrong_field(content: Any, problem: str) -> None:
     with pytest.raises(InvalidArgument, match=problem):
         form(content)
 
@@ -120,28 +120,28 @@ def test_a_field_that_is_wrong_is_named(content: Any, problem: str) -> None:
 @pytest.mark.parametrize(
     "text", [b"", b"{", b"[" * 100_000, b"\xff", b'{"inputs": NaN}', b'{"a": Infinity}', b"1" * 5000, b'"x"', b"null"]
 )
-def test_what_is_no_map_of_json(text: bytes) -> None:
+def test_rejects_non_objects(text: bytes) -> None:
     with pytest.raises(InvalidArgument, match=r"expected an object|expected a JSON object"):
         read(memoryview(text), "m")
 
 
-def test_json_has_a_bound_of_its_own() -> None:
+def test_limits_bytes_of_json() -> None:
     with pytest.raises(TooLarge, match="send tensors as binary data"):
         read(memoryview(bytes(MAX_JSON_BYTES + 1)), "m")
 
 
 @pytest.mark.parametrize("values", [b"0," * MAX_VALUES, b"[" * MAX_VALUES, b"{}," * (MAX_VALUES // 2)])
-def test_so_have_its_values(values: bytes) -> None:
+def test_limits_number_of_values(values: bytes) -> None:
     with pytest.raises(TooLarge, match="values in JSON; send tensors as binary data"):
         read(memoryview(b'{"inputs": [' + values), "m")
 
 
-def test_so_have_its_keys() -> None:
+def test_limits_number_of_keys() -> None:
     with pytest.raises(TooLarge, match="keys in JSON"):
         form({"inputs": [X], "parameters": dict.fromkeys(map(str, range(MAX_KEYS)))})
 
 
-def test_the_same_words_about_another_model_are_not_the_same_request() -> None:
+def test_cache_distinguishes_models() -> None:
     content = memoryview(json.dumps({"inputs": [X], "model_name": "m"}).encode())
     read(content, "m")
     with pytest.raises(InvalidArgument, match="model_name"):
@@ -160,7 +160,7 @@ def test_the_same_words_about_another_model_are_not_the_same_request() -> None:
         max_leaves=12,
     )
 )
-def test_any_json_is_a_request_or_an_error(content: Any) -> None:
+def test_parses_or_rejects_any_json(content: Any) -> None:
     try:
         found = form(content)
     except InvalidArgument:
@@ -168,16 +168,16 @@ def test_any_json_is_a_request_or_an_error(content: Any) -> None:
     assert all(each.name for each in found.inputs)
 
 
-# --- the bytes behind it --------------------------------------------------------------------------------------------
+# --- binary data after the JSON -------------------------------------------------------------------------------------
 
 
-def test_inputs_are_cut_in_their_order_and_those_with_values_have_none() -> None:
+def test_splits_binary_data_by_input() -> None:
     found = form({"inputs": [{**RAW, "name": "a"}, {**X, "name": "b"}, {**RAW, "name": "c"}]})
     cuts = split_binary(found, memoryview(bytes(range(16))))
     assert {name: bytes(each) for name, each in cuts.items()} == {"a": bytes(range(8)), "c": bytes(range(8, 16))}
 
 
 @pytest.mark.parametrize("count", [0, 7, 9])
-def test_more_or_fewer_bytes_than_announced_are_refused(count: int) -> None:
+def test_rejects_wrong_number_of_bytes(count: int) -> None:
     with pytest.raises(InvalidArgument, match=f"expected 8 bytes after the JSON, got {count}"):
         split_binary(form({"inputs": [RAW]}), memoryview(bytes(count)))

@@ -1,4 +1,4 @@
-"""An answer as JSON, as binary data, or where the caller wants it."""
+"""Tests of inference responses as JSON, as binary data and in shared memory."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def test_values() -> None:
     }
 
 
-def test_binary_data_follows_in_the_order_of_the_outputs() -> None:
+def test_binary_data_follows_order_of_outputs() -> None:
     header, content = encode("m", InferRequestJson([], None, is_binary=True), ANSWER, nowhere)
     assert [bytes(each) for each in content] == [ANSWER["y"].tobytes(), b"\x01"]
-    told = json.loads(header)
-    assert [each["parameters"] for each in told["outputs"]] == [{"binary_data_size": 8}, {"binary_data_size": 1}]
-    assert "id" not in told
+    response = json.loads(header)
+    assert [each["parameters"] for each in response["outputs"]] == [{"binary_data_size": 8}, {"binary_data_size": 1}]
+    assert "id" not in response
 
 
-def test_each_output_has_its_own_form() -> None:
+def test_each_output_has_its_form() -> None:
     region = {"shared_memory_region": "r", "shared_memory_offset": 4, "shared_memory_byte_size": 100}
     placed: list[bytes] = []
     wanted = InferRequestJson([], [OutputJson("y", region=region), OutputJson("z", is_binary=True)], is_binary=False)
@@ -58,7 +58,7 @@ def test_each_output_has_its_own_form() -> None:
     assert "data" not in y
 
 
-def test_an_output_that_json_cannot_hold_or_not_so_much_of_is_refused() -> None:
+def test_rejects_output_that_json_cannot_represent() -> None:
     values = InferRequestJson([], None, is_binary=False)
     with pytest.raises(InvalidArgument, match="output y: JSON cannot represent NaN"):
         encode("m", values, {"y": np.array([np.nan])}, nowhere)

@@ -1,4 +1,4 @@
-"""Requests and replies of ASGI, whichever server has the connection."""
+"""Tests of ASGI requests and replies, with the gateway's server and with other servers."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def pieces(*bodies: bytes) -> Receive:
 def request(
     headers: Sequence[tuple[bytes, bytes]] = (), take: Receive | None = None, timeout_s: float = 30.0, **scope: Any
 ) -> HttpRequest:
-    told: dict[str, Any] = {"type": "http", "method": "GET", "path": "/", "headers": headers, **scope}
-    return HttpRequest(told, take or receive(), timeout_s)
+    acknowledged: dict[str, Any] = {"type": "http", "method": "GET", "path": "/", "headers": headers, **scope}
+    return HttpRequest(acknowledged, take or receive(), timeout_s)
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ def request(
         ({"path": "/v2", "raw_path": b"/v2?x=/y"}, "/v2"),
     ],
 )
-def test_a_path_is_that_below_the_application(scope: Mapping[str, Any], path: str) -> None:
+def test_path_is_relative_to_application(scope: Mapping[str, Any], path: str) -> None:
     assert request(**scope).raw_path == path
 
 
-def test_headers_are_found_as_they_were_sent() -> None:
+def test_finds_headers() -> None:
     found = request([(b"content-length", b"12"), (b"x", b"1"), (b"x", b"2")])
     assert (found.content_length, found.header(b"x"), found.header_values(b"x")) == (12, "1", ["1", "2"])
     assert request().content_length is None
@@ -89,25 +89,25 @@ def body(take: Receive, length: int, timeout_s: float = 30.0) -> bytes:
 
 
 @pytest.mark.parametrize("content", [b"abcd", LARGE])
-def test_a_body_is_read_however_it_comes(content: bytes) -> None:
+def test_reads_body_in_any_parts(content: bytes) -> None:
     assert body(pieces(content), len(content)) == content
     assert body(pieces(content[:2], b"", content[2:]), len(content)) == content
 
 
 @pytest.mark.parametrize("content", [b"abcd", LARGE])
 @pytest.mark.parametrize("more", [-1, 1])
-def test_a_body_that_is_not_as_long_as_it_says_is_refused(content: bytes, more: int) -> None:
+def test_rejects_body_of_wrong_length(content: bytes, more: int) -> None:
     for take in (pieces(content), pieces(content[:2], content[2:])):
         with pytest.raises(InvalidArgument, match="according to Content-Length"):
             body(take, len(content) + more)
 
 
-def test_a_body_that_does_not_come_is_given_up() -> None:
+def test_body_has_a_timeout() -> None:
     with pytest.raises(HttpError, match="did not arrive in time"):
         body(receive({"type": "http.request", "body": b"a", "more_body": True}), 4, 0.01)
 
 
-def test_a_client_that_disconnects_ends_its_request() -> None:
+def test_disconnect_ends_request() -> None:
     with pytest.raises(HttpError, match="has disconnected"):
         body(receive({"type": "http.disconnect"}), 4)
 
@@ -122,7 +122,7 @@ def sent(what: Callable[[Send], Awaitable[None]]) -> list[Message]:
     return messages
 
 
-def test_a_reply_is_one_piece_for_another_server_and_releases_its_permit() -> None:
+def test_reply_is_one_message_for_other_servers() -> None:
     permit = mock.Mock()
     reply = HttpReply([b"head", memoryview(LARGE)], "a/b", 429, {"Retry-After": "1"}, permit)
     start, message = sent(lambda send: reply.send(request(), send))
@@ -133,14 +133,14 @@ def test_a_reply_is_one_piece_for_another_server_and_releases_its_permit() -> No
     permit.release.assert_called_once()
 
 
-def test_a_large_reply_is_not_copied_for_the_gateway_s_own_server() -> None:
+def test_large_reply_is_not_copied() -> None:
     asked = request(extensions={"weightd.connection": mock.Mock()})
     _, first, last = sent(lambda send: HttpReply([b"head", memoryview(LARGE)], BINARY).send(asked, send))
     assert (first["body"], first["more_body"]) == (b"head", True)
     assert (last["body"], last["more_body"]) == (memoryview(LARGE), False)
 
 
-def test_a_reply_to_head_has_the_length_alone() -> None:
+def test_reply_to_head_has_only_the_length() -> None:
     start, message = sent(lambda send: HttpReply([b"head"]).send(request(method="HEAD"), send))
     assert (dict(start["headers"])[b"content-length"], message["body"]) == (b"4", b"")
 
@@ -150,25 +150,23 @@ def api(caller: Caller | None) -> HttpApi:
     return HttpApi(gateway, frozenset({ANY_HOST}), caller)
 
 
-def test_begin_and_end_are_acknowledged_and_a_websocket_is_refused() -> None:
+def test_lifespan_and_websocket() -> None:
     messages = receive({"type": "lifespan.startup"}, {"type": "lifespan.shutdown"})
-    told = sent(lambda send: api(None)({"type": "lifespan"}, messages, send))
-    assert [each["type"] for each in told] == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
+    acknowledged = sent(lambda send: api(None)({"type": "lifespan"}, messages, send))
+    assert [each["type"] for each in acknowledged] == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
     assert sent(lambda send: api(None)({"type": "websocket"}, messages, send)) == [
         {"type": "websocket.close", "code": 1003}
     ]
 
 
 @pytest.mark.parametrize(("caller", "status"), [(None, 401), (Caller(None, "serve"), 200)])
-def test_a_server_with_a_caller_of_its_own_ignores_who_the_client_says_to_be(
-    caller: Caller | None, status: int
-) -> None:
+def test_fixed_caller_ignores_credentials(caller: Caller | None, status: int) -> None:
     scope = {"type": "http", "method": "GET", "path": "/v2/logging", "headers": [(b"authorization", b"Bearer t")]}
     start, _ = sent(lambda send: api(caller)(scope, receive(), send))
     assert start["status"] == status
 
 
-def test_what_nobody_has_foreseen_is_told_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_unexpected_error_is_reported_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     application = api(Caller(None, "serve"))
     with mock.patch("weightd_gateway.http.app.parse_route", side_effect=ZeroDivisionError):
         start, _ = sent(

@@ -1,4 +1,4 @@
-"""The status page, as the gateway serves it."""
+"""Tests of the status page as the gateway serves it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weightd_protocol.messages.types import ClientMessage
 
 
 def works(message: ClientMessage, tensors: Sequence[bytes]) -> Sequence[list[Any]]:
-    """Answer as a daemon with one model."""
+    """Answer like a daemon with one model."""
     if isinstance(message, Metrics):
         return [encode(replace(looks.metrics(1.0, looks.counted("m", queued=3)), id=message.id))]
     if isinstance(message, Status):
@@ -37,7 +37,7 @@ def gateway(fake: FakeDaemon) -> Iterator[HttpGateway]:
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_each_file_is_there_and_not_sent_to_who_has_it(gateway: HttpGateway, path: str) -> None:
+def test_serves_files_with_etags(gateway: HttpGateway, path: str) -> None:
     file = FILES[path]
     status, content, headers = gateway.ask("GET", path)
     assert (status, content, headers["Content-Type"]) == (200, file.body, file.content_type)
@@ -48,27 +48,27 @@ def test_each_file_is_there_and_not_sent_to_who_has_it(gateway: HttpGateway, pat
     assert gateway.ask("POST", path)[0] == 405
 
 
-def test_its_numbers_are_the_daemon_s(gateway: HttpGateway) -> None:
-    status, told, headers = gateway.ask("GET", "/status.json")
-    assert (status, told["daemon"]) == (200, {"age_s": 0.0, "error": ""})
-    [model] = told["overview"]["models"]
+def test_numbers_come_from_daemon(gateway: HttpGateway) -> None:
+    status, content, headers = gateway.ask("GET", "/status.json")
+    assert (status, content["daemon"]) == (200, {"age_s": 0.0, "error": ""})
+    [model] = content["overview"]["models"]
     assert (model["name"], model["queued"], model["memory"]["without_sharing_bytes"]) == ("m", 3, 200 * MB)
     assert STATUS_HEADERS.items() <= dict(headers).items()
 
 
-def test_whoever_may_not_ask_sees_the_page_and_no_numbers(fake: FakeDaemon) -> None:
+def test_numbers_need_credentials(fake: FakeDaemon) -> None:
     with HttpGateway(fake.address, {"gateway": {"anonymous": ""}}) as gateway:
         assert gateway.ask("GET", "/")[0] == 200
-        status, told, _ = gateway.ask("GET", "/status.json")
+        status, content, _ = gateway.ask("GET", "/status.json")
         assert status == 401
-        assert "overview" not in told
+        assert "overview" not in content
 
 
-def test_a_page_of_another_name_gets_nothing(gateway: HttpGateway) -> None:
+def test_rejects_foreign_host_names(gateway: HttpGateway) -> None:
     for path in ("/", "/status.json"):
         assert gateway.ask("GET", path, headers={"Host": "rebound.example"})[0] == 403
 
 
-def test_there_is_none_if_it_is_not_wanted(fake: FakeDaemon) -> None:
+def test_page_can_be_disabled(fake: FakeDaemon) -> None:
     with HttpGateway(fake.address, {"gateway": {"page": False}}) as gateway:
         assert [gateway.ask("GET", path)[0] for path in [*FILES, "/status.json"]] == [404] * 4

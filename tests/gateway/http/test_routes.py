@@ -1,4 +1,4 @@
-"""Which path is what."""
+"""Tests of the mapping from HTTP paths to operations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from weightd_protocol.errors import NotFound
         ("GET", "/metrics", Operation.METRICS, ""),
     ],
 )
-def test_each_path_has_its_verb(method: str, path: str, verb: Operation, name: str) -> None:
+def test_each_path_has_its_operation(method: str, path: str, verb: Operation, name: str) -> None:
     methods, found = parse_route(path)
     assert (methods[method], found) == (verb, name)
 
@@ -64,18 +64,18 @@ def test_each_path_has_its_verb(method: str, path: str, verb: Operation, name: s
         "/metrics/x",
     ],
 )
-def test_where_there_is_nothing(path: str) -> None:
+def test_unknown_path_is_not_found(path: str) -> None:
     with pytest.raises(NotFound, match="no such path: /"):
         parse_route(path)
 
 
-def test_there_is_one_version() -> None:
+def test_only_version_1_exists() -> None:
     with pytest.raises(NotFound, match="no version 2 of model m: every model has only version 1"):
         parse_route("/v2/models/m/versions/2/infer")
 
 
 @given(st.text(max_size=60))
-def test_any_path_is_something_or_nothing(path: str) -> None:
+def test_parses_or_rejects_any_path(path: str) -> None:
     for each in (path, f"/v2/models/{path}", f"/v2/{path}"):
         try:
             assert parse_route(each).methods

@@ -1,4 +1,4 @@
-"""TLS: who has a certificate that the gateway's authority has signed is who that says, and nobody else is let in."""
+"""Tests of client certificates: one signed by the gateway's authority identifies the caller; others are rejected."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REQUEST = b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with an authority, ca.pem, and what it has signed: localhost.pem, shop.pem, and a key of each."""
+    """Return a directory with an authority, ca.pem, and its certificates localhost.pem and shop.pem with their keys."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("openssl is not installed: apt install openssl")
@@ -48,18 +48,16 @@ def asked(port: int, certificates: Path, own: str = "") -> bytes:
     return bytes(answer)
 
 
-def test_who_has_a_certificate_asks_for_its_tenant_and_who_has_none_is_not_let_in(
-    fake: FakeDaemon, certificates: Path
-) -> None:
+def test_certificate_identifies_tenant(fake: FakeDaemon, certificates: Path) -> None:
     files = {"tls_cert": "localhost.pem", "tls_key": "localhost.key", "client_ca": "ca.pem"}
     settings = {key: str(certificates / name) for key, name in files.items()}
     tables = {"gateway": {**settings, "anonymous": ""}, "certificates": {"shop": "sales"}}
     with HttpGateway(fake.address, tables) as gateway:
         assert asked(gateway.port, certificates, "shop").startswith(b"HTTP/1.1 200 ")
         assert fake.next()[0].tenant == "sales"  # type: ignore[union-attr]
-        # One that is signed, too, but named nowhere.
+        # This certificate is signed, but no tenant has its name.
         assert asked(gateway.port, certificates, "localhost").startswith(b"HTTP/1.1 401 ")
-        with contextlib.suppress(OSError):  # it is told in the handshake or, by TLS 1.3, afterwards
+        with contextlib.suppress(OSError):  # The client sees the error in the handshake or, with TLS 1.3, afterwards.
             assert asked(gateway.port, certificates) == b""
         with socket.create_connection(("127.0.0.1", gateway.port), timeout=30) as plain:
             plain.sendall(REQUEST)

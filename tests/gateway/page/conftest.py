@@ -17,13 +17,13 @@ from .pageserver import PageServer, StatusReply
 
 HOW_TO_GET_IT = "no browser was found; on Debian: apt-get install chromium-headless-shell"
 
-# For everything that is waited for and must happen; a machine that is busy with other work needs it.
+# The limit for every event that must happen; a busy machine needs it.
 LIMIT_MS = 30_000
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Chromium. Where CI=true, it must be there."""
+    """Return Chromium. With CI=true a missing browser is an error."""
     names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
     path = next(filter(None, map(shutil.which, names)), None)
     if path is None:
@@ -31,7 +31,7 @@ def browser() -> Iterator[Browser]:
             pytest.fail(HOW_TO_GET_IT)
         pytest.skip(HOW_TO_GET_IT)
     with sync_playwright() as playwright:
-        # What is shown is our own; in a container there are no namespaces for its sandbox.
+        # The page is trusted, and a container has no namespaces for Chromium's sandbox.
         launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield launched
         launched.close()
@@ -39,17 +39,17 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def server() -> Iterator[PageServer]:
-    """Serves the page; it has no picture until it is told one."""
+    """Return a server of the page without an overview until the test sets one."""
     with PageServer(lambda _: StatusReply(200, status_json(None))) as serving:
         yield serving
 
 
 class Windows:
-    """Has the page open, in windows of any kind.
+    """Browser windows with the page.
 
     Attributes:
-        complaints: what the browser or the page has said on the console, and exceptions.
-        asked: each address that was asked for.
+        complaints: messages on the browser's console, and exceptions.
+        asked: the requested addresses.
     """
 
     def __init__(self, browser: Browser, url: str) -> None:
@@ -59,7 +59,6 @@ class Windows:
         self.asked: list[str] = []
 
     def open(self, width: int = 1180, scheme: Literal["light", "dark"] = "light") -> Page:
-        """Open the page."""
         context = self._browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 800})
         page = context.new_page()
         page.set_default_timeout(LIMIT_MS)
@@ -70,14 +69,14 @@ class Windows:
         return page
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all windows."""
         for context in self._browser.contexts:
             context.close()
 
 
 @pytest.fixture
 def windows(browser: Browser, server: PageServer) -> Iterator[Windows]:
-    """Opens the page; nothing may go wrong there, and nobody else be asked anything."""
+    """Return the windows; fail if the browser reports an error or contacts another host."""
     made = Windows(browser, server.url)
     yield made
     made.close()
@@ -85,7 +84,7 @@ def windows(browser: Browser, server: PageServer) -> Iterator[Windows]:
     assert [url for url in made.asked if not url.startswith((server.url, "data:"))] == []
 
 
-def tells(overview: Overview | None, age_s: float = 0.0, error: str = "") -> Callable[[str], StatusReply]:
-    """Return what has a server tell this picture."""
+def replies_with(overview: Overview | None, age_s: float = 0.0, error: str = "") -> Callable[[str], StatusReply]:
+    """Return a function that replies with this overview."""
     body = status_json(overview, age_s, error)
     return lambda _: StatusReply(200, body)

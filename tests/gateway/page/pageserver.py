@@ -1,4 +1,4 @@
-"""Server of the status page, as in the gateway, with the numbers that a test sets."""
+"""Server of the status page as in the gateway, with numbers that a test sets."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from weightd_gateway.page.files import FILES, STATUS_HEADERS
 
 
 class StatusReply(NamedTuple):
-    """To a question for status.json."""
+    """The reply to a request for status.json."""
 
     status: int
     body: bytes
 
 
 class PageServer:
-    """Listens on a port of its own until the end of the block.
+    """An HTTP server with its own port until the end of the block.
 
     Attributes:
-        numbers: what status.json is; may be exchanged at any time. It is given the header `Authorization`.
+        numbers: receives the header `Authorization` and returns the reply for status.json; a test may replace it.
     """
 
     def __init__(self, numbers: Callable[[str], StatusReply]) -> None:
@@ -61,11 +61,11 @@ class PageServer:
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """Return the address of the page."""
         return f"http://127.0.0.1:{self._server.server_address[1]}/"
 
     def stop(self) -> None:
-        """Be gone, as a gateway that was stopped; the second time does nothing."""
+        """Stop the server, as a stopped gateway does. A second call has no effect."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

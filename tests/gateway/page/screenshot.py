@@ -1,4 +1,4 @@
-"""Generator of docs/status-page.png: `python -m tests.gateway.page.screenshot FILE`; the data is made up."""
+"""Generator of docs/status-page.png from invented data: `python -m tests.gateway.page.screenshot FILE`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from weightd_common.dashboard.overview import Overview
 from weightd_protocol.messages.metrics import ProcessCount
 from weightd_protocol.messages.status import ModelStatus
 
-from .conftest import tells
+from .conftest import replies_with
 from .pageserver import PageServer
 
 
 class Model(NamedTuple):
-    """One of them: requests in a second, of a thousand how many are in each bucket, and what it has of memory."""
+    """Invented numbers of a model: requests per second, latency buckets per thousand requests, and memory."""
 
     name: str
     rate: int
@@ -40,8 +40,8 @@ MODELS = (
 )
 
 
-def picture() -> Overview:
-    """A minute of it."""
+def make_overview() -> Overview:
+    """Return an overview of one minute."""
     dice = random.Random(3)
     history = History()
     counts = {model.name: [0, 0, 0, 0] for model in MODELS}
@@ -73,8 +73,7 @@ def _status(model: Model) -> ModelStatus:
 
 
 def main(path: str) -> None:
-    """Write it."""
-    with PageServer(tells(picture())) as server, sync_playwright() as playwright:
+    with PageServer(replies_with(make_overview())) as server, sync_playwright() as playwright:
         program = shutil.which("chromium-headless-shell") or shutil.which("chromium")
         browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1120, "height": 600}, color_scheme="light")

@@ -1,4 +1,4 @@
-"""What the page is told."""
+"""Tests of the JSON that the status page receives."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def picture(workers: int = 2) -> Overview:
     return history.overview()
 
 
-def test_it_is_told_what_top_shows_but_no_path_and_no_pid() -> None:
-    told = json.loads(status_json(picture()))
-    assert told["daemon"] == {"age_s": 0.0, "error": ""}
-    assert [each["name"] for each in told["overview"]["models"]] == ["m"]
-    assert [each["name"] for each in told["overview"]["processes"]] == ["m.1.holder", "m.1.w1", "m.1.w2"]
-    assert told["overview"]["memory"]["copy_bytes"] == MB
-    assert {"pid", "note", "path"}.isdisjoint({*told["overview"], *told["overview"]["processes"][0]})
+def test_has_data_of_top_without_paths_and_pids() -> None:
+    data = json.loads(status_json(picture()))
+    assert data["daemon"] == {"age_s": 0.0, "error": ""}
+    assert [each["name"] for each in data["overview"]["models"]] == ["m"]
+    assert [each["name"] for each in data["overview"]["processes"]] == ["m.1.holder", "m.1.w1", "m.1.w2"]
+    assert data["overview"]["memory"]["copy_bytes"] == MB
+    assert {"pid", "note", "path"}.isdisjoint({*data["overview"], *data["overview"]["processes"][0]})
     assert b"/etc" not in status_json(picture())
 
 
-def test_there_is_a_bound() -> None:
+def test_limits_number_of_processes() -> None:
     assert len(json.loads(status_json(picture(2000)))["overview"]["processes"]) == 1024
 
 
-def test_without_a_picture_it_is_told_why() -> None:
+def test_reports_why_there_is_no_overview() -> None:
     assert json.loads(status_json(None, 0.0, "gone")) == {"daemon": {"age_s": 0.0, "error": "gone"}, "overview": None}
 
 
-def test_what_is_no_number_in_json_is_none_of_the_page() -> None:
+def test_omits_numbers_that_json_cannot_represent() -> None:
     assert b"NaN" not in status_json(replace(picture(), metrics=replace(picture().metrics, uptime_s=1e300)))

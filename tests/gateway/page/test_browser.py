@@ -1,4 +1,4 @@
-"""The page in a real browser."""
+"""Tests of the status page in a real browser."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightd_common.dashboard.history import History
 from weightd_common.dashboard.overview import Overview
 from weightd_protocol.messages.metrics import ProcessCount
 
-from .conftest import LIMIT_MS, Windows, tells
+from .conftest import LIMIT_MS, Windows, replies_with
 from .pageserver import PageServer, StatusReply
 
 expect.set_options(timeout=LIMIT_MS)
@@ -23,8 +23,8 @@ expect.set_options(timeout=LIMIT_MS)
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 
-def picture(*names: str) -> Overview:
-    """Two looks at some models, four workers each; the last of them has lost one."""
+def make_overview(*names: str) -> Overview:
+    """Return an overview of models with four workers each; the last model has lost one."""
     history = History()
     for second in range(3):
         models = [looks.counted(name, (0, 400 * second, 0, 0), workers=4, queued=2, running=3) for name in names[:-1]]
@@ -42,7 +42,7 @@ def picture(*names: str) -> Overview:
 
 
 def row(page: Page, name: str) -> list[str]:
-    """What stands in the cells of a model or tenant."""
+    """Return the texts in the cells of a model or tenant."""
     cells = page.locator("tr:not(.inside)", has=page.get_by_text(name, exact=True)).locator("> td")
     return [" ".join(text.split()) for text in cells.all_inner_texts()]
 
@@ -53,8 +53,8 @@ def width(page: Page, selector: str) -> float:
     return box["width"]
 
 
-def test_it_shows_what_the_daemon_tells(server: PageServer, windows: Windows) -> None:
-    server.numbers = tells(picture("digits", "reader"))
+def test_shows_data_of_daemon(server: PageServer, windows: Windows) -> None:
+    server.numbers = replies_with(make_overview("digits", "reader"))
     page = windows.open()
     expect(page.locator("#health")).to_have_text("running, 2 models ready")
     expect(page.locator("#own")).to_be_hidden()
@@ -75,8 +75,8 @@ def test_it_shows_what_the_daemon_tells(server: PageServer, windows: Windows) ->
     assert page.locator(".tile .spark .curve").first.get_attribute("d") == "M58 1.00L59 1.00"
 
 
-def test_the_bars_have_one_scale_and_a_copy_is_as_wide_in_both(server: PageServer, windows: Windows) -> None:
-    server.numbers = tells(picture("digits", "reader"))
+def test_bars_have_the_same_scale(server: PageServer, windows: Windows) -> None:
+    server.numbers = replies_with(make_overview("digits", "reader"))
     page = windows.open()
     texts = [" ".join(text.split()) for text in page.locator(".measure p").all_inner_texts()]
     assert texts == [
@@ -95,8 +95,8 @@ def test_the_bars_have_one_scale_and_a_copy_is_as_wide_in_both(server: PageServe
     assert bars.first.get_attribute("aria-label") == texts[0][: -len(" 530 MB")] + ": 530 MB"
 
 
-def test_names_and_texts_are_text_whatever_is_in_them(server: PageServer, windows: Windows) -> None:
-    server.numbers = tells(picture("digits", HOSTILE), 3.0, HOSTILE)
+def test_escapes_names_and_texts(server: PageServer, windows: Windows) -> None:
+    server.numbers = replies_with(make_overview("digits", HOSTILE), 3.0, HOSTILE)
     page = windows.open()
     expect(page.locator("#why")).to_have_text(HOSTILE)
     page.get_by_role("button", name=HOSTILE).click()
@@ -107,11 +107,11 @@ def test_names_and_texts_are_text_whatever_is_in_them(server: PageServer, window
     assert "owned" not in page.title()
 
 
-def test_nothing_could_be_run_or_fetched_even_if_it_were_markup(server: PageServer, windows: Windows) -> None:
-    server.numbers = tells(picture("digits", "reader"))
+def test_policy_blocks_injected_markup(server: PageServer, windows: Windows) -> None:
+    server.numbers = replies_with(make_overview("digits", "reader"))
     page = windows.open()
     expect(page.locator("#models button")).to_have_count(2)
-    told = page.evaluate(
+    blocked = page.evaluate(
         """async () => {
             const refused = [];
             document.addEventListener("securitypolicyviolation", (event) => refused.push(event.effectiveDirective));
@@ -124,52 +124,50 @@ def test_nothing_could_be_run_or_fetched_even_if_it_were_markup(server: PageServ
             return refused;
         }"""
     )
-    assert {"TypeError", "img-src", "connect-src"} <= set(told)
-    # The browser tells of each, and of what it would have asked for.
+    assert {"TypeError", "img-src", "connect-src"} <= set(blocked)
+    # The browser reports each blocked script and each blocked request.
     windows.complaints.clear()
     windows.asked.clear()
 
 
-def test_a_daemon_that_is_away_is_told_with_the_age_of_the_picture_until_it_is_back(
-    server: PageServer, windows: Windows
-) -> None:
-    overview = picture("digits", "reader")
-    server.numbers = tells(overview)
+def test_shows_age_of_data_without_daemon(server: PageServer, windows: Windows) -> None:
+    overview = make_overview("digits", "reader")
+    server.numbers = replies_with(overview)
     page = windows.open()
     expect(page.locator("#health")).to_have_class("state good")
-    server.numbers = tells(overview, 75.0, "The daemon cannot be reached. It has stopped or is restarting.")
+    server.numbers = replies_with(overview, 75.0, "The daemon cannot be reached. It has stopped or is restarting.")
     expect(page.locator("#why")).to_have_text("The daemon cannot be reached. It has stopped or is restarting.")
     expect(page.locator("#since")).to_have_text(re.compile(r"The values below are 1 min 1[5-9] s old\."))
     expect(page.locator("#picture")).to_have_class("stale")
     assert (page.locator("#health").inner_text(), page.title()) == ("no response", "no response – weightd")
     assert row(page, "digits")[2] == "4 of 4"
-    server.numbers = tells(overview)
+    server.numbers = replies_with(overview)
     expect(page.locator("#error")).to_be_hidden()
     expect(page.locator("#picture")).not_to_have_class("stale")
 
 
-def test_a_gateway_that_is_away_is_told_too(server: PageServer, windows: Windows) -> None:
-    server.numbers = tells(picture("digits", "reader"))
+def test_shows_that_gateway_is_unreachable(server: PageServer, windows: Windows) -> None:
+    server.numbers = replies_with(make_overview("digits", "reader"))
     page = windows.open()
     expect(page.locator("#health")).to_have_class("state good")
     server.stop()
     expect(page.locator("#why")).to_have_text("The gateway cannot be reached.")
     expect(page.locator("#since")).to_have_text(re.compile(r"The values below are [1-9]\d* s old\."))
-    # The browser itself tells of that.
+    # The browser itself logs this error.
     assert all("ERR_CONNECTION_REFUSED" in each for each in windows.complaints)
     windows.complaints.clear()
 
 
-def test_before_the_first_picture_there_is_no_empty_one(server: PageServer, windows: Windows) -> None:
-    server.numbers = tells(None, 0.0, "The daemon does not respond.")
+def test_shows_no_data_before_first_overview(server: PageServer, windows: Windows) -> None:
+    server.numbers = replies_with(None, 0.0, "The daemon does not respond.")
     page = windows.open()
     expect(page.locator("#why")).to_have_text("The daemon does not respond.")
     expect(page.locator("#picture")).to_be_hidden()
     assert page.locator("#since").inner_text() == ""
 
 
-def test_whoever_has_to_say_who_he_is_can(server: PageServer, windows: Windows) -> None:
-    good = tells(picture("digits", "reader"))
+def test_asks_for_credentials(server: PageServer, windows: Windows) -> None:
+    good = replies_with(make_overview("digits", "reader"))
     refusal = StatusReply(401, json.dumps({"error": "UNAUTHENTICATED: no known credentials"}).encode())
 
     def numbers(authorization: str) -> StatusReply:
@@ -182,17 +180,17 @@ def test_whoever_has_to_say_who_he_is_can(server: PageServer, windows: Windows) 
     page.keyboard.press("Enter")
     expect(page.locator("#health")).to_have_class("state good")
     expect(page.locator("#access")).to_be_hidden()
-    # It is in no address, and kept for as long as the window is.
+    # The token appears in no address and lives as long as the window.
     assert page.url == server.url
     page.reload()
     expect(page.locator("#health")).to_have_class("state good")
-    # The browser itself tells of that.
+    # The browser itself logs this error.
     assert all("401" in each for each in windows.complaints)
     windows.complaints.clear()
 
 
-def test_the_keyboard_is_enough_and_the_focus_stays_where_it_is(server: PageServer, windows: Windows) -> None:
-    server.numbers = tells(picture("digits", "reader"))
+def test_works_with_keyboard_and_keeps_focus(server: PageServer, windows: Windows) -> None:
+    server.numbers = replies_with(make_overview("digits", "reader"))
     page = windows.open()
     expect(page.locator("#models button")).to_have_count(2)
     page.keyboard.press("Tab")
@@ -202,27 +200,27 @@ def test_the_keyboard_is_enough_and_the_focus_stays_where_it_is(server: PageServ
     inside = page.locator("tr.inside tbody tr")
     expect(inside).to_have_count(5)
     assert " ".join(inside.nth(1).inner_text().split()) == "1.w1 worker ready cpu – 1 1.50 ms 50.0 MB 10.0 MB"
-    server.numbers = tells(picture("new", "digits", "reader"))
+    server.numbers = replies_with(make_overview("new", "digits", "reader"))
     expect(page.locator("#models button")).to_have_count(3)
     expect(button).to_be_focused()
     page.keyboard.press("Space")
     expect(inside).to_have_count(0)
 
 
-def test_models_that_go_leave_no_row(server: PageServer, windows: Windows) -> None:
-    server.numbers = tells(picture("a", "b", "c"))
+def test_removed_models_leave_no_row(server: PageServer, windows: Windows) -> None:
+    server.numbers = replies_with(make_overview("a", "b", "c"))
     page = windows.open()
     names = page.locator("#models td.name button")
     expect(names).to_have_text(["a", "b", "c"])
-    server.numbers = tells(picture("c", "d", "a"))
+    server.numbers = replies_with(make_overview("c", "d", "a"))
     expect(names).to_have_text(["c", "d", "a"])
 
 
-def test_whoever_sees_its_own_alone_is_shown_no_memory(server: PageServer, windows: Windows) -> None:
+def test_tenant_sees_no_memory(server: PageServer, windows: Windows) -> None:
     history = History()
     history.on_metrics(looks.metrics(1.0, looks.counted("digits", processes=(), generation=0)))
     history.on_status(looks.status(1.0, pid=0))
-    server.numbers = tells(history.overview())
+    server.numbers = replies_with(history.overview())
     page = windows.open()
     expect(page.locator("#health")).to_have_text("running, 1 model ready")
     expect(page.locator("#memory")).to_be_hidden()
@@ -231,10 +229,10 @@ def test_whoever_sees_its_own_alone_is_shown_no_memory(server: PageServer, windo
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_is_light_or_dark_as_the_reader_has_it_and_fits_small_screens(
+def test_follows_color_scheme_and_fits_small_screens(
     server: PageServer, windows: Windows, scheme: Literal["light", "dark"]
 ) -> None:
-    server.numbers = tells(picture("digits", "m" * 64))
+    server.numbers = replies_with(make_overview("digits", "m" * 64))
     page = windows.open(360, scheme)
     page.get_by_role("button", name="digits").click()
     expect(page.locator("tr.inside tbody tr")).to_have_count(5)

@@ -1,4 +1,4 @@
-"""The files of the page, and what a browser is told of them."""
+"""Tests of the files of the status page and their headers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TYPES = {"/": "text/html", "/app.js": "text/javascript", "/style.css": "text/css
 
 
 @pytest.mark.parametrize(("path", "content_type"), TYPES.items())
-def test_each_file_has_its_type_and_is_known_again(path: str, content_type: str) -> None:
+def test_each_file_has_type_and_etag(path: str, content_type: str) -> None:
     headers = FILES[path].headers
     assert FILES[path].content_type == f"{content_type}; charset=utf-8"
     assert (headers["ETag"], headers["Cache-Control"]) == (FILES[path].etag, "no-cache")
@@ -20,13 +20,13 @@ def test_each_file_has_its_type_and_is_known_again(path: str, content_type: str)
     assert FILES[path].body
 
 
-def test_there_are_no_others_and_none_is_the_same() -> None:
+def test_files_are_complete_and_distinct() -> None:
     assert set(FILES) == set(TYPES)
     assert len({each.etag for each in FILES.values()}) == 3
 
 
 @pytest.mark.parametrize("headers", [*(each.headers for each in FILES.values()), STATUS_HEADERS])
-def test_nothing_comes_from_elsewhere_and_nothing_in_the_markup_runs(headers: dict[str, str]) -> None:
+def test_content_security_policy(headers: dict[str, str]) -> None:
     assert HEADERS.items() <= headers.items()
     policy = dict(each.split(" ", 1) for each in headers["Content-Security-Policy"].split("; "))
     assert policy["default-src"] == "'none'"
@@ -38,11 +38,11 @@ def test_nothing_comes_from_elsewhere_and_nothing_in_the_markup_runs(headers: di
     assert headers["X-Content-Type-Options"] == "nosniff"
 
 
-def test_numbers_are_not_kept() -> None:
+def test_numbers_are_not_cached() -> None:
     assert STATUS_HEADERS["Cache-Control"] == "no-store"
 
 
-def test_the_files_name_no_other_host_and_make_no_markup_of_text() -> None:
+def test_files_name_no_other_host_and_inject_no_markup() -> None:
     for path, file in FILES.items():
         text = file.body.decode()
         assert set(re.findall(r"https?://[^'\"\s]+", text)) <= {"http://www.w3.org/2000/svg"}, path

@@ -1,4 +1,4 @@
-"""The daemon is looked at for whoever has the page open."""
+"""Tests of the status poller, which queries the daemon while the page is open."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL, RESEARCH = Caller(None, "-"), Caller("research", "r")
 
 
 class Daemon:
-    """Each look is a second after the one before; `error` is raised instead, if there is one."""
+    """A fake daemon whose polls are one second apart; it raises `error` if that is set."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str | None]] = []
@@ -39,47 +39,47 @@ class Daemon:
         return looks.status(1.0, looks.model("m", looks.processes("m", 1, MB, MB), copy=MB))
 
 
-def told(page: StatusPoller, *callers: Caller) -> list[Any]:
+def polled(page: StatusPoller, *callers: Caller) -> list[Any]:
     async def ask() -> list[bytes]:
         return [await page.status_json(caller) for caller in callers]
 
     return [json.loads(each) for each in asyncio.run(ask())]
 
 
-def test_rates_are_those_between_two_looks_and_the_status_is_asked_for_seldom() -> None:
+def test_computes_rates_and_rarely_polls_status() -> None:
     daemon = Daemon()
-    first, second = told(StatusPoller(daemon), ALL, ALL)
+    first, second = polled(StatusPoller(daemon), ALL, ALL)
     assert (first["overview"]["throughput"]["rate"], second["overview"]["throughput"]["rate"]) == (None, 10.0)
     assert daemon.asked == [("metrics", None), ("status", None), ("metrics", None)]
 
 
-def test_each_tenant_has_a_picture_of_its_own() -> None:
+def test_each_tenant_has_its_overview() -> None:
     daemon = Daemon()
-    rates = [each["overview"]["throughput"]["rate"] for each in told(StatusPoller(daemon), ALL, RESEARCH, ALL)]
+    rates = [each["overview"]["throughput"]["rate"] for each in polled(StatusPoller(daemon), ALL, RESEARCH, ALL)]
     assert rates == [None, None, 10.0]
     assert daemon.asked[2] == ("metrics", "research")
 
 
 @pytest.mark.parametrize("error", [Unavailable("no daemon at /run/weightd"), DeadlineExceeded("30 s")])
-def test_a_daemon_that_is_away_is_told_with_the_last_picture(error: RequestError) -> None:
+def test_keeps_last_overview_without_daemon(error: RequestError) -> None:
     daemon = Daemon()
     page = StatusPoller(daemon)
-    [good] = told(page, ALL)
+    [good] = polled(page, ALL)
     daemon.error = error
-    [lost] = told(page, ALL)
+    [lost] = polled(page, ALL)
     assert lost["overview"] == good["overview"]
     assert lost["daemon"]["error"].startswith("The daemon ")
     assert "/run" not in lost["daemon"]["error"]
     assert lost["daemon"]["age_s"] >= 0
     daemon.error = None
-    [back] = told(page, ALL)
+    [back] = polled(page, ALL)
     assert back["daemon"] == {"age_s": 0.0, "error": ""}
-    [never] = told(StatusPoller(Daemon()), ALL)
+    [never] = polled(StatusPoller(Daemon()), ALL)
     assert never["daemon"]["error"] == ""
 
 
-def test_whoever_may_not_look_is_refused() -> None:
+def test_rejects_unauthorized_caller() -> None:
     daemon = Daemon()
     daemon.error = Unauthenticated("nobody")
     with pytest.raises(Unauthenticated):
-        told(StatusPoller(daemon), ALL)
+        polled(StatusPoller(daemon), ALL)

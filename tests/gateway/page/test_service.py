@@ -1,4 +1,4 @@
-"""The page of a real daemon, through a gateway, in a browser."""
+"""Tests of the status page of a real daemon, through a gateway, in a browser."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .conftest import LIMIT_MS, Windows
 
 pytestmark = pytest.mark.e2e
 
-# As wide that its weights are worth sharing.
+# At this width the weights are large enough to be shared.
 WIDTH = 768
 
 
-def test_what_is_seen_is_what_the_daemon_tells(browser: Browser, tmp_path: Path) -> None:
+def test_page_shows_data_of_daemon(browser: Browser, tmp_path: Path) -> None:
     path = models.mlp(tmp_path / "mlp.onnx", layers=4, width=WIDTH)
     with Service({"mlp": {"path": path, "workers": 2}}) as service, HttpGateway(service.address) as gateway:
         service.ready()
@@ -45,7 +45,7 @@ def test_what_is_seen_is_what_the_daemon_tells(browser: Browser, tmp_path: Path)
         assert memory is not None
         for kind, bytes_ in (("with", memory.total_bytes), ("plain", memory.without_sharing_bytes)):
             [number] = re.findall(r"([\d.]+) MB", page.locator(f"#bars .{kind} strong").inner_text())
-            # A moment has passed between the two.
+            # The two measurements are a moment apart.
             assert float(number) == pytest.approx(bytes_ / 1e6, rel=0.2)
         copies, plain = (
             sum(box["width"] for each in page.locator(f"#bars {bar}").all() if (box := each.bounding_box()))

@@ -1,4 +1,4 @@
-"""Fixtures: this interpreter's engine in each of its kinds, for the tests of the common contract."""
+"""Fixtures: this interpreter's engine with and without parallel predicts, for the tests of the common contract."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make(kind: str) -> Engine:
 
 @pytest.fixture(scope="session", params=list(KINDS))
 def kind(request: pytest.FixtureRequest) -> str:
-    """How many predicts it runs at once."""
+    """Return how the engine runs predicts: one at a time or several in parallel."""
     return str(request.param)
 
 

@@ -1,4 +1,4 @@
-"""A child with an Ascend card, as the daemon starts it: real processes on a simulated card."""
+"""Tests of workers and holders on a simulated Ascend card, in real processes that start as the daemon starts them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ OFF = ("--sharing", "off")
 
 
 class Card:
-    """Children on card 0 of a machine with two, as the daemon's end sees them: "h" is the holder."""
+    """Holder and workers on a host with two simulated cards, as the daemon sees them; "h" is the holder."""
 
     def __init__(self, daemon: Daemon, host: Host, path: Path) -> None:
         self.daemon = daemon
@@ -59,12 +59,10 @@ class Card:
     def begin(
         self, name: str, *more: str, model: Optional[Path] = None, device: str = "ascend:0", **variables: str
     ) -> None:
-        """Start a child."""
         variables = {**environment(self.host), **variables}
         self.daemon.start(name, model or self.path, *more, engine="mindspore_lite", device=device, variables=variables)
 
     def start(self, name: str, *more: str, **options: Any) -> Hello:
-        """Start a child and wait for its HELLO."""
         self.begin(name, *more, **options)
         return self.daemon.hear(name, Hello)[0]
 
@@ -77,36 +75,36 @@ class Card:
         return self.daemon.hear(name, Attached)[0]
 
     def pair(self, *more: str, **options: Any) -> Built:
-        """Start a holder, which builds, and the worker "w" that it lists."""
+        """Start a holder and the worker "w"; build the model with "w" in the list of processes that may attach."""
         self.start("h", *more, **options)
         return self.build(self.start("w", *more, **options).engine_pid)
 
     def private(self, model: Path, *more: str) -> Built:
-        """One worker without a holder beside it: what the daemon would do with sharing off."""
+        """Build a model and attach the worker "w" with sharing off."""
         built = self.pair(*OFF, *more, model=model)
         self.attach("w", built)
         return built
 
     def allow(self, *pids: str) -> str:
-        """Let the holder list more; return why it cannot."""
+        """Have the holder allow more processes to attach; return the error, or an empty string."""
         self.daemon.tell("h", AllowAttach(pids))
         return self.daemon.hear("h", AttachAllowed)[0].error
 
     def refused(self, name: str, order: object, status: int = exit_codes.CANNOT_BUILD) -> str:
-        """Why the child cannot obey; it must leave then."""
+        """Return the reason why the child rejects the order; check that the child then exits with this status."""
         self.daemon.tell(name, order)
         broken, _ = self.daemon.hear(name, ProcessFailed)
         assert self.daemon.stop(name) == status
         return broken.reason
 
     def check(self, name: str, x: Any, model: Optional[Path] = None, key: bytes = b"") -> None:
-        """The child answers what this model does."""
+        """Check that the worker "w" answers as the reference model does."""
         self.daemon.ask(name, len(x), x=x)
         answer, right = self.daemon.answer(name, len(x)), models.answer(model or self.path, x, key)
         assert (answer.dtype, answer.tolist()) == (right.dtype, right.tolist())
 
     def fails(self, name: str, number: int, **inputs: Any) -> PredictFailed:
-        """What a request that fails is told."""
+        """Send a request that fails and return its error message."""
         self.daemon.ask(name, number, **inputs)
         failed, _ = self.daemon.hear(name, PredictFailed)
         assert failed.request == number
@@ -115,14 +113,13 @@ class Card:
 
 @pytest.fixture(scope="session")
 def nursery() -> Generator[ProgramForkServer, None, None]:
-    """Forks processes that have imported what a child imports: that is most of a child's time."""
+    """Return a fork server that has imported the modules of a child, because imports take most of a child's start."""
     with ProgramForkServer("weightd_worker.__main__", "weightd_worker.device_probe") as nursery:
         yield nursery
 
 
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
-    """A machine with two cards."""
     return Host(tmp_path / "host", cards=2)
 
 
@@ -140,13 +137,13 @@ def rows(count: int) -> Any:
     return np.random.RandomState(count).standard_normal((count, 64)).astype(np.float32)
 
 
-# --- the whole life -------------------------------------------------------------------------------------------
+# --- life cycle -----------------------------------------------------------------------------------------------
 
 
-def test_a_holder_and_its_workers_run_on_one_copy(card: Card) -> None:
+def test_holder_and_workers_share_one_copy(card: Card) -> None:
     hellos = {name: card.start(name) for name in ("h", "w1", "w2")}
     for name, hello in hellos.items():
-        # As in a container, where the driver's number is another one.
+        # In a container, too, the driver's process id differs from the one that the process sees.
         assert hello.engine_pid == str(card.daemon.children[name].pid + 100_000)
         assert hello.sharing_traits == FIXED
         assert hello.versions["mindspore_lite"] == "2.7.0"
@@ -167,7 +164,7 @@ def test_a_holder_and_its_workers_run_on_one_copy(card: Card) -> None:
     assert card.host.card_state(0).allocations == ()
 
 
-def test_what_is_left_of_the_card_is_told_after_each_build(card: Card) -> None:
+def test_reports_free_card_memory_after_each_build(card: Card) -> None:
     built = card.pair(device="ascend:1")
     attached = card.attach("w", built)
     assert built.device
@@ -186,8 +183,8 @@ def test_a_model_without_a_free_dimension(card: Card, tmp_path: Path) -> None:
     card.check("w", rows(3), fixed)
 
 
-def test_the_same_model_has_the_same_canary_on_the_cpu(card: Card) -> None:
-    """Of this simulator: no card computes the same bits. It shows that the answers are compared."""
+def test_selftest_digest_matches_cpu(card: Card) -> None:
+    """The simulator computes the same bits as the CPU, unlike a card. The test shows that digests are compared."""
     card.start("h", device="cpu")
     on_cpu = card.build()
     assert on_cpu.selftest_cases == ({"x": (1, 64)}, {"x": (2, 64)})
@@ -198,10 +195,10 @@ def test_the_same_model_has_the_same_canary_on_the_cpu(card: Card) -> None:
     assert (attached.shared_bytes, attached.note) == (0, "weights are not shared: the holder has no handle")
 
 
-# --- who may attach -------------------------------------------------------------------------------------------
+# --- permission to attach -------------------------------------------------------------------------------------
 
 
-def test_a_process_that_is_not_on_the_list_is_refused_with_the_true_cause(card: Card) -> None:
+def test_rejects_process_that_is_not_listed(card: Card) -> None:
     built = card.pair()
     card.start("stranger")
     cause = card.refused("stranger", Attach(built.handle, built.selftest_cases))
@@ -209,8 +206,8 @@ def test_a_process_that_is_not_on_the_list_is_refused_with_the_true_cause(card: 
     assert card.attach("w", built).selftest_digest == built.selftest_digest
 
 
-def test_a_failed_import_is_never_taken_for_a_success(card: Card) -> None:
-    """The library then runs the model of this process whose id is 0: there must be none, so one build is all."""
+def test_failed_import_never_counts_as_success(card: Card) -> None:
+    """After a failed import the library runs the model with id 0 of this process. So a process builds only once."""
     card.host.switch(first_model_id=0)
     card.start("h")
     card.start("w")
@@ -222,7 +219,7 @@ def test_a_failed_import_is_never_taken_for_a_success(card: Card) -> None:
     assert cause == "this process has built a model on a card before; only a new process can build another"
 
 
-def test_a_process_that_came_later_is_let_in(card: Card) -> None:
+def test_holder_allows_later_process(card: Card) -> None:
     built = card.pair()
     assert card.allow(*[card.start(name).engine_pid for name in ("w2", "w3")]) == ""
     for name in ("w", "w2", "w3"):
@@ -244,9 +241,7 @@ REFUSES = "aclrtMemSetPidToShareableHandle returned 207000: this card, driver or
         ({"acl_set_pid": "unsupported"}, REFUSES),
     ],
 )
-def test_where_nobody_can_be_let_in_the_reason_is_told_and_the_holder_goes_on(
-    card: Card, switch: Dict[str, Any], error: str
-) -> None:
+def test_holder_survives_failed_allow(card: Card, switch: Dict[str, Any], error: str) -> None:
     built = card.pair()
     card.host.switch(**switch)
     assert card.allow("123") == error
@@ -255,7 +250,7 @@ def test_where_nobody_can_be_let_in_the_reason_is_told_and_the_holder_goes_on(
 
 
 @pytest.mark.parametrize("pid", ["0", "-1", "12abc", " 1", "2147483648", "1,2"])
-def test_a_pid_that_is_none_reaches_neither_the_library_nor_the_driver(card: Card, pid: str) -> None:
+def test_checks_pid_before_library_call(card: Card, pid: str) -> None:
     expected = f"pid: expected a decimal number from 1 to 2147483647, got '{pid}'"
     card.start("h")
     assert card.allow("1") == "this process has exported no weights"
@@ -267,37 +262,38 @@ def test_a_pid_that_is_none_reaches_neither_the_library_nor_the_driver(card: Car
 
 
 @pytest.mark.parametrize("handle", ["0", "-1", "12abc", "0x10", " 7", "1.5", "18446744073709551616", "/s/store"])
-def test_a_handle_that_is_none_never_reaches_the_library(card: Card, handle: str) -> None:
-    """It would take 0 and 0x10 for no handle, 12abc for 12 and -1 for the largest."""
+def test_checks_handle_before_library_call(card: Card, handle: str) -> None:
+    """The library would treat 0 and 0x10 as no handle, 12abc as 12 and -1 as the largest number."""
     card.start("w")
     expected = f"handle: expected a decimal number from 1 to 18446744073709551615, got '{handle}'"
     assert card.refused("w", Attach(handle, ONE)) == expected
     assert card.host.count("build") == 0
 
 
-# --- nothing wrong is served ----------------------------------------------------------------------------------
+# --- wrong weights and failing cards --------------------------------------------------------------------------
 
 
-def test_another_model_of_the_same_size_is_seen_and_so_is_what_it_does(card: Card, tmp_path: Path) -> None:
+def test_digest_reveals_overwritten_weights(card: Card, tmp_path: Path) -> None:
     other = models.mlp(tmp_path / "other.mindir", seed=1)
     hellos = {"h": card.start("h"), "good": card.start("good"), "bad": card.start("bad", model=other)}
     assert hellos["bad"].sha256 != hellos["good"].sha256 == hellos["h"].sha256
     built = card.build(hellos["good"].engine_pid, hellos["bad"].engine_pid)
     assert card.attach("good", built).selftest_digest == built.selftest_digest
     assert card.attach("bad", built).selftest_digest != built.selftest_digest
-    card.check("good", rows(1), other)  # the trap is real: the weights of all are other ones now
+    # The simulator does overwrite the shared weights: every process now has the other model's.
+    card.check("good", rows(1), other)
 
 
-def test_a_worker_that_computes_wrong_is_seen(card: Card) -> None:
+def test_digest_reveals_wrong_results(card: Card) -> None:
     built = card.pair()
     card.host.fault("predict", "garbage", "importer")
     assert card.attach("w", built).selftest_digest != built.selftest_digest
 
 
-def test_a_holder_whose_canary_fails_leaves_the_next_try_to_another_and_the_last_shares_without_one(
+def test_next_holder_continues_selftest_search(
     card: Card,
 ) -> None:
-    """Building again would take the memory twice and change the handle."""
+    """A second build in the same holder would take the memory twice and change the handle."""
     card.host.fault("predict", "fail", "holder", times=2)
     card.start("h")
     pid = card.start("w").engine_pid
@@ -315,13 +311,13 @@ def test_a_holder_whose_canary_fails_leaves_the_next_try_to_another_and_the_last
     assert (card.host.count("build"), card.host.copies_of_weights(0)) == (3, 1)
 
 
-def test_a_worker_whose_canary_fails_is_broken(card: Card) -> None:
+def test_failed_selftest_ends_worker(card: Card) -> None:
     built = card.pair()
     card.host.fault("predict", "fail", "importer")
     assert card.refused("w", Attach(built.handle, ONE)).startswith("predict failed!: Execute Model Failed | ")
 
 
-def test_a_request_that_fails_ends_the_worker(card: Card) -> None:
+def test_failed_predict_ends_worker(card: Card) -> None:
     card.attach("w", card.pair())
     card.host.fault("predict", "fail", times=1)
     failed = card.fails("w", 1, x=rows(1))
@@ -338,7 +334,7 @@ def test_a_request_that_fails_ends_the_worker(card: Card) -> None:
         ({"vnpu": True}, Attach("7", ONE), "import from shareable handle failed", False),
     ],
 )
-def test_that_a_card_is_full_is_told_apart_from_what_no_waiting_helps_and_gives_everything_back(
+def test_full_card_is_reported_and_memory_freed(
     card: Card, switch: Dict[str, Any], order: object, cause: str, no_room: bool
 ) -> None:
     card.host.switch(**switch)
@@ -351,7 +347,7 @@ def test_that_a_card_is_full_is_told_apart_from_what_no_waiting_helps_and_gives_
     assert card.host.card_state(0).allocations == ()
 
 
-def test_a_machine_without_a_driver_is_told_before_anything_is_built(card: Card) -> None:
+def test_reports_missing_driver_before_build(card: Card) -> None:
     card.host.switch(ascend=False)
     card.begin("h")
     broken, _ = card.daemon.hear("h", ProcessFailed)
@@ -361,7 +357,7 @@ def test_a_machine_without_a_driver_is_told_before_anything_is_built(card: Card)
     assert card.daemon.stop("h") == exit_codes.NO_ENGINE
 
 
-def test_where_libascendcl_cannot_be_loaded_only_the_memory_is_unknown(card: Card) -> None:
+def test_serves_without_libascendcl(card: Card) -> None:
     card.host.switch(libascendcl=False)
     built = card.pair()
     assert built.device is None
@@ -369,13 +365,11 @@ def test_where_libascendcl_cannot_be_loaded_only_the_memory_is_unknown(card: Car
     assert "WARNING weightd.worker: cannot read the card's memory: libascendcl.so: " in card.daemon.log("h")
 
 
-# --- what the library ignores in silence ----------------------------------------------------------------------
+# --- models that the library does not share, without an error --------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ["ge", "bundle", "encrypted", "multi-backend"])
-def test_a_model_that_the_library_does_not_share_is_not_served_as_if_it_were(
-    case: str, card: Card, tmp_path: Path
-) -> None:
+def test_rejects_model_without_exported_weights(case: str, card: Card, tmp_path: Path) -> None:
     model = models.mlp(
         tmp_path / "m.mindir", bundle=case == "bundle", key=KEY if case == "encrypted" else b"", exported=case == "ge"
     )
@@ -390,13 +384,13 @@ def test_a_model_that_the_library_does_not_share_is_not_served_as_if_it_were(
 # --- without sharing ------------------------------------------------------------------------------------------
 
 
-def test_with_sharing_off_each_has_a_copy_and_nobody_depends_on_another(card: Card) -> None:
+def test_sharing_off_gives_each_process_a_copy(card: Card) -> None:
     for name in ("h", "w"):
         hello = card.start(name, *OFF)
         assert (hello.sharing_traits, hello.engine_pid) == (FREE, str(card.daemon.children[name].pid))
     built = card.build("1", "2")
     assert (built.handle, built.shared_bytes, built.note) == ("", 0, "sharing is off")
-    # A handle would be somebody else's.
+    # With sharing off a handle can only belong to another holder.
     attached = card.attach("w", dataclasses.replace(built, handle="7"))
     assert (attached.selftest_digest, attached.shared_bytes, attached.note) == (
         built.selftest_digest,
@@ -410,22 +404,20 @@ def test_with_sharing_off_each_has_a_copy_and_nobody_depends_on_another(card: Ca
     card.check("w", rows(2))
 
 
-def test_a_build_that_names_nobody_is_a_private_one(card: Card) -> None:
+def test_build_without_processes_is_private(card: Card) -> None:
     card.start("h")
     built = card.build()
     assert (built.handle, built.note) == ("", "weights are not shared: the build order lists no process to share with")
 
 
-# --- sizes that a model was converted for ---------------------------------------------------------------------
+# --- sizes that a model was converted for (gears) -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_a_size_that_is_no_gear_is_the_requests_error_and_the_worker_stays(
-    card: Card, tmp_path: Path, told: bool
-) -> None:
-    path = models.mlp(tmp_path / "geared.mindir", gears=(4, 8), has_gear_info=told)
+@pytest.mark.parametrize("has_gear_info", [False, True])
+def test_size_without_gear_fails_only_the_request(card: Card, tmp_path: Path, has_gear_info: bool) -> None:
+    path = models.mlp(tmp_path / "geared.mindir", gears=(4, 8), has_gear_info=has_gear_info)
     built = card.private(path)
-    assert built.gears == (((4,), (8,)) if told else ())
+    assert built.gears == (((4,), (8,)) if has_gear_info else ())
     assert built.selftest_cases == ({"x": (4, 64)},)
     assert built.selftest_digest != ""
     for size in (3, 1, 4, 6, 7, 1000):
@@ -438,7 +430,7 @@ def test_a_size_that_is_no_gear_is_the_requests_error_and_the_worker_stays(
     assert card.daemon.stop("w") == exit_codes.OK
 
 
-def test_answers_that_differ_a_little_are_believed_as_far_as_is_allowed(card: Card) -> None:
+def test_accepts_answers_within_tolerance(card: Card) -> None:
     card.host.switch(noise=1e-6)
     card.start("h", "--tolerance", "1e-5")
     built = card.build(*(card.start(name, "--tolerance", "1e-5").engine_pid for name in ("near", "far")))
@@ -451,7 +443,7 @@ def test_answers_that_differ_a_little_are_believed_as_far_as_is_allowed(card: Ca
     assert "selftest_tolerance is 0: raise it" in card.daemon.hear("exact", Built)[0].selftest_note
 
 
-def test_batches_that_differ_are_refused_where_a_card_would_take_the_first_for_all(card: Card, tmp_path: Path) -> None:
+def test_rejects_inputs_of_different_batches(card: Card, tmp_path: Path) -> None:
     path = models.two_inputs(tmp_path / "two.mindir", gears=(1, 2))
     card.private(path)
     a, b = np.ones((2, 4), np.float32), np.ones((1, 4), np.float32)
@@ -480,9 +472,7 @@ def test_batches_that_differ_are_refused_where_a_card_would_take_the_first_for_a
         (";".join(["1"] * 129), "x:-1,64", ()),
     ],
 )
-def test_gears_are_read_where_the_converter_has_recorded_those_of_these_inputs(
-    dims: str, shape: str, gears: Tuple[Tuple[int, ...], ...]
-) -> None:
+def test_parses_gears_recorded_by_converter(dims: str, shape: str, gears: Tuple[Tuple[int, ...], ...]) -> None:
     inputs = [TensorSignature("x", "FP32", (-1, 64)), TensorSignature("y", "FP32", (-1, 4))]
     assert parse_gears(inputs if "y" in shape else inputs[:1], dims, shape) == gears
 
@@ -494,7 +484,7 @@ def test_gears_are_read_where_the_converter_has_recorded_those_of_these_inputs(
     ("dtype", "datatype"),
     [("FLOAT16", "FP16"), ("INT8", "INT8"), ("INT32", "INT32"), ("INT64", "INT64"), ("UINT8", "UINT8")],
 )
-def test_other_datatypes_are_served_as_the_card_has_them(card: Card, tmp_path: Path, dtype: str, datatype: str) -> None:
+def test_serves_other_datatypes(card: Card, tmp_path: Path, dtype: str, datatype: str) -> None:
     path = models.mlp(tmp_path / "other.mindir", dtype=dtype)
     built = card.private(path)
     assert (built.inputs[0].datatype, built.outputs[0].datatype, built.selftest_digest != "") == (
@@ -505,8 +495,8 @@ def test_other_datatypes_are_served_as_the_card_has_them(card: Card, tmp_path: P
     card.check("w", np.abs(rows(3) * 4).astype(dtype.lower()), path)
 
 
-def test_bf16_is_refused_by_name(card: Card, tmp_path: Path) -> None:
-    """The library's Python interface says None of it, and hands it out as if it were float16."""
+def test_rejects_bf16(card: Card, tmp_path: Path) -> None:
+    """The library's Python interface reports no datatype for bfloat16 and returns its bytes as float16."""
     card.start("h", model=models.mlp(tmp_path / "bf16.mindir", dtype="BFLOAT16"))
     expected = "x: the datatype is not supported; the library's Python interface does not report it (BF16, for example)"
     assert card.refused("h", Build(("1",))) == expected
@@ -526,20 +516,20 @@ def test_bf16_is_refused_by_name(card: Card, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_card_that_is_not_there_is_not_taken_for_card_0(card: Card, device: str, variables: Any, cause: str) -> None:
+def test_missing_card_does_not_mean_card_0(card: Card, device: str, variables: Any, cause: str) -> None:
     card.start("h", device=device, **variables)
     assert card.refused("h", Build(("1",))) == f"device: {cause}"
     assert card.host.count("build") == 0
 
 
-def test_a_process_counts_the_cards_that_it_sees(card: Card) -> None:
-    """A number is that of the list, as the driver counts: a model is never put on a card that is not listed."""
+def test_counts_only_visible_cards(card: Card) -> None:
+    """Card numbers are positions in the list of visible cards, as in the driver; no other card is used."""
     built = card.pair(ASCEND_RT_VISIBLE_DEVICES="1")
     assert card.attach("w", built).selftest_digest == built.selftest_digest
     assert (card.host.copies_of_weights(1), card.host.card_state(0).allocations) == (1, ())
 
 
-def test_a_card_that_cannot_export_is_told_with_what_to_do(card: Card) -> None:
+def test_hint_for_card_that_cannot_export(card: Card) -> None:
     card.host.switch(exports=False, soc_name="Ascend310P3")
     card.start("h")
     cause = card.refused("h", Build(("1",)))
@@ -549,7 +539,7 @@ def test_a_card_that_cannot_export_is_told_with_what_to_do(card: Card) -> None:
     card.private(card.path)
 
 
-# --- what the library leaves to its caller --------------------------------------------------------------------
+# --- duties that the library leaves to its caller ---------------------------------------------------------------
 
 _TWO_ANSWERS = """
 from weightd_worker.engines import ENGINES
@@ -561,9 +551,7 @@ names, engine.predict({"b": b, "a": a}), engine.predict({"b": a, "a": b})
 """
 
 
-def test_inputs_go_by_name_names_lose_their_padding_and_outputs_stay_as_they_are(
-    nursery: ProgramForkServer, host: Host, tmp_path: Path
-) -> None:
+def test_binds_inputs_by_name_and_copies_outputs(nursery: ProgramForkServer, host: Host, tmp_path: Path) -> None:
     """The library binds inputs by position, pads names, and overwrites its outputs in the next predict."""
     path = models.two_inputs(tmp_path / "two.mindir", padding="  ")
     a, b = np.full((1, 4), 5, np.float32), np.full((1, 4), 2, np.float32)
@@ -583,30 +571,30 @@ def key_file(directory: Path, key: bytes = KEY, mode: int = 0o600) -> str:
     return str(path)
 
 
-def test_an_encrypted_model_is_served_and_its_key_is_in_no_log(card: Card, tmp_path: Path) -> None:
+def test_serves_encrypted_model_without_logging_key(card: Card, tmp_path: Path) -> None:
     locked = models.mlp(tmp_path / "locked.mindir", key=KEY)
     card.private(locked, *options(dec_key_file=key_file(tmp_path, mode=0o400)))
     card.check("w", rows(2), locked, KEY)
     assert KEY.decode() not in card.daemon.log("w")
 
 
-def test_a_wrong_key_is_a_build_error(card: Card, tmp_path: Path) -> None:
+def test_wrong_key_is_a_build_error(card: Card, tmp_path: Path) -> None:
     locked = models.mlp(tmp_path / "locked.mindir", key=KEY)
     card.start("w", *OFF, *options(dec_key_file=key_file(tmp_path, b"x" * 16)), model=locked)
     assert "Decrypt failed!" in card.refused("w", Attach("", ONE))
 
 
-# --- changed weights ------------------------------------------------------------------------------------------
+# --- replaced weights -----------------------------------------------------------------------------------------
 
 
 CHANGEABLE = (*OFF, *options(variable_weights=True))
 
 
-def test_weights_of_a_file_take_the_place_of_the_models(card: Card, tmp_path: Path) -> None:
+def test_replaces_weights_from_file(card: Card, tmp_path: Path) -> None:
     bundle = models.mlp(tmp_path / "bundle.mindir", bundle=True)
     wanted = models.mlp(tmp_path / "wanted.mindir", seed=7)
     weights = models.weights(wanted)
-    # In an order that the library does not take by itself.
+    # The library itself does not accept arrays in this memory order.
     np.savez(str(tmp_path / "weights.npz"), w0=np.asfortranarray(weights["w0"]), w1=weights["w1"].astype(">f4"))
     built = card.pair(*CHANGEABLE, "--weights", str(tmp_path / "weights.npz"), model=bundle)
     card.start("plain", *CHANGEABLE, model=bundle)
@@ -653,18 +641,18 @@ GOOD = npz(w0=np.zeros((64, 64), np.float32))
     ],
     ids=["not variable", "other names", "text", "empty", "npy", "pickle", "truncated", "no arrays", "missing"],
 )
-def test_weights_that_cannot_be_taken_are_a_build_error(
+def test_invalid_weights_are_a_build_error(
     content: Optional[bytes], more: Tuple[str, ...], cause: str, card: Card, tmp_path: Path
 ) -> None:
     file = tmp_path / "weights.npz"
     if content is not None:
         file.write_bytes(content)
     card.start("w", *more, "--weights", str(file), model=models.mlp(tmp_path / "bundle.mindir", bundle=True))
-    told = card.refused("w", Attach("", ONE))
-    assert told.startswith(cause if cause.startswith(("the weights", "update")) else f"{file}: {cause}")
+    error = card.refused("w", Attach("", ONE))
+    assert error.startswith(cause if cause.startswith(("the weights", "update")) else f"{file}: {cause}")
 
 
-def test_weights_of_a_model_that_is_no_bundle_are_a_build_error(card: Card, tmp_path: Path) -> None:
+def test_weights_for_a_plain_model_are_a_build_error(card: Card, tmp_path: Path) -> None:
     (tmp_path / "weights.npz").write_bytes(GOOD)
     card.start("w", *CHANGEABLE, "--weights", str(tmp_path / "weights.npz"))
     assert card.refused("w", Attach("", ONE)).startswith("update weight failed! Error is Common error code.")
@@ -688,7 +676,7 @@ def test_weights_of_a_model_that_is_no_bundle_are_a_build_error(card: Card, tmp_
         ('{"thread_affinity_mode": true}', "options.thread_affinity_mode: expected integer"),
     ],
 )
-def test_options_that_are_none_are_told_with_their_key(text: str, cause: str, card: Card) -> None:
+def test_invalid_options_name_their_key(text: str, cause: str, card: Card) -> None:
     card.begin("h", "--options", text)
     broken, _ = card.daemon.hear("h", ProcessFailed)
     assert broken.reason.startswith(cause)
@@ -703,7 +691,7 @@ Ask = Callable[[str], Tuple[int, Dict[str, Any]]]
 
 @pytest.fixture
 def probe(nursery: ProgramForkServer, host: Host, tmp_path: Path) -> Ask:
-    """Probe a device; give the exit status and what is told."""
+    """Return a function that probes a device and returns the exit status and the report."""
 
     def probe(device: str) -> Tuple[int, Dict[str, Any]]:
         log = tmp_path / "probe.log"
@@ -715,7 +703,7 @@ def probe(nursery: ProgramForkServer, host: Host, tmp_path: Path) -> Ask:
     return probe
 
 
-def test_a_card_tells_what_it_is(probe: Ask, host: Host) -> None:
+def test_probe_describes_card(probe: Ask, host: Host) -> None:
     host.switch(soc_name="Ascend910C", context_mib=100)
     total = 32 * 1024 * MIB
     expected = {"total_bytes": total, "free_bytes": total - 100 * MIB, "soc": "Ascend910C", "devices": 2}
@@ -735,9 +723,7 @@ def test_a_card_tells_what_it_is(probe: Ask, host: Host) -> None:
         ("ascend:0", {"max_processes": 0}, "aclrtSetDevice returned 507899: the driver rejected the call; "),
     ],
 )
-def test_a_card_that_cannot_be_asked_is_an_error(
-    device: str, switch: Dict[str, Any], error: str, host: Host, probe: Ask
-) -> None:
+def test_probe_reports_error(device: str, switch: Dict[str, Any], error: str, host: Host, probe: Ask) -> None:
     host.switch(**switch)
     status, report = probe(device)
     assert status == exit_codes.NO_ENGINE
@@ -745,7 +731,7 @@ def test_a_card_that_cannot_be_asked_is_an_error(
     assert report["error"].startswith(error)
 
 
-def test_without_the_library_the_probe_says_so(host: Host, tmp_path: Path) -> None:
+def test_probe_reports_missing_library(host: Host, tmp_path: Path) -> None:
     (tmp_path / "mindspore_lite.py").write_text("raise ImportError('libmindspore-lite.so: not found')")
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     command = [sys.executable, "-m", "weightd_worker.device_probe", "--device", "ascend:0"]
@@ -754,7 +740,7 @@ def test_without_the_library_the_probe_says_so(host: Host, tmp_path: Path) -> No
     assert json.loads(done.stdout) == {"error": "ImportError: libmindspore-lite.so: not found"}
 
 
-_BENEATH = """
+_ACL_CALLS = """
 from weightd_worker.engines.mindspore_lite.acl import Acl
 acl = Acl()
 acl.initialize()
@@ -762,15 +748,15 @@ acl.initialize()
 """
 
 
-def test_the_layer_beneath(nursery: ProgramForkServer, host: Host) -> None:
+def test_acl_calls(nursery: ProgramForkServer, host: Host) -> None:
     program = nursery.start(host)
-    facts = program.do(f"{_BENEATH}\nacl.bare_pid(), acl.device_count(), acl.soc_name()")
+    facts = program.do(f"{_ACL_CALLS}\nacl.bare_pid(), acl.device_count(), acl.soc_name()")
     assert facts == (program.pid + 100_000, 2, "Ascend910B3")
     refusal = program.refusal("acl.memory()")
     assert (refusal.kind, refusal.text) == ("AclError", "aclrtGetMemInfo returned 107002: no card is set")
 
 
-def test_a_card_without_a_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_card_without_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(_: str) -> SimpleNamespace:
         return SimpleNamespace(aclrtGetSocName=lambda: None)
 

@@ -1,4 +1,5 @@
-"""What every engine promises, on the real one that this interpreter has. What only one does has its own file."""
+"""The common contract of the engines, tested on the engine of this interpreter. Each engine also has a file for its
+own behaviour."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ WIDE: SelfTestCases = ({"x": (1, 1024)}, {"x": (2, 1024)})
 
 
 def rows(*values: float, width: int = 4) -> Any:
-    """A row of equal numbers for each value."""
+    """Return one row of equal numbers for each value."""
     return np.repeat(np.array(values, np.float32)[:, None], width, axis=1)
 
 
@@ -41,7 +42,7 @@ def wide_weights() -> Any:
 # --- before the build -----------------------------------------------------------------------------------------
 
 
-def test_it_tells_its_version_and_its_pid_before_the_build(engine: Engine) -> None:
+def test_reports_version_and_pid_before_build(engine: Engine) -> None:
     library = importlib.import_module(engine.name)
     assert engine.versions() == {engine.name: library.__version__}
     assert engine.sharing.current_pid() == str(os.getpid())
@@ -51,9 +52,7 @@ def test_it_tells_its_version_and_its_pid_before_the_build(engine: Engine) -> No
     ("name", "hint"),
     [("onnxruntime", "pip install './weightd[onnxruntime]'"), ("mindspore_lite", "vendor's wheel of mindspore_lite")],
 )
-def test_a_library_that_is_not_there_is_an_error_with_a_hint(
-    name: str, hint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_library_is_an_error_with_a_hint(name: str, hint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)  # import then raises ImportError
     with pytest.raises(EngineMissing, match=rf"(?s){name}.*{hint}".replace("[", r"\[")):
         ENGINES[name](BuildSettings(1, "cpu"))
@@ -63,12 +62,12 @@ def test_a_library_that_is_not_there_is_an_error_with_a_hint(
 @pytest.mark.parametrize(
     "device", ["", "cpu:", "cpu:00", "ascend", "ascend:", "ascend:-1", "ascend:01", "ascend:0 ", "Ascend:0"]
 )
-def test_a_device_that_is_none_is_an_error(device: str, name: str, engine: Engine) -> None:
+def test_invalid_device_is_an_error(device: str, name: str, engine: Engine) -> None:
     with pytest.raises(BuildError, match=r"^device: expected cpu, cpu:N or ascend:N, got '"):
         ENGINES[name](BuildSettings(1, device))
 
 
-def test_settings_that_an_engine_has_not_are_errors_that_name_them(engine: Engine) -> None:
+def test_unsupported_settings_are_errors(engine: Engine) -> None:
     with pytest.raises(BuildError, match="device: onnxruntime runs on the cpu only, got ascend:0"):
         ENGINES["onnxruntime"](BuildSettings(1, "ascend:0"))
     for name in ENGINES:
@@ -76,7 +75,7 @@ def test_settings_that_an_engine_has_not_are_errors_that_name_them(engine: Engin
             ENGINES[name](BuildSettings(1, "cpu", options={"colour": "red"}))
 
 
-def test_on_the_cpu_anybody_may_attach_and_there_is_no_card_and_no_change_of_weights(built: Built) -> None:
+def test_cpu_has_no_attach_list_card_or_weights_update(built: Built) -> None:
     engine = built("relu")
     engine.sharing.allow(["1", "2"])
     assert engine.memory() is None
@@ -84,9 +83,7 @@ def test_on_the_cpu_anybody_may_attach_and_there_is_no_card_and_no_change_of_wei
         engine.update_weights({"w": np.zeros(1, np.float32)})
 
 
-def test_with_sharing_off_nothing_is_written_and_nothing_is_attached(
-    engine: Engine, model: Model, tmp_path: Path
-) -> None:
+def test_sharing_off_neither_exports_nor_attaches(engine: Engine, model: Model, tmp_path: Path) -> None:
     alone = ENGINES[engine.name](BuildSettings(1, "cpu", is_sharing=False))
     alone.build(str(model("relu")))
     assert alone.sharing.export(str(tmp_path / "store")) == alone.sharing.attach("") == SHARING_IS_OFF
@@ -94,17 +91,18 @@ def test_with_sharing_off_nothing_is_written_and_nothing_is_attached(
 
 
 @pytest.mark.parametrize("handle", ["", "/no/such/store"])
-def test_where_nothing_is_shared_predicts_do_not_map_what_they_allocate(
+def test_raises_mmap_threshold_without_shared_pages(
     handle: str, engine: Engine, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mapped_from: List[int] = []  # asking malloc instead would depend on the holes that other tests left in its heap
+    # Asking malloc instead would depend on the free blocks that other tests left in its heap.
+    mapped_from: List[int] = []
     give = Libc.set_mmap_threshold
 
-    def told(c: Libc, size: int) -> None:
+    def record(c: Libc, size: int) -> None:
         mapped_from.append(size)
         give(c, size)
 
-    monkeypatch.setattr(Libc, "set_mmap_threshold", told)
+    monkeypatch.setattr(Libc, "set_mmap_threshold", record)
     engine.build(str(model("relu")))
     assert mapped_from[-1] == MIN_BLOCK_BYTES
     engine.sharing.attach(handle)
@@ -115,9 +113,7 @@ def test_where_nothing_is_shared_predicts_do_not_map_what_they_allocate(
 
 
 @pytest.mark.parametrize("damage", ["empty", "text", "half", "one byte short", "other format", "directory", "missing"])
-def test_a_file_that_is_no_model_is_a_build_error_and_the_engine_can_build_another(
-    damage: str, engine: Engine, model: Model, onnx: Path, tmp_path: Path
-) -> None:
+def test_builds_after_an_invalid_file(damage: str, engine: Engine, model: Model, onnx: Path, tmp_path: Path) -> None:
     bad = tmp_path / f"bad{model('relu').suffix}"
     whole = model("wide").read_bytes()
     other = (onnx / "relu.onnx").read_bytes() if engine.name == "mindspore_lite" else b"MSL2" * 100
@@ -138,7 +134,7 @@ def test_a_file_that_is_no_model_is_a_build_error_and_the_engine_can_build_anoth
     assert engine.predict({"x": rows(-1, 2)})["y"].tolist() == rows(0, 2).tolist()
 
 
-def test_a_second_build_takes_the_place_of_the_first(engine: Engine, model: Model) -> None:
+def test_second_build_replaces_first(engine: Engine, model: Model) -> None:
     for name in ("two_inputs", "relu", "two_inputs"):
         engine.build(str(model(name)), pids=("1", "2"), handle="")
     assert [each.name for each in engine.signature.inputs] == ["a", "b"]
@@ -148,7 +144,7 @@ def test_a_second_build_takes_the_place_of_the_first(engine: Engine, model: Mode
 # --- the signature and the self-test ----------------------------------------------------------------------------------
 
 
-def test_a_free_dimension_is_minus_one_a_fixed_one_is_itself_and_a_scalar_has_none(built: Built) -> None:
+def test_signature_shapes(built: Built) -> None:
     assert built("relu").signature.inputs == (TensorSignature("x", "FP32", (-1, 4)),)
     fixed = built("fixed").signature
     assert fixed.inputs == (TensorSignature("x", "FP32", (2, 3)),)
@@ -161,16 +157,14 @@ def test_a_free_dimension_is_minus_one_a_fixed_one_is_itself_and_a_scalar_has_no
 @pytest.mark.parametrize(
     ("name", "shape"), [("relu", (-1, 4)), ("wide", (-1, 1024)), ("fixed", (2, 5)), ("positive", (-1, 4))]
 )
-def test_the_canary_shows_what_the_engine_does_not_know(name: str, shape: Any, built: Built) -> None:
+def test_selftest_reveals_unknown_output_shape(name: str, shape: Any, built: Built) -> None:
     engine = built(name)
-    known = cases.found(engine, rebuild=lambda: pytest.fail("nothing is spoilt"))
+    known = cases.found(engine, rebuild=lambda: pytest.fail("the model is intact"))
     assert known.note == ""
     assert selftest.with_observed_outputs(engine.signature, known).outputs[0].shape == shape
 
 
-def test_weights_with_flipped_bits_are_not_noticed_by_the_library_but_by_the_canary(
-    built: Built, engine: Engine, model: Model, tmp_path: Path
-) -> None:
+def test_selftest_reveals_flipped_bits(built: Built, engine: Engine, model: Model, tmp_path: Path) -> None:
     right = selftest.run(built("wide"), WIDE).digest
     content = bytearray(model("wide").read_bytes())
     middle = len(content) // 2 & ~3
@@ -182,9 +176,7 @@ def test_weights_with_flipped_bits_are_not_noticed_by_the_library_but_by_the_can
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("single", (1,)), ("threes", (48, 96)), ("fives", ())])
-def test_a_model_that_does_not_run_on_the_canarys_sizes_is_whole_afterwards(
-    name: str, sizes: Any, fresh: Built, model: Model
-) -> None:
+def test_model_is_intact_after_failed_selftest_cases(name: str, sizes: Any, fresh: Built, model: Model) -> None:
     engine = fresh(name)
     known = cases.found(engine, rebuild=lambda: engine.build(str(model(name))))
     assert known.cases == cases.of(engine.signature, *sizes)
@@ -195,7 +187,7 @@ def test_a_model_that_does_not_run_on_the_canarys_sizes_is_whole_afterwards(
 # --- predicting -----------------------------------------------------------------------------------------------
 
 
-def test_answers_are_those_of_numpy_while_batches_grow_and_shrink_and_come_back(built: Built) -> None:
+def test_answers_equal_numpy_for_changing_batches(built: Built) -> None:
     engine = built("wide")
     for size in (1, 4, 64, 2, 2, 1, 128, 3, 64):
         x = (np.arange(size * 1024) % 5 - size % 3).astype(np.float32).reshape(size, 1024)
@@ -205,7 +197,7 @@ def test_answers_are_those_of_numpy_while_batches_grow_and_shrink_and_come_back(
     assert answer.tolist() == (rows(-1, 1, 0) > 0).tolist()
 
 
-def test_outputs_are_the_callers_own(built: Built) -> None:
+def test_outputs_are_copies(built: Built) -> None:
     engine = built("two_inputs")
     values = ((1, 2), (3, 4), (5,))
     answers = [engine.predict({"a": rows(*each), "b": rows(*each) * 10}) for each in values]
@@ -213,14 +205,14 @@ def test_outputs_are_the_callers_own(built: Built) -> None:
         assert answer["sum"].tolist() == (rows(*each) * 11).tolist()
     arrays = [array for answer in answers for array in answer.values()]
     assert not any(np.shares_memory(a, b) for i, a in enumerate(arrays) for b in arrays[:i])
-    # A caller that writes to one does not change the next answer.
+    # A caller that modifies an output does not change the next answer.
     for array in arrays:
         if array.flags.writeable:
             array[:] = 99
     assert engine.predict({"a": rows(5), "b": rows(1)})["sum"].tolist() == rows(6).tolist()
 
 
-def test_inputs_are_bound_by_name_are_not_changed_and_may_be_read_only(built: Built) -> None:
+def test_binds_inputs_by_name_and_only_reads_them(built: Built) -> None:
     engine = built("two_inputs")
     inputs = {"a": np.frombuffer(rows(5).tobytes(), np.float32).reshape(1, 4), "b": rows(2)}
     for names in ("ab", "ba", "ab"):
@@ -231,7 +223,7 @@ def test_inputs_are_bound_by_name_are_not_changed_and_may_be_read_only(built: Bu
     assert answer.tolist() == rows(3).tolist()
 
 
-def test_inputs_that_nobody_else_holds_live_as_long_as_the_predict(built: Built) -> None:
+def test_inputs_live_until_the_predict_ends(built: Built) -> None:
     engine = built("wide")
     for value in range(4):
         answer = engine.predict({"x": np.full((8, 1024), value, np.float32)})["y"]
@@ -246,7 +238,7 @@ def test_inputs_that_nobody_else_holds_live_as_long_as_the_predict(built: Built)
         *(np.ones((2, 3), dtype) for dtype in ("f8", "f2", "i4", "?")),
     ],
 )
-def test_no_answer_to_a_shape_or_a_datatype_that_the_model_does_not_take(x: Any, fresh: Built) -> None:
-    """The daemon refuses it before; but no engine may answer as if (3, 2) were (2, 3)."""
+def test_rejects_wrong_shape_and_datatype(x: Any, fresh: Built) -> None:
+    """The daemon rejects such inputs earlier; an engine must not treat shape (3, 2) as (2, 3) either."""
     with pytest.raises(RequestError):
         fresh("fixed").predict({"x": x})

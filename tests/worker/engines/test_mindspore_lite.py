@@ -1,4 +1,4 @@
-"""MindSpore Lite, as it is: each trap that the engine's docstring names is shown to exist and to be closed."""
+"""Traps of the MindSpore Lite library: each test shows that a trap exists and that the engine avoids it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ module: Any = importlib.import_module("weightd_worker.engines.mindspore_lite.mod
 
 @pytest.fixture
 def bare(model: Model) -> Callable[[str], Any]:
-    """The library's own Model, without weightd."""
+    """Return a function that builds a model with the library alone."""
 
     def build(name: str) -> Any:
         context = mslite.Context()
@@ -52,7 +52,7 @@ def ones(*shape: int) -> Any:
     return np.ones(shape, np.float32)
 
 
-def test_inputs_are_bound_by_position_and_by_the_engine_by_name(bare: Any, built: Built) -> None:
+def test_engine_binds_inputs_by_name(bare: Any, built: Built) -> None:
     plain = bare("two_inputs")
     plain.resize(plain.get_inputs(), [[1, 4], [1, 4]])
     a, b = ones(1, 4) * 5, ones(1, 4) * 2
@@ -60,8 +60,9 @@ def test_inputs_are_bound_by_position_and_by_the_engine_by_name(bare: Any, built
     assert built("two_inputs").predict({"b": b, "a": a})["difference"].tolist() == (a - b).tolist()
 
 
-def test_why_inputs_have_to_be_of_the_right_shape_native_and_in_c_order(bare: Any) -> None:
-    """`weightd_worker.sessions.model` sees to it, and the engine to the shape: their tests show it."""
+def test_library_misreads_other_memory_layouts(bare: Any) -> None:
+    """`weightd_worker.sessions.model` converts the layout and the engine checks the shape; their own tests cover
+    both."""
     plain = bare("fixed")
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     twice = (bare_predict(plain, x)[0] * 2).tolist()
@@ -71,7 +72,7 @@ def test_why_inputs_have_to_be_of_the_right_shape_native_and_in_c_order(bare: An
     assert bare_predict(plain, ones(3, 2))[0].shape == (2, 5)
 
 
-def test_inputs_are_read_when_it_predicts_and_outputs_are_views_but_not_the_engines(bare: Any, built: Built) -> None:
+def test_library_outputs_are_views_but_not_the_engines(bare: Any, built: Built) -> None:
     plain = bare("fixed")
     x = ones(2, 3)
     (first,) = bare_predict(plain, x)
@@ -81,16 +82,16 @@ def test_inputs_are_read_when_it_predicts_and_outputs_are_views_but_not_the_engi
     x *= 2
     assert plain.predict([tensor])[0].get_data_to_numpy().tolist() == (kept * 2).tolist()
     assert first.tolist() != kept.tolist()
-    # The engine's caller is blocked until the predict has ended, and the arrays are held by the call.
+    # The caller of the engine blocks until the predict has ended, and the call keeps the arrays alive.
     answer = built("fixed").predict({"x": ones(2, 3)})["y"]
     built("fixed").predict({"x": ones(2, 3) * 2})
     assert answer.tolist() == kept.tolist()
 
 
-# --- A failed predict spoils the model ------------------------------------------------------------------------
+# --- a failed predict corrupts the model ----------------------------------------------------------------------
 
 
-def test_a_failed_predict_of_the_library_is_followed_by_a_wrong_answer(bare: Any) -> None:
+def test_library_answers_wrongly_after_failed_predict(bare: Any) -> None:
     plain = bare("two_batches")
     plain.resize(plain.get_inputs(), [[2, 4], [2, 4]])
     assert bare_predict(plain, ones(2, 4), ones(2, 4))[0].tolist() == (ones(2, 4) * 2).tolist()
@@ -105,9 +106,7 @@ def test_a_failed_predict_of_the_library_is_followed_by_a_wrong_answer(bare: Any
     assert wrong.tolist() != (ones(5, 4) * 3).tolist()
 
 
-def test_a_failed_predict_is_spoilt_with_the_cause_and_a_new_build_is_whole(
-    fresh: Built, native_log: NativeLogFile
-) -> None:
+def test_failed_predict_is_reported_as_corruption(fresh: Built, native_log: NativeLogFile) -> None:
     engine = fresh("two_batches")
     engine.predict({"a": ones(2, 4), "b": ones(2, 4)})
     with native_log(), pytest.raises(ModelCorrupted, match=r"^predict failed!: InferShape fail! \| run kernel Pre"):
@@ -117,21 +116,21 @@ def test_a_failed_predict_is_spoilt_with_the_cause_and_a_new_build_is_whole(
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (2, 5), (2, 4, 1)])
-def test_shapes_that_cannot_be_are_refused_and_never_an_answer(shape: Any, fresh: Built) -> None:
+def test_rejects_impossible_shapes(shape: Any, fresh: Built) -> None:
     with pytest.raises(RequestError):
         fresh("two_inputs").predict({"a": ones(*shape), "b": ones(2, 4)})
 
 
-# --- A failed build spoils the Model object, and its exceptions have no cause ---------------------------------
+# --- a failed build leaves an unusable Model object, and its exception has no cause ---------------------------
 
 
-def test_the_librarys_model_cannot_be_built_twice(bare: Any, model: Model) -> None:
+def test_library_model_cannot_be_built_twice(bare: Any, model: Model) -> None:
     with pytest.raises(RuntimeError):
         bare("fixed").build_from_file(str(model("fixed")), mslite.ModelType.MINDIR, mslite.Context())
 
 
-def test_the_model_before_is_gone_when_the_next_is_built(fresh: Built, model: Model) -> None:
-    """Two at once would be two copies of the weights; and on a card there may be only one."""
+def test_releases_model_before_next_build(fresh: Built, model: Model) -> None:
+    """Two models at once would be two copies of the weights, and a card accepts only one model."""
     engine: Any = fresh("fixed")
     before = weakref.ref(engine._model)
     seen: List[Any] = []
@@ -150,7 +149,7 @@ def test_the_model_before_is_gone_when_the_next_is_built(fresh: Built, model: Mo
 
 
 @pytest.mark.parametrize("kind", ["alone"], indirect=True)
-def test_a_failed_build_has_the_cause_of_the_native_log(
+def test_failed_build_reports_cause_from_native_log(
     engine: Engine, model: Model, tmp_path: Path, native_log: NativeLogFile
 ) -> None:
     half = tmp_path / "half.mindir"
@@ -165,10 +164,10 @@ def test_a_failed_build_has_the_cause_of_the_native_log(
     assert not any("[" in cause.split(" ")[0] for cause in causes)
 
 
-# --- What the signature says, and leaves open -----------------------------------------------------------------
+# --- the signature --------------------------------------------------------------------------------------------
 
 
-def test_int64_becomes_int32_and_the_signature_says_so(fresh: Built) -> None:
+def test_converts_int64_to_int32(fresh: Built) -> None:
     engine = fresh("integers")
     assert engine.signature.inputs == (TensorSignature("ids", "INT32", (-1, 3)),)
     answer = engine.predict({"ids": np.array([[0, 1, 0], [2, 2, 2]], np.int32)})["vectors"]
@@ -178,21 +177,21 @@ def test_int64_becomes_int32_and_the_signature_says_so(fresh: Built) -> None:
         engine.predict({"ids": np.array([[0, 1, 0]])})
 
 
-def test_names_may_be_padded_and_types_that_have_none_on_the_wire_are_named() -> None:
+def test_strips_names_and_rejects_unsupported_datatypes() -> None:
     tensor = mock.Mock(dtype=mslite.DataType.FLOAT32, shape=[-1, 4])
     tensor.name = "words   "
     assert module._tensor_signature(tensor) == TensorSignature("words", "FP32", (-1, 4))
     tensor.dtype = mslite.DataType.UNKNOWN
     with pytest.raises(BuildError, match=r"words: DataType\.UNKNOWN is not a supported datatype"):
         module._tensor_signature(tensor)
-    # FLOAT16 is FP16 and so on; what is left out is no number of one of the wire's kinds.
+    # Each remaining datatype of the library has no datatype in the protocol.
     assert {each.name for each in mslite.DataType} - set(module._DATATYPE) <= {"UNKNOWN", "INVALID"}
 
 
 @pytest.mark.parametrize(
     ("name", "shape"), [("two_inputs", (-1, 4)), ("convolution", (-1, 256, 8, 8)), ("integers", (-1, 3, 4))]
 )
-def test_an_output_that_depends_on_a_free_dimension_is_seen_by_the_canary(name: str, shape: Any, built: Built) -> None:
+def test_selftest_finds_shape_of_dynamic_output(name: str, shape: Any, built: Built) -> None:
     engine = built(name)
     assert engine.signature.outputs[0].shape is None
     known = cases.found(engine, rebuild=lambda: pytest.fail("nothing is spoilt"))
@@ -200,7 +199,7 @@ def test_an_output_that_depends_on_a_free_dimension_is_seen_by_the_canary(name: 
 
 
 @pytest.mark.parametrize("kind", ["alone"], indirect=True)
-def test_a_resize_happens_only_when_the_shape_changes(fresh: Built) -> None:
+def test_resizes_only_for_a_new_shape(fresh: Built) -> None:
     engine: Any = fresh("two_inputs")
     with mock.patch.object(engine._model, "resize", wraps=engine._model.resize) as resize:
         for size, calls in ((3, 1), (3, 1), (1, 2), (1, 2), (3, 3)):

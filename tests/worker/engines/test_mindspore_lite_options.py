@@ -1,4 +1,4 @@
-"""What the library is told, seen by a library that only writes it down."""
+"""Tests of the settings that the engine passes to MindSpore Lite, with a fake library that records them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ Calls = List[Dict[str, Any]]
 
 
 class Library(types.ModuleType):
-    """mindspore_lite 2.7: each build appends its arguments to `calls`; `info` is what get_model_info knows."""
+    """A fake mindspore_lite 2.7: each build appends its arguments to `calls`; `info` is the result of
+    get_model_info."""
 
     __version__ = "2.7.0"
 
@@ -73,8 +74,8 @@ def make(device: str, *, sharing: bool = True, **options: Any) -> Engine:
     return ENGINES["mindspore_lite"](BuildSettings(3, device, sharing, options))
 
 
-def told(library: Library, device: str, **options: Any) -> Dict[str, Any]:
-    """What the library is told in a private build."""
+def build_settings(library: Library, device: str, **options: Any) -> Dict[str, Any]:
+    """Build a model without sharing and return the settings that the library received."""
     make(device, sharing=False, **options).build("/m/x.mindir")
     (call,) = library.calls
     return call
@@ -86,7 +87,7 @@ def told(library: Library, device: str, **options: Any) -> Dict[str, Any]:
 @pytest.mark.parametrize(
     ("device", "options", "side"),
     [
-        # Without options only what the oldest library knows.
+        # Without options the engine passes only settings that the oldest library supports.
         ("cpu", {}, {"thread_num": 3}),
         ("cpu", {"thread_affinity_mode": 2}, {"thread_num": 3, "thread_affinity_mode": 2}),
         ("cpu", {"thread_affinity_cores": [4, 6]}, {"thread_num": 3, "thread_affinity_core_list": [4, 6]}),
@@ -96,12 +97,12 @@ def told(library: Library, device: str, **options: Any) -> Dict[str, Any]:
         ("ascend:1", {"precision_mode": "enforce_fp32"}, {"device_id": 1, "precision_mode": "enforce_fp32"}),
     ],
 )
-def test_what_options_become(device: str, options: Dict[str, Any], side: Dict[str, Any], library: Library) -> None:
+def test_passes_options(device: str, options: Dict[str, Any], side: Dict[str, Any], library: Library) -> None:
     kind = device.partition(":")[0]
-    assert told(library, device, **options) == {"target": [kind], "cpu": {}, "ascend": {}, kind: side}
+    assert build_settings(library, device, **options) == {"target": [kind], "cpu": {}, "ascend": {}, kind: side}
 
 
-def test_what_is_shared_stands_in_the_librarys_configuration(library: Library) -> None:
+def test_passes_sharing_configuration(library: Library) -> None:
     most = "18446744073709551615"
     make("ascend:0").build("/m", pids=("1", "007", "2147483647"))
     make("ascend:0").build("/m", handle=most)
@@ -112,14 +113,14 @@ def test_what_is_shared_stands_in_the_librarys_configuration(library: Library) -
 
 
 @pytest.mark.parametrize("device", ["cpu", "ascend:0"])
-def test_a_file_of_the_librarys_own(device: str, library: Library, tmp_path: Path) -> None:
+def test_passes_config_file(device: str, library: Library, tmp_path: Path) -> None:
     file = tmp_path / "lite.ini"
     file.write_text("[ascend_context]\nmodel_cache_mode=mem_opt\n# shareable_weight_pid_list=1\n")
-    assert told(library, device, config_file=str(file))["config_path"] == str(file)
+    assert build_settings(library, device, config_file=str(file))["config_path"] == str(file)
 
 
 @pytest.mark.parametrize("line", ["shareable_weight_pid_list=1,2", "  shareable_weight_mem_handle = 7"])
-def test_a_file_that_decides_who_shares_is_refused(line: str, library: Library, tmp_path: Path) -> None:
+def test_rejects_config_file_with_sharing_keys(line: str, library: Library, tmp_path: Path) -> None:
     file = tmp_path / "lite.ini"
     file.write_text(f"[ascend_context]\nplugin_custom_ops=All\n{line}\n")
     key = line.partition("=")[0].strip()
@@ -128,7 +129,7 @@ def test_a_file_that_decides_who_shares_is_refused(line: str, library: Library, 
     assert library.calls == []
 
 
-def test_a_file_that_is_not_there_is_named(library: Library, tmp_path: Path) -> None:
+def test_error_names_missing_file(library: Library, tmp_path: Path) -> None:
     for option in ("config_file", "dec_key_file"):
         given: Any = {option: str(tmp_path / "gone")}
         engine = make("cpu", **given)
@@ -148,9 +149,9 @@ def key(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400])
-def test_all_bytes_of_the_file_are_the_key(mode: int, library: Library, key: Path) -> None:
+def test_key_is_the_whole_file(mode: int, library: Library, key: Path) -> None:
     key.chmod(mode)
-    call = told(library, "ascend:0", dec_key_file=str(key), dec_mode="SM4-CBC")
+    call = build_settings(library, "ascend:0", dec_key_file=str(key), dec_mode="SM4-CBC")
     assert (call["dec_key"], call["dec_mode"]) == (b"0123\0\n9", "SM4-CBC")
 
 
@@ -162,12 +163,12 @@ def refusal_of(key: Path, library: Library) -> str:
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o700, 0o200, 0o4600])
-def test_a_key_that_others_may_read_is_none(mode: int, library: Library, key: Path) -> None:
+def test_rejects_key_readable_by_others(mode: int, library: Library, key: Path) -> None:
     key.chmod(mode)
     assert re.search("expected mode 0600 or 0400|Permission denied", refusal_of(key, library))
 
 
-def test_a_key_that_is_no_private_file_is_none(library: Library, key: Path, tmp_path: Path) -> None:
+def test_rejects_invalid_key_file(library: Library, key: Path, tmp_path: Path) -> None:
     for content in (b"", bytes(5000)):
         key.write_bytes(content)
         assert "expected a key of 1 to " in refusal_of(key, library)
@@ -180,7 +181,7 @@ def test_a_key_that_is_no_private_file_is_none(library: Library, key: Path, tmp_
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_strangers_key_is_none(library: Library, key: Path) -> None:
+def test_rejects_key_of_another_user(library: Library, key: Path) -> None:
     os.chown(str(key), 12345, -1)
     assert "expected a file of this user or root" in refusal_of(key, library)
 
@@ -188,7 +189,7 @@ def test_a_strangers_key_is_none(library: Library, key: Path) -> None:
 # --- versions and numbers -------------------------------------------------------------------------------------
 
 
-def test_a_library_that_cannot_share_says_so_and_serves_without(library: Library) -> None:
+def test_library_without_sharing_serves_private_weights(library: Library) -> None:
     del library.Model.get_model_info
     library.__version__ = "2.0.0"
     with pytest.raises(EngineMissing, match=r"^mindspore_lite 2\.0\.0 shares no weights .*install 2\.7 or later, or"):
@@ -201,7 +202,7 @@ def test_a_library_that_cannot_share_says_so_and_serves_without(library: Library
 
 
 @pytest.mark.parametrize("pid", ["", "-1", "12 ", "x"])
-def test_a_process_without_a_number_cannot_share(pid: str, library: Library) -> None:
+def test_process_without_driver_pid_cannot_share(pid: str, library: Library) -> None:
     library.info["current_pid"] = pid
     with pytest.raises(EngineMissing, match=r"^the library has no pid for this process"):
         make("ascend:0")
@@ -209,7 +210,7 @@ def test_a_process_without_a_number_cannot_share(pid: str, library: Library) -> 
 
 
 @pytest.mark.parametrize("handle", ["", "0", "-1", "7x", "0x7", " 7", "18446744073709551616"])
-def test_a_handle_that_is_none_is_an_error(handle: str, library: Library) -> None:
+def test_invalid_handle_is_an_error(handle: str, library: Library) -> None:
     library.info["shareable_weight_mem_handle"] = handle
     engine = make("ascend:0")
     engine.build("/m", pids=("1",))
@@ -223,12 +224,12 @@ def test_a_handle_that_is_none_is_an_error(handle: str, library: Library) -> Non
     ("files", "mib"),
     [
         ({"x.mindir": 1}, 2),
-        ({"x.mindir": 2 << 20}, 4),  # an exact multiple still gets one more
+        ({"x.mindir": 2 << 20}, 4),  # The library adds one block even to an exact multiple.
         ({"x_graph.mindir": 100, "x_variables/data_0": 5 << 20}, 6),
         ({}, 2),
     ],
 )
-def test_what_is_shared_is_estimated_as_the_library_rounds_it(
+def test_estimates_shared_bytes_with_library_rounding(
     files: Dict[str, int], mib: int, library: Library, tmp_path: Path
 ) -> None:
     (tmp_path / "x_variables").mkdir()
@@ -239,10 +240,10 @@ def test_what_is_shared_is_estimated_as_the_library_rounds_it(
     assert engine.sharing.export("/s").shared_bytes == mib << 20
 
 
-# --- the layer beneath ----------------------------------------------------------------------------------------
+# --- the driver's interface -----------------------------------------------------------------------------------
 
 
-def test_there_is_one_build_in_a_process(library: Library) -> None:
+def test_process_builds_only_once(library: Library) -> None:
     engine = make("ascend:0")
     assert not engine.can_rebuild
     engine.build("/m", pids=("1",))
@@ -251,7 +252,7 @@ def test_there_is_one_build_in_a_process(library: Library) -> None:
 
 
 class FakeAcl:
-    """libascendcl with one card."""
+    """A fake libascendcl with one card."""
 
     done: ClassVar[List[str]]
 
@@ -268,9 +269,7 @@ class FakeAcl:
         return DeviceMemory(10, 4)
 
 
-def test_a_card_beyond_the_last_is_refused_and_calls_concern_the_right_one(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rejects_missing_card_and_selects_card(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeAcl, "done", [], raising=False)
     for module in (ascend, ascend):
         monkeypatch.setattr(module, "Acl", FakeAcl)
@@ -284,7 +283,7 @@ def test_a_card_beyond_the_last_is_refused_and_calls_concern_the_right_one(
     assert engine.memory() == DeviceMemory(10, 4)
 
 
-def test_no_change_of_weights_that_the_library_would_crash_on(library: Library) -> None:
+def test_rejects_weight_updates_that_crash_the_library(library: Library) -> None:
     engine = make("ascend:0", sharing=False, variable_weights=True)
     engine.build("/m")
     with pytest.raises(BuildError, match="the file contains no weights"):
@@ -293,7 +292,7 @@ def test_no_change_of_weights_that_the_library_would_crash_on(library: Library) 
         make("ascend:0").update_weights({"w": np.zeros(1)})
 
 
-def test_an_error_of_a_call_has_its_name_code_and_hint() -> None:
+def test_acl_error_has_call_code_and_hint() -> None:
     error = acl.AclError("aclrtX", 107002, "no card is set")
     assert (error.call, error.code, error.hint) == ("aclrtX", 107002, "no card is set")
     assert str(error) == "aclrtX returned 107002: no card is set"

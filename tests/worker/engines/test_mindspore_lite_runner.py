@@ -1,4 +1,4 @@
-"""MindSpore Lite's own workers, as they are: what only a runner does. What a Model does too: test_mindspore_lite."""
+"""Traps of MindSpore Lite's parallel runner. `test_mindspore_lite` covers the traps that it shares with a Model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def kind() -> str:
 
 @pytest.fixture
 def bare(model: Model) -> Callable[[str], Any]:
-    """The library's own runner of two workers, without weightd."""
+    """Return a function that builds a runner of two workers with the library alone."""
 
     def build(name: str) -> Any:
         context = mslite.Context()
@@ -59,7 +59,7 @@ def ones(*shape: int) -> Any:
 
 
 def in_threads(*calls: Callable[[], Any]) -> List[Any]:
-    """What each of them returns or raises, at once."""
+    """Run the calls at the same time; return the result or exception of each."""
     results: List[Any] = [None] * len(calls)
 
     def run(index: int) -> None:
@@ -76,21 +76,19 @@ def in_threads(*calls: Callable[[], Any]) -> List[Any]:
     return results
 
 
-def test_the_librarys_runner_cannot_be_built_twice_and_does_not_say_so(bare: Any, model: Model) -> None:
+def test_library_runner_ignores_second_build(bare: Any, model: Model) -> None:
     runner = bare("fixed")
     runner.build_from_file(str(model("integers")), mslite.Context())
     assert runner.get_inputs()[0].name == "x"
 
 
 def cores() -> Set[FrozenSet[int]]:
-    """Where the threads of this process may run."""
+    """Return the CPU affinities of the threads of this process."""
     return {frozenset(os.sched_getaffinity(int(task.name))) for task in Path("/proc/self/task").iterdir()}
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is only one core")
-def test_the_librarys_runner_takes_all_cores_and_is_brought_back_to_those_of_its_process(
-    bare: Any, fresh: Built
-) -> None:
+def test_restores_affinity_of_runner_threads(bare: Any, fresh: Built) -> None:
     before = os.sched_getaffinity(0)
     own = frozenset([max(before)])
     try:
@@ -105,7 +103,7 @@ def test_the_librarys_runner_takes_all_cores_and_is_brought_back_to_those_of_its
             os.sched_setaffinity(int(task.name), before)
 
 
-def test_the_librarys_runner_runs_shapes_of_a_rank_that_the_model_has_not(bare: Any, fresh: Built) -> None:
+def test_rejects_wrong_rank_that_library_accepts(bare: Any, fresh: Built) -> None:
     assert bare_predict(bare("fixed"), ones(2, 3, 1))[0].shape == (2, 5)
     engine = fresh("fixed")
     for shape in ((2, 3, 1), (3, 2), (6,)):
@@ -114,12 +112,12 @@ def test_the_librarys_runner_runs_shapes_of_a_rank_that_the_model_has_not(bare: 
     assert engine.predict({"x": ones(2, 3)})["y"].shape == (2, 5)
 
 
-def test_a_tensor_without_elements_which_kills_the_librarys_process_is_refused(fresh: Built) -> None:
+def test_rejects_empty_tensor_that_crashes_library(fresh: Built) -> None:
     with pytest.raises(InvalidArgument, match=r"^a: expected shape \[-1, 4\] without a size of 0, got \[0, 4\]$"):
         fresh("two_inputs").predict({"a": ones(0, 4), "b": ones(0, 4)})
 
 
-def test_after_a_failed_predict_the_librarys_runner_answers_what_was_asked_before(bare: Any, fresh: Built) -> None:
+def test_library_repeats_old_answer_after_failure(bare: Any, fresh: Built) -> None:
     runner, engine = bare("two_batches"), fresh("two_batches")
     assert bare_predict(runner, ones(2, 4), ones(2, 4))[0].shape == (2, 4)
     with pytest.raises(RuntimeError, match="predict failed!"):
@@ -144,7 +142,7 @@ def test_after_a_failed_predict_the_librarys_runner_answers_what_was_asked_befor
         ({"thread_affinity_mode": 2}, "not support bind MID_CPU"),
     ],
 )
-def test_what_a_runner_cannot_do_is_a_build_error_with_its_cause(
+def test_unsupported_options_are_build_errors(
     options: Dict[str, Any], cause: str, model: Model, native_log: Any
 ) -> None:
     engine = ENGINES["mindspore_lite"](BuildSettings(1, "cpu", options={"parallel_workers": 2, **options}))
@@ -152,7 +150,7 @@ def test_what_a_runner_cannot_do_is_a_build_error_with_its_cause(
         engine.build(str(model("relu")))
 
 
-def test_a_runner_takes_no_key_and_none_is_made_for_a_card() -> None:
+def test_rejects_key_and_card() -> None:
     for device, option, text in (
         ("cpu", {"dec_key_file": "/k"}, r"^options\.dec_key_file: the library's runner .* does not support keys"),
         ("ascend:0", {}, r"^options\.parallel_workers: expected 1 on a card"),
@@ -161,7 +159,7 @@ def test_a_runner_takes_no_key_and_none_is_made_for_a_card() -> None:
             ENGINES["mindspore_lite"](BuildSettings(1, device, options={"parallel_workers": 2, **option}))
 
 
-def test_its_answers_to_many_at_once_are_those_of_a_model_bit_for_bit(built: Built, model: Model) -> None:
+def test_parallel_answers_equal_those_of_a_model(built: Built, model: Model) -> None:
     engine, alone = built("wide"), ENGINES["mindspore_lite"](BuildSettings(1, "cpu"))
     assert (engine.concurrency, alone.concurrency) == (2, 1)
     alone.build(str(model("wide")))
@@ -176,7 +174,7 @@ def test_its_answers_to_many_at_once_are_those_of_a_model_bit_for_bit(built: Bui
         assert [y.tobytes() for y in answer] == [alone.predict({"x": x})["y"].tobytes() for x in asked(seed)]
 
 
-def test_what_its_workers_have_packed_is_shared_too(fresh: Built, tmp_path: Path) -> None:
+def test_shares_packed_weights(fresh: Built, tmp_path: Path) -> None:
     engine: Any = fresh("wide")
     x = ones(3, 1024)
     before = engine.predict({"x": x})["y"].tobytes()
@@ -185,14 +183,14 @@ def test_what_its_workers_have_packed_is_shared_too(fresh: Built, tmp_path: Path
         for each in chunks.find_extents(libc(), engine._page_sharing._starts_before)
         if (each[1] - each[0]) % chunks.POOL_BYTES == 0
     }
-    # Its own way to memory: without libnuma it has malloc's.
+    # The runner has its own allocator; without libnuma it uses malloc.
     assert pools or "/libnuma." not in Path("/proc/self/maps").read_text()
     assert engine.sharing.export(str(tmp_path / "store")).shared_bytes >= 2 * x.shape[1] ** 2 * x.itemsize
     assert engine.predict({"x": x})["y"].tobytes() == before
 
 
-class Watched:
-    """A runner that two predicts at once have to meet in, if they are to; and that fails as it is told."""
+class ObservedRunner:
+    """A runner that makes two predicts wait for each other if told to, and that fails on demand."""
 
     def __init__(self, engine: Any) -> None:
         self._predict = engine._model.predict
@@ -211,10 +209,10 @@ class Watched:
             self.running -= 1
 
 
-def test_shapes_that_have_not_run_yet_run_alone_and_then_beside_others(fresh: Built) -> None:
+def test_runs_new_shapes_alone(fresh: Built) -> None:
     engine = fresh("relu")
-    engine.predict({"x": ones(8, 4)})  # the shape that a Model computes first is its largest
-    watched = Watched(engine)
+    engine.predict({"x": ones(8, 4)})  # The first shape of a Model is its largest.
+    watched = ObservedRunner(engine)
 
     def ask(rows: int) -> Callable[[], Arrays]:
         return lambda: engine.predict({"x": ones(rows, 4)})
@@ -228,14 +226,14 @@ def test_shapes_that_have_not_run_yet_run_alone_and_then_beside_others(fresh: Bu
     assert watched.most == 2
 
 
-@pytest.mark.parametrize("told_by_the_log", [False, True])
-def test_what_ends_after_another_has_failed_is_doubtful(told_by_the_log: bool, fresh: Built, native_log: Any) -> None:
-    """The log tells of a failure before the one who has it can: then it is waited for."""
+@pytest.mark.parametrize("failure_is_logged", [False, True])
+def test_predicts_ending_after_a_failure_are_doubtful(failure_is_logged: bool, fresh: Built, native_log: Any) -> None:
+    """The log shows a failure before the failed call returns; the engine then waits for that call."""
     with native_log() as log:
         engine = fresh("relu")
         for rows in (2, 1):
             engine.predict({"x": ones(rows, 4)})
-        watched, failed = Watched(engine), threading.Event()
+        watched, failed = ObservedRunner(engine), threading.Event()
 
         def fail_or_wait(tensors: List[Any]) -> None:
             watched.meet.wait(60)
@@ -243,12 +241,12 @@ def test_what_ends_after_another_has_failed_is_doubtful(told_by_the_log: bool, f
                 with log.open("a") as file:
                     file.write("[ERROR] ME(1,7f,python):2026-01-01-10:00:00.123.456 [x.cc:42] Run] failed\n")
                 failed.set()
-                if told_by_the_log:
-                    # Long after the other one, if that did not wait.
+                if failure_is_logged:
+                    # This is long after the end of the other predict, unless that one waits.
                     time.sleep(0.2)
                 raise RuntimeError("predict failed!")
             failed.wait(60)
-            if not told_by_the_log:
+            if not failure_is_logged:
                 time.sleep(0.2)
 
         watched.does = fail_or_wait

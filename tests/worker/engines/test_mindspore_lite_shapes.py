@@ -1,4 +1,4 @@
-"""Answers of MindSpore Lite do not depend on the shapes that a process has computed before."""
+"""Tests that answers of MindSpore Lite do not depend on the shapes that a process has computed before."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def image(batch: int, height: int, width: int) -> Shapes:
 
 
 def values(shapes: Shapes) -> Dict[str, Any]:
-    """Inputs of these shapes, the same each time."""
+    """Return inputs of these shapes; the values are the same each time."""
     random = np.random.RandomState(sum(sum(shape) for shape in shapes.values()))
     return {name: random.uniform(-1, 1, shapes[name]).astype(np.float32) for name in sorted(shapes)}
 
@@ -59,11 +59,11 @@ CASES: Dict[str, List[Shapes]] = {
 }
 
 
-# --- Which shapes a Model computes first ----------------------------------------------------------------------
+# --- growth of the first shape --------------------------------------------------------------------------------
 
 
 @given(FORMS, FORMS)
-def test_what_is_grown_covers_the_request_and_stays_in_proportion(first: InputShapes, form: InputShapes) -> None:
+def test_grown_shape_covers_request_and_is_bounded(first: InputShapes, form: InputShapes) -> None:
     declared = [(-1,) * len(shape) for shape in form]
     after = grow_shapes(first, form, declared)
     assert covers(after, form)
@@ -72,7 +72,7 @@ def test_what_is_grown_covers_the_request_and_stays_in_proportion(first: InputSh
 
 
 @given(st.integers(1, 1000), st.integers(1, 1000))
-def test_rows_that_grow_one_by_one_cause_few_builds(now: int, further: int) -> None:
+def test_slow_growth_causes_few_builds(now: int, further: int) -> None:
     first: InputShapes = ((now, 4),)
     builds = 0
     for rows in range(1, now + further):
@@ -85,25 +85,23 @@ def test_rows_that_grow_one_by_one_cause_few_builds(now: int, further: int) -> N
     ("first", "form", "expected"),
     [
         (((1, 64, 32),), ((1, 32, 64),), ((1, 64, 64),)),
-        (((1, 4096),), ((4096, 1),), ((4096, 1),)),  # together they would have 4,096 times the elements
-        (((2, 3), (7,)), ((5, 4), (7,)), ((8, 4), (7,))),  # only the rows are rounded up
+        (((1, 4096),), ((4096, 1),), ((4096, 1),)),  # Together they would have 4,096 times the elements.
+        (((2, 3), (7,)), ((5, 4), (7,)), ((8, 4), (7,))),  # Only the rows are rounded up.
     ],
 )
-def test_a_new_model_covers_both_shapes_unless_that_is_far_larger(
-    first: InputShapes, form: InputShapes, expected: InputShapes
-) -> None:
+def test_grown_shape_covers_both_unless_too_large(first: InputShapes, form: InputShapes, expected: InputShapes) -> None:
     declared = [tuple(-1 if dim != 7 else 7 for dim in shape) for shape in form]
     assert grow_shapes(first, form, declared) == expected
 
 
-# --- The engine -----------------------------------------------------------------------------------------------
+# --- the engine -----------------------------------------------------------------------------------------------
 
 mslite: Any = pytest.importorskip("mindspore_lite", reason=".venv-mslite runs these")
 
 
 @pytest.fixture(scope="session")
 def fresh_answers(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Answers]:
-    """Give the answer to each case of a model by a process that computes nothing else."""
+    """Return a function that computes each case of a model in a process that computes nothing else."""
     known: Dict[str, Answers] = {}
 
     def answers(name: str) -> Answers:
@@ -132,10 +130,10 @@ def compare(engine: Engine, name: str, order: Sequence[int], expected: Answers) 
         assert found.tobytes() == expected[number].tobytes(), f"{shapes} in {order}"
 
 
-def test_the_library_answers_wrongly_or_crashes_after_a_smaller_shape(
+def test_library_fails_after_a_smaller_shape(
     model: Model, fresh_answers: Callable[[str], Answers], tmp_path: Path
 ) -> None:
-    """Why the engine never has a Model compute a larger shape than its first one."""
+    """This is why the engine never lets a Model compute a larger shape than its first one."""
     script = (
         "import sys, numpy as np, mindspore_lite as lite\n"
         "context = lite.Context(); context.target = ['cpu']; context.cpu.thread_num = 1\n"
@@ -157,7 +155,7 @@ def test_the_library_answers_wrongly_or_crashes_after_a_smaller_shape(
 
 
 @pytest.mark.parametrize(("name", "by_shape"), [("lstm", False), ("wide", False), ("image", True), ("lstm", True)])
-def test_answers_are_those_of_a_fresh_process_in_whatever_order_shapes_come(
+def test_answers_do_not_depend_on_order_of_shapes(
     name: str, by_shape: bool, kind: str, model: Model, fresh_answers: Callable[[str], Answers]
 ) -> None:
     expected = fresh_answers(name)
@@ -172,7 +170,7 @@ def test_answers_are_those_of_a_fresh_process_in_whatever_order_shapes_come(
     check()
 
 
-def test_a_covered_shape_causes_no_build(model: Model, kind: str) -> None:
+def test_covered_shape_causes_no_build(model: Model, kind: str) -> None:
     engine: Any = make(model("lstm"), kind)
     engine.predict(values(lstm(33)))
     built = engine._model
@@ -183,7 +181,7 @@ def test_a_covered_shape_causes_no_build(model: Model, kind: str) -> None:
     assert (engine._model is built, engine.was_rebuilt_larger) == (False, True)
 
 
-def test_a_shape_that_the_model_cannot_compute_first_is_left_out(
+def test_skips_shape_that_cannot_be_first(
     model: Model, monkeypatch: pytest.MonkeyPatch, fresh_answers: Callable[[str], Answers]
 ) -> None:
     engine: Any = make(model("lstm"), "alone")
@@ -201,7 +199,7 @@ def test_a_shape_that_the_model_cannot_compute_first_is_left_out(
     assert asked == [1, 16, 50, 16]
 
 
-def test_a_lock_that_a_stopped_process_keeps_is_not_waited_for_without_end(
+def test_wait_for_build_lock_is_bounded(
     model: Model, monkeypatch: pytest.MonkeyPatch, fresh_answers: Callable[[str], Answers]
 ) -> None:
     monkeypatch.setattr("weightd_worker.engines.mindspore_lite.cpu._LOCK_TIMEOUT_S", 0.05)
@@ -211,7 +209,7 @@ def test_a_lock_that_a_stopped_process_keeps_is_not_waited_for_without_end(
         compare(engine, "lstm", [0, 5], fresh_answers("lstm"))
 
 
-def test_a_model_on_a_file_system_without_locks_is_built_again(
+def test_rebuilds_without_file_locks(
     model: Model, monkeypatch: pytest.MonkeyPatch, fresh_answers: Callable[[str], Answers]
 ) -> None:
     def flock(*_: Any) -> None:
@@ -221,10 +219,8 @@ def test_a_model_on_a_file_system_without_locks_is_built_again(
     compare(make(model("lstm"), "alone"), "lstm", [0, 5], fresh_answers("lstm"))
 
 
-def test_a_runner_shares_pages_again_only_when_it_is_told_to(
-    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Meanwhile other threads receive requests and free answers."""
+def test_runner_shares_pages_only_on_demand(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """During a rebuild other threads receive requests and free answers."""
     engine: Any = make(model("wide"), "parallel")
     engine.predict(values({"x": (1, 1024)}))
     assert engine.sharing.export(str(tmp_path / "store")).handle
@@ -240,7 +236,7 @@ def test_a_runner_shares_pages_again_only_when_it_is_told_to(
     assert (joined, engine.has_unshared_weights, pagesharing.mmap_threshold_bytes()) == ([], True, block_bytes)
 
 
-def test_max_shape_is_the_largest_shape_that_a_request_may_have(model: Model, kind: str) -> None:
+def test_max_shape_limits_requests(model: Model, kind: str) -> None:
     engine = make(model("lstm"), kind, max_shape={"x": [5, 16, 8], "h": [1, 16, 32]})
     engine.predict(values(lstm(16)))
     expected = r'^input "x": expected a shape of at most \[5, 16, 8\], .* mindspore_lite.max_shape .* got \[5, 17, 8\]$'
@@ -249,7 +245,7 @@ def test_max_shape_is_the_largest_shape_that_a_request_may_have(model: Model, ki
     engine.predict(values(lstm(16)))
 
 
-def test_a_model_whose_answers_change_with_growth_is_built_for_each_shape_from_then_on(
+def test_rebuilds_per_shape_if_growth_changes_answers(
     model: Model, kind: str, fresh_answers: Callable[[str], Answers]
 ) -> None:
     engine = make(model("image"), kind)
@@ -262,11 +258,11 @@ def test_a_model_whose_answers_change_with_growth_is_built_for_each_shape_from_t
     assert engine.should_rebuild_per_shape
 
 
-# --- Processes ------------------------------------------------------------------------------------------------
+# --- processes ------------------------------------------------------------------------------------------------
 
 
 def serve(daemon: Daemon, model: Path, rows: int = 1, options: str = "{}") -> Tuple[Built, Attached]:
-    """A holder "h", and a worker "w" that has attached to what it shares."""
+    """Start a holder "h" and attach a worker "w" to its weights."""
     for name in ("h", "w"):
         daemon.start(name, model, "--options", options)
         daemon.hear(name, Hello)
@@ -289,7 +285,7 @@ def serve(daemon: Daemon, model: Path, rows: int = 1, options: str = "{}") -> Tu
 
 
 @pytest.mark.parametrize(("name", "by_shape"), [("lstm", False), ("image", True), ("wide", False)])
-def test_a_worker_answers_as_a_fresh_process_does(
+def test_worker_answers_like_a_fresh_process(
     name: str, by_shape: bool, daemon: Daemon, model: Model, fresh_answers: Callable[[str], Answers]
 ) -> None:
     built, _ = serve(daemon, model(name), rows=8)
@@ -303,7 +299,7 @@ def test_a_worker_answers_as_a_fresh_process_does(
 
 
 @pytest.mark.parametrize("options", ["{}", '{"max_shape": {"x": [4, 3, 64, 64]}}'])
-def test_one_shape_for_the_self_test_is_compared_with_a_smaller_one(options: str, daemon: Daemon, model: Model) -> None:
+def test_compares_single_selftest_with_smaller_shape(options: str, daemon: Daemon, model: Model) -> None:
     daemon.start("h", model("image"), "--options", options, "--sharer-count", "1")
     daemon.hear("h", Hello)
     daemon.tell("h", Build((), search_selftest=False, selftest_cases=({"x": (1, 3, 64, 64)},)))
@@ -314,7 +310,7 @@ def test_one_shape_for_the_self_test_is_compared_with_a_smaller_one(options: str
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_weights_are_shared_again_after_growth(workers: int, daemon: Daemon, model: Model) -> None:
+def test_shares_weights_again_after_growth(workers: int, daemon: Daemon, model: Model) -> None:
     _, attached = serve(daemon, model("wide"), options=f'{{"parallel_workers": {workers}}}')
     maps = Path(f"/proc/{daemon.children['w'].pid}/smaps")
 
@@ -334,7 +330,7 @@ def test_weights_are_shared_again_after_growth(workers: int, daemon: Daemon, mod
     assert shared_bytes() >= before - 64 * 1024
 
 
-def test_a_max_shape_that_is_none_of_the_model_ends_its_build(daemon: Daemon, model: Model) -> None:
+def test_invalid_max_shape_fails_build(daemon: Daemon, model: Model) -> None:
     expected = {
         '{"max_shape": {"y": [2, 1024]}}': "options.max_shape: expected inputs x, got y",
         '{"max_shape": {"x": [2, 1000]}}': "options.max_shape.x: expected a shape like [-1, 1024], got [2, 1000]",
@@ -348,7 +344,7 @@ def test_a_max_shape_that_is_none_of_the_model_ends_its_build(daemon: Daemon, mo
         assert broken.reason == cause
 
 
-def test_a_request_beyond_max_shape_is_refused_and_costs_no_worker(daemon: Daemon, model: Model) -> None:
+def test_request_beyond_max_shape_keeps_worker(daemon: Daemon, model: Model) -> None:
     serve(daemon, model("wide"), options='{"max_shape": {"x": [4, 1024]}}')
     daemon.ask("w", 1, **values({"x": (5, 1024)}))
     failed, _ = daemon.hear("w", PredictFailed)

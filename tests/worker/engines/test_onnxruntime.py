@@ -1,4 +1,4 @@
-"""ONNX Runtime, as it is."""
+"""Tests of the ONNX Runtime engine on the real library."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ def ones(*shape: int, dtype: Any = np.float32) -> Any:
         ("filled", {"shape": np.array([-1, 4])}, ">= 0"),
     ],
 )
-def test_what_the_library_refuses_is_the_requests_fault_and_the_session_is_as_good_as_before(
-    name: str, inputs: Any, text: str, built: Built
-) -> None:
+def test_session_is_intact_after_rejected_request(name: str, inputs: Any, text: str, built: Built) -> None:
     engine = built(name)
     good = {
         each.name: ones(*(3 if dim < 0 else dim for dim in each.shape), dtype="q" if each.datatype == "INT64" else "f")
@@ -61,7 +59,7 @@ def test_what_the_library_refuses_is_the_requests_fault_and_the_session_is_as_go
             assert np.array_equal(array, expected[key])
 
 
-def test_an_exception_that_nobody_expects_spoils(built: Built) -> None:
+def test_unexpected_exception_counts_as_corruption(built: Built) -> None:
     engine = built("two_inputs")
     with pytest.raises(ModelCorrupted, match="missing"):
         engine.predict({"a": ones(1, 4)})
@@ -74,12 +72,12 @@ def test_an_exception_that_nobody_expects_spoils(built: Built) -> None:
         ("sequence", r"many: seq\(tensor\(float\)\) is not a supported datatype"),
     ],
 )
-def test_a_type_that_has_no_name_on_the_wire_is_named(name: str, text: str, engine: Engine, model: Model) -> None:
+def test_build_error_names_unsupported_datatype(name: str, text: str, engine: Engine, model: Model) -> None:
     with pytest.raises(BuildError, match=text):
         engine.build(str(model(name)))
 
 
-def test_weights_in_other_files_are_found_beside_the_model(engine: Engine, onnx: Path, tmp_path: Path) -> None:
+def test_finds_external_weights_beside_model(engine: Engine, onnx: Path, tmp_path: Path) -> None:
     for path in onnx.glob("with_external_data.*"):
         if path.suffix != ".mindir":
             shutil.copy(str(path), str(tmp_path))
@@ -90,14 +88,14 @@ def test_weights_in_other_files_are_found_beside_the_model(engine: Engine, onnx:
         engine.build(str(tmp_path / "with_external_data.onnx"))
 
 
-def test_a_model_without_inputs_runs(built: Built) -> None:
+def test_runs_model_without_inputs(built: Built) -> None:
     engine = built("no_inputs")
     assert engine.signature.inputs == ()
     assert engine.predict({})["y"].tolist() == ones(2, 3).tolist()
     assert cases.found(engine, never).note == ""
 
 
-def test_a_model_with_a_random_node_has_no_canary(built: Built) -> None:
+def test_random_model_has_no_selftest_digest(built: Built) -> None:
     engine = built("random_output")
     known = cases.found(engine, never)
     assert known.note.startswith("the model gives different answers to the same input, which differ by ")
@@ -108,12 +106,12 @@ def test_a_model_with_a_random_node_has_no_canary(built: Built) -> None:
     ("name", "draws"),
     [("relu", False), ("random_output", True), ("rarely_random", True), ("dropout", False), ("trained", True)],
 )
-def test_what_may_draw_at_random_is_told_by_the_file(built: Built, name: str, draws: bool) -> None:
+def test_finds_random_nodes_in_file(built: Built, name: str, draws: bool) -> None:
     assert built(name).is_stochastic == draws
 
 
-def test_of_a_node_that_is_said_to_be_two_things_the_worse_is_believed(model: Model, tmp_path: Path) -> None:
-    """The library takes the last of them."""
+def test_node_with_two_types_counts_as_random(model: Model, tmp_path: Path) -> None:
+    """The library uses the last type."""
     content, path = model("random_output").read_bytes(), tmp_path / "two.onnx"
     said, both = b"\x22\x11RandomUniformLike", b"\x22\x04Relu\x22\x0bMultinomial"
     assert content.count(said) == 1
@@ -121,14 +119,14 @@ def test_of_a_node_that_is_said_to_be_two_things_the_worse_is_believed(model: Mo
     assert engine_module.is_stochastic(path)
 
 
-def test_of_a_file_that_is_gone_it_is_feared(fresh: Built, model: Model, tmp_path: Path) -> None:
+def test_missing_file_counts_as_random(fresh: Built, model: Model, tmp_path: Path) -> None:
     engine = fresh("relu")
     vars(engine)["_file"] = tmp_path / "gone"
     assert engine.is_stochastic
 
 
-def test_an_unknown_rank_is_not_taken_for_a_scalar(built: Built) -> None:
-    """The library says [] for both: the file tells."""
+def test_tells_unknown_rank_from_scalar(built: Built) -> None:
+    """The library reports [] for both; the file tells them apart."""
     engine = built("scalar")
     assert [each.shape for each in engine.signature.inputs] == [(-1, 4), ()]
     engine = built("any_rank")
@@ -142,14 +140,14 @@ def test_an_unknown_rank_is_not_taken_for_a_scalar(built: Built) -> None:
     assert answer.shape == (2, 2, 2)
 
 
-def test_a_scalar_output_stays_one(built: Built) -> None:
+def test_keeps_scalar_output(built: Built) -> None:
     engine = built("total")
     known = cases.found(engine, never)
     assert selftest.with_observed_outputs(engine.signature, known).outputs[0].shape == ()
     assert engine.predict({"x": ones(2, 4)})["y"].tolist() == 8
 
 
-def test_an_output_that_is_an_input_or_a_weight_is_not_the_sessions_own(built: Built) -> None:
+def test_copies_outputs_that_are_inputs_or_weights(built: Built) -> None:
     engine = built("constant")
     for _ in range(2):
         answer = engine.predict({"x": ones(2, 4)})
@@ -158,8 +156,8 @@ def test_an_output_that_is_an_input_or_a_weight_is_not_the_sessions_own(built: B
             answer["k"][:] = 9
 
 
-def test_what_the_library_takes(built: Built) -> None:
-    """An empty batch; F-order for what it is; but a big-endian array for a native one, without a word."""
+def test_library_accepts_big_endian_as_native(built: Built) -> None:
+    """The library runs an empty batch and reads F-order correctly, but silently reads a big-endian array as native."""
     engine = built("relu")
     x = np.arange(8, dtype=np.float32).reshape(2, 4)
     assert engine.predict({"x": x[:0]})["y"].shape == (0, 4)
@@ -167,7 +165,7 @@ def test_what_the_library_takes(built: Built) -> None:
     assert engine.predict({"x": x.astype(">f4")})["y"].tolist() != x.tolist()
 
 
-def test_the_threads_of_one_predict_are_set(model: Model) -> None:
+def test_sets_threads_per_predict(model: Model) -> None:
     engine: Any = OnnxRuntime(BuildSettings(3, "cpu"))
     engine.build(str(model("relu")))
     options = engine._session.get_session_options()
@@ -175,7 +173,7 @@ def test_the_threads_of_one_predict_are_set(model: Model) -> None:
 
 
 @pytest.mark.parametrize("name", ["convolution", "wide"])
-def test_bits_are_those_of_a_session_with_the_librarys_defaults(name: str, built: Built, model: Model) -> None:
+def test_answers_equal_those_of_default_options(name: str, built: Built, model: Model) -> None:
     options: Any = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     bare = onnxruntime.InferenceSession(str(model(name)), options, providers=["CPUExecutionProvider"])
@@ -190,7 +188,7 @@ def test_bits_are_those_of_a_session_with_the_librarys_defaults(name: str, built
             engine.release_cached_memory()
 
 
-def test_what_is_kept_for_the_next_predict_is_given_back(fresh: Callable[[str], Engine]) -> None:
+def test_releases_arena_memory(fresh: Callable[[str], Engine]) -> None:
     engine = fresh("relu")
     x = ones(4_000_000, 4)
     before = private_bytes()
@@ -201,7 +199,7 @@ def test_what_is_kept_for_the_next_predict_is_given_back(fresh: Callable[[str], 
 
 
 @pytest.mark.parametrize("name", ["scalar", "integers", "two_batches", "any_rank", "filled"])
-def test_nothing_runs_when_memory_is_given_back(name: str, fresh: Callable[[str], Engine]) -> None:
+def test_releases_memory_without_a_predict(name: str, fresh: Callable[[str], Engine]) -> None:
     engine: Any = fresh(name)
     said: List[str] = []
 

@@ -1,4 +1,5 @@
-"""Fixtures: a fork server of this interpreter's engine, and the channels of the server and of templates."""
+"""Fixtures: a fork server with this interpreter's engine, and the daemon's ends of the channels to servers and
+templates."""
 
 from __future__ import annotations
 
@@ -42,22 +43,21 @@ ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 class ForkChannel:
-    """The daemon's end of one."""
+    """The daemon's end of the channel to a fork server or template."""
 
     def __init__(self, connection: socket.socket) -> None:
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         self.pid: int = struct.unpack("3i", peer)[0]
         self.stream = Stream(connection)
         self._heard: List[Any] = []
-        # Of the last message.
+        # The frames of the last message.
         self.frames: List[Any] = []
 
     def tell(self, order: object, *frames: Any) -> None:
-        """Send an order."""
         self.stream.send([*encode(order), *frames])
 
     def ask(self, number: int, **inputs: Any) -> Any:
-        """Send a request; return the one output."""
+        """Send a request; return its only output."""
         specs = tuple(spec_of(name, array) for name, array in inputs.items())
         self.tell(Predict(number, RequestDescription("m", specs)), *map(frame_of, inputs.values()))
         result = self.hear(PredictResult)
@@ -66,7 +66,7 @@ class ForkChannel:
         return np.frombuffer(self.frames[2], NUMPY_DTYPE[spec.datatype]).reshape(spec.shape)
 
     def hear(self, kind: Type[M]) -> M:
-        """Wait for the next message, which has to be of this kind."""
+        """Wait for the next message and return it; it must have this type."""
         readable = select.poll()
         readable.register(self.stream, select.POLLIN)
         while not self._heard:
@@ -83,7 +83,7 @@ class ForkChannel:
 
 
 class Forking:
-    """The daemon, and a fork server that it has started; both forget nothing until they end."""
+    """A daemon with one fork server; it keeps a list of the forked processes until it ends."""
 
     def __init__(self, daemon: Daemon, variables: Mapping[str, str]) -> None:
         self.daemon = daemon
@@ -100,28 +100,27 @@ class Forking:
         self.server = self.accept()
 
     def command(self, parent: int) -> List[str]:
-        """Return that of a fork server."""
+        """Return the command line of a fork server."""
         return [sys.executable, "-m", "weightd_worker.forkserver", "--engine", ENGINE, "--parent", str(parent)]
 
     def arguments(self) -> List[str]:
-        """Return what a fork server reads from stdin."""
+        """Return the arguments that a fork server reads from stdin."""
         return ["--address", self.address, "--name", "server"]
 
     def accept(self) -> ForkChannel:
-        """Wait for the next channel."""
         connection, _ = self._listener.accept()
         self._channels.append(ForkChannel(connection))
         return self._channels[-1]
 
     def channel(self, name: str) -> ForkChannel:
-        """Return the channel of what was forked under that name."""
+        """Return the channel of the process that was forked under this name."""
         while name not in self._by_name:
             channel = self.accept()
             self._by_name.update((each, channel) for each, pid in self.pids.items() if pid == channel.pid)
         return self._by_name[name]
 
     def fork(self, name: str, model: Path, *more: str, of: Optional[ForkChannel] = None) -> int:
-        """Have the server, or the template `of`, make a child; `more` are further arguments. Return its pid."""
+        """Have the server, or the template `of`, fork a child with further arguments `more`; return its pid."""
         arguments = (*self.daemon.arguments(name, model), *more)
         arguments += ("--address", self.address)
         self._by_name.pop(name, None)
@@ -133,11 +132,10 @@ class Forking:
         return forked.pid
 
     def wait(self, name: str) -> int:
-        """Wait for the end of what was forked; return its status as `os.waitpid` does."""
+        """Wait until the forked process has exited; return its status as `os.waitpid` does."""
         return os.waitpid(self.pids.pop(name), 0)[1]
 
     def end(self) -> None:
-        """End all that was forked."""
         for pid in self.pids.values():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -149,7 +147,7 @@ class Forking:
 
 @contextlib.contextmanager
 def forking_for(daemon: Daemon, variables: Mapping[str, str]) -> Generator[Forking, None, None]:
-    """Have a fork server for a block."""
+    """Provide a fork server for a block."""
     forking = Forking(daemon, variables)
     try:
         yield forking
@@ -159,14 +157,14 @@ def forking_for(daemon: Daemon, variables: Mapping[str, str]) -> Generator[Forki
 
 @pytest.fixture(scope="module")
 def forking(one_daemon: Daemon) -> Generator[Forking, None, None]:
-    """The fork server that all tests of a file have; none is to end it."""
+    """Return a fork server that all tests of a file share; no test may end it."""
     with forking_for(one_daemon, {}) as forking:
         yield forking
 
 
 @pytest.fixture
 def served(daemon: Daemon) -> Callable[..., ContextManager[Forking]]:
-    """Have one for a block, which may end it; it gets the variables that are named."""
+    """Return a context manager with a fork server that the block may end; it gets the given environment variables."""
 
     def start(**variables: str) -> ContextManager[Forking]:
         return forking_for(daemon, variables)
@@ -176,7 +174,7 @@ def served(daemon: Daemon) -> Callable[..., ContextManager[Forking]]:
 
 @pytest.fixture(scope="module")
 def leaky(one_daemon: Daemon, tmp_path_factory: pytest.TempPathFactory) -> Generator[Forking, None, None]:
-    """One whose engine's library does to its process all that an import can do."""
+    """Return a fork server whose engine library has every side effect on its process that an import can have."""
     directory = tmp_path_factory.mktemp("library")
     source = Path(__file__).with_name("leaky.py").read_text()
     for package in (ENGINE, f"{ENGINE}/capi"):

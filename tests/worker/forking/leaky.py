@@ -27,7 +27,7 @@ ctypes.CDLL(None).printf(b"unfinished")
 
 
 def __getattr__(name: str) -> str:
-    """Tell, as the version that everybody asks for, what can be seen from within alone."""
+    """Return, as the version that every worker reads, the state that is visible only inside the process."""
     if name != "__version__":
         raise AttributeError(name)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The system call, in processes of its own, and the forker: who forks goes on whatever happens."""
+"""Tests of the fork system call in separate processes, and of the forker, which continues after every failure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from weightd_protocol.messages.worker import Fork, Forked
 from weightd_worker import forking
 from weightd_worker.forking import Forker, ProcessState
 
-# numpy's threads would be in the way.
+# numpy's threads would prevent a fork.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OPENBLAS_NUM_THREADS": "1"}
 ORDER = Fork("w", ("--some",), "/log")
 
-# What is forked writes its arguments to a file, and has the status 3.
+# The forked process writes its arguments to a file and exits with status 3.
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
@@ -32,7 +32,7 @@ def ready(words, made):
     def live():
         Path(directory, "words").write_text(" ".join(words))
         if fate == "fails":
-            raise ValueError("as it was told")
+            raise ValueError("as requested")
         return 3
     return live
 def tell(forked):
@@ -48,7 +48,7 @@ print("lives")
 
 
 def fate(directory: Path, fate: str) -> Tuple[int, List[str]]:
-    """Return the status of what was forked, negative for a signal, and what was printed by who has forked it."""
+    """Fork in a new process; return the child's status (negative for a signal) and the output of the parent."""
     command = [sys.executable, "-c", SCRIPT, str(directory), fate]
     done = subprocess.run(command, stdout=subprocess.PIPE, env=ENVIRONMENT, timeout=60, check=False)
     pid, *rest = done.stdout.decode().split()
@@ -56,36 +56,36 @@ def fate(directory: Path, fate: str) -> Tuple[int, List[str]]:
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else -os.WTERMSIG(status), rest
 
 
-def test_it_lives_by_its_arguments_and_ends_with_its_status(tmp_path: Path) -> None:
+def test_child_uses_its_arguments_and_status(tmp_path: Path) -> None:
     assert fate(tmp_path, "heard") == (3, ["lives"])
     assert (tmp_path / "words").read_text() == "--some thing"
 
 
 @pytest.mark.parametrize(("how", "printed"), [("unheard", ["lives"]), ("dies", [])])
-def test_it_leaves_where_nobody_was_told_of_it(tmp_path: Path, how: str, printed: List[str]) -> None:
+def test_unreported_child_is_killed(tmp_path: Path, how: str, printed: List[str]) -> None:
     assert fate(tmp_path, how) == (-signal.SIGKILL, printed)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_its_failure_is_in_its_own_log(tmp_path: Path) -> None:
+def test_failure_is_in_the_childs_log(tmp_path: Path) -> None:
     assert fate(tmp_path, "fails") == (70, ["lives"])
-    assert "ValueError: as it was told" in (tmp_path / "log").read_text()
+    assert "ValueError: as requested" in (tmp_path / "log").read_text()
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, reason: str) -> List[Forked]:
-    """What is told by a forker that is in the way of itself for this reason."""
-    told: List[Forked] = []
+    """Return the messages of a forker that cannot fork for this reason."""
+    messages: List[Forked] = []
 
     def tell(forked: Forked) -> bool:
-        told.append(forked)
+        messages.append(forked)
         return True
 
     monkeypatch.setattr(forking, "cannot_fork_reason", lambda: reason)
     Forker(ProcessState(), lambda words, made: lambda: 0).fork(ORDER, tell)
-    return told
+    return messages
 
 
-def test_a_refusal_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_why_it_cannot_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     assert refused(monkeypatch, "cannot fork: no") == [Forked("w", 0, "cannot fork: no")]
 
 
@@ -93,7 +93,7 @@ def descriptors() -> List[str]:
     return sorted(each.name for each in Path("/proc/self/fd").iterdir())
 
 
-def test_so_is_what_the_kernel_refuses_and_nothing_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_clone_leaves_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     def clone() -> int:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
@@ -103,7 +103,7 @@ def test_so_is_what_the_kernel_refuses_and_nothing_is_left_open(monkeypatch: pyt
     assert descriptors() == before
 
 
-# Its child's thread has a right number, may have others, and learns of an abort.
+# The child's thread has the correct thread id, can start threads, and receives the signal of abort().
 CLONE_SCRIPT = """
 import ctypes, os, signal, sys, threading
 from weightd_worker import forking as clone
@@ -124,13 +124,13 @@ assert clone.cannot_fork_reason() == ""
 
 
 def run(script: str) -> List[str]:
-    """Run the script to its end; return the words that it has printed."""
+    """Run the script to its end; return the printed words."""
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, stdin=-3, stdout=subprocess.PIPE, env=ENVIRONMENT, timeout=60, check=True)
     return done.stdout.decode().split()
 
 
-def test_what_is_forked_is_a_whole_process_and_a_child_of_the_parent() -> None:
+def test_fork_is_a_full_child_of_the_parent() -> None:
     pid, parent = map(int, run(CLONE_SCRIPT))
     assert parent == os.getpid()
     status = os.waitpid(pid, 0)[1]
@@ -138,7 +138,7 @@ def test_what_is_forked_is_a_whole_process_and_a_child_of_the_parent() -> None:
     assert os.WTERMSIG(status) == 6
 
 
-def test_a_second_thread_is_named() -> None:
+def test_reason_names_second_thread() -> None:
     script = """
 import threading, time
 from pathlib import Path
@@ -155,25 +155,25 @@ print(clone.cannot_fork_reason())
     assert " ".join(run(script)) == "cannot fork: expected one thread, got 1 more: dreamer"
 
 
-def test_another_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_names_unsupported_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     assert forking.cannot_fork_reason() == "cannot fork: expected x86_64 or aarch64 under Linux, got riscv64"
 
 
-def test_so_is_a_kernel_that_does_not_say_where_the_thread_s_number_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_without_tid_address_cannot_fork(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forking, "_PR_GET_TID_ADDRESS", 1 << 20)
     assert forking.cannot_fork_reason().startswith(
         "cannot fork: the kernel does not report the address of the C library"
     )
 
 
-def test_what_the_kernel_refuses_is_an_error_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A thread that shares signal handlers has to share memory.
+def test_failed_clone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A thread that shares signal handlers must share memory.
     monkeypatch.setattr(forking, "_FLAGS", 0x800)
     with pytest.raises(OSError, match="Invalid argument"):
         forking.clone()
 
 
-def test_a_thread_that_ends_meanwhile_still_counts(tmp_path: Path) -> None:
+def test_counts_thread_that_ends_meanwhile(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     assert forking.cannot_fork_reason(str(tmp_path)) == "cannot fork: expected one thread, got 1 more: ?"

@@ -1,4 +1,4 @@
-"""The fork server as the daemon starts it, with the real engine of this interpreter."""
+"""Tests of the fork server as the daemon starts it, with the real engine of this interpreter."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Start = Callable[..., ContextManager["Forking"]]
 
 ENGINE = "mindspore_lite" if importlib.util.find_spec("mindspore_lite") else "onnxruntime"
 
-# Starts the server as its own, tells its pid, and waits.
+# Starts the server as a child, prints its pid, and waits.
 PARENT = """
 import os, subprocess, sys
 server = subprocess.Popen([*sys.argv[1:], "--parent", str(os.getpid())], stdin=subprocess.PIPE)
@@ -39,7 +39,7 @@ sys.stdin.readline()
 
 
 def alive(pid: int) -> bool:
-    """Whether it runs; a zombie, which nobody may be there to reap, does not."""
+    """Return whether the process runs. A zombie does not count, because it may have no parent that reaps it."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -47,7 +47,7 @@ def alive(pid: int) -> bool:
     return state not in "ZX"
 
 
-def test_a_holder_and_its_workers_are_forked_and_serve(forking: Forking, model: Model) -> None:
+def test_forks_holder_and_workers(forking: Forking, model: Model) -> None:
     daemon, path = forking.daemon, model("wide")
     for name, role in (("h", "holder"), ("w1", "worker"), ("w2", "worker")):
         forking.fork(name, path, "--role", role)
@@ -72,7 +72,7 @@ def test_a_holder_and_its_workers_are_forked_and_serve(forking: Forking, model: 
         assert forking.wait(name) == exit_codes.OK
 
 
-def test_one_that_is_killed_leaves_what_it_has_forked(served: Start, model: Model) -> None:
+def test_children_outlive_killed_server(served: Start, model: Model) -> None:
     with served() as forking:
         forking.fork("w", model("relu"))
         forking.channel("w").hear(Hello)
@@ -83,7 +83,7 @@ def test_one_that_is_killed_leaves_what_it_has_forked(served: Start, model: Mode
         forking.channel("w").hear(Pong)
 
 
-def test_all_end_with_their_parent(served: Start, model: Model) -> None:
+def test_server_and_children_end_with_parent(served: Start, model: Model) -> None:
     with served() as forking:
         command = [sys.executable, "-c", PARENT, *forking.command(0)[:-2]]
         environment = {**os.environ, **forking.variables, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -102,33 +102,33 @@ def test_all_end_with_their_parent(served: Start, model: Model) -> None:
         until(lambda: not alive(pid) and not alive(channel.pid), "the end of both")
 
 
-@pytest.mark.parametrize("how", ["told", "channel", "order"])
-def test_it_ends_when_it_is_told_or_its_lane_does_or_with_an_order_that_is_none_for_it(served: Start, how: str) -> None:
+@pytest.mark.parametrize("how", ["stop", "channel", "order"])
+def test_server_ends_by_stop_channel_or_wrong_order(served: Start, how: str) -> None:
     with served() as forking:
         if how == "channel":
             forking.server.stream.close()
         else:
-            forking.server.tell(Stop() if how == "told" else Ping(run_selftest=False))
+            forking.server.tell(Stop() if how == "stop" else Ping(run_selftest=False))
         status = exit_codes.FAILED if how == "order" else exit_codes.OK
         assert forking.daemon.children["server"].wait(30) == status
     words = "RemoteProtocolError: type: expected fork or stop, got ping"
     assert (words in forking.daemon.log("server")) == (how == "order")
 
 
-def test_where_nobody_listens_it_ends(daemon: Daemon) -> None:
+def test_server_ends_without_listener(daemon: Daemon) -> None:
     daemon.launch("server", command(), None, arguments(daemon))
     assert daemon.children["server"].wait(60) == exit_codes.FAILED
     assert f"{daemon.runtime}/children.channel: no process listens" in daemon.log("server")
 
 
-def test_one_without_its_library_says_so(daemon: Daemon, tmp_path: Path) -> None:
+def test_server_reports_failed_import(daemon: Daemon, tmp_path: Path) -> None:
     (tmp_path / f"{ENGINE}.py").write_text("raise ValueError('numpy.ndarray size changed')")
     daemon.launch("server", command(), {"PYTHONPATH": str(tmp_path)}, arguments(daemon))
     assert daemon.children["server"].wait(60) == exit_codes.NO_ENGINE
     assert f"{sys.executable}: numpy.ndarray size changed" in daemon.log("server")
 
 
-def test_a_thread_that_an_import_has_begun_is_told_and_it_goes_on(served: Start, tmp_path: Path) -> None:
+def test_server_survives_thread_started_by_import(served: Start, tmp_path: Path) -> None:
     lines = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     for package in (ENGINE, f"{ENGINE}/capi"):
         (tmp_path / package).mkdir()
@@ -142,13 +142,13 @@ def test_a_thread_that_an_import_has_begun_is_told_and_it_goes_on(served: Start,
             assert (forked.pid, forked.error) == (0, f"cannot fork: expected one thread, got 1 more: {comm}")
 
 
-def test_wrong_arguments_are_told_and_it_goes_on(forking: Forking) -> None:
+def test_server_survives_wrong_arguments(forking: Forking) -> None:
     for _ in range(2):
         forking.server.tell(Fork("none", ("--role", "king"), "/log"))
         assert forking.server.hear(Forked) == Forked("none", 0, "cannot fork: invalid arguments: --role king")
 
 
-def test_ctrl_c_is_not_its_business(forking: Forking, model: Model) -> None:
+def test_server_ignores_sigint(forking: Forking, model: Model) -> None:
     os.kill(forking.server.pid, signal.SIGINT)
     forking.fork("after", model("relu"))
     forking.channel("after").hear(Hello)
@@ -159,5 +159,5 @@ def command() -> List[str]:
 
 
 def arguments(daemon: Daemon) -> List[str]:
-    """Those of a server which has nobody to listen."""
+    """Return the arguments of a server whose daemon does not listen."""
     return ["--name", "server", "--address", f"ipc://{daemon.runtime}/children"]

@@ -1,4 +1,4 @@
-"""A holder that workers are forked from, with the real ONNX Runtime."""
+"""Tests of templates (holders from which workers are forked) with the real ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MIB = 1 << 20
 
 
 def holder(forking: Forking, model: Path, *more: str) -> Tuple[ForkChannel, Built]:
-    """A holder that may be a template, and what it has built."""
+    """Start a holder that may become a template and build its model."""
     forking.fork("h", model, "--role", "holder", "--template", *more)
     channel = forking.channel("h")
     hello = channel.hear(Hello)
@@ -50,7 +50,7 @@ def holder(forking: Forking, model: Path, *more: str) -> Tuple[ForkChannel, Buil
 
 
 def worker(forking: Forking, name: str, model: Path, built: Built, of: ForkChannel) -> Tuple[Hello, Attached]:
-    """Have a worker forked, and let it attach."""
+    """Fork a worker and attach it."""
     forking.fork(name, model, of=of)
     hello = forking.channel(name).hear(Hello)
     forking.channel(name).tell(Attach(built.handle, built.selftest_cases))
@@ -59,7 +59,7 @@ def worker(forking: Forking, name: str, model: Path, built: Built, of: ForkChann
     return hello, attached
 
 
-def test_its_workers_have_what_it_has_and_answer_bit_for_bit(served: Start, model: Model) -> None:
+def test_forked_workers_share_model_and_answer_equally(served: Start, model: Model) -> None:
     import onnxruntime
 
     path = model("wide")
@@ -76,7 +76,7 @@ def test_its_workers_have_what_it_has_and_answer_bit_for_bit(served: Start, mode
             assert attached.shared_bytes == built.shared_bytes
             assert forking.channel(name).ask(number, x=x).tobytes() == expected.tobytes()
         assert not (forking.daemon.directory / "store").exists()
-        # They live on without it.
+        # The workers continue without the template.
         os.kill(template.pid, signal.SIGKILL)
         forking.wait("h")
         forking.channel("w0").tell(Ping(run_selftest=True))
@@ -86,7 +86,7 @@ def test_its_workers_have_what_it_has_and_answer_bit_for_bit(served: Start, mode
         assert forking.wait("w0") == exit_codes.OK
 
 
-def test_it_obeys_the_next_daemon(served: Start, model: Model) -> None:
+def test_template_obeys_next_daemon(served: Start, model: Model) -> None:
     with served() as forking:
         template, built = holder(forking, model("wide"))
         template.stream.close()
@@ -105,7 +105,7 @@ def test_it_obeys_the_next_daemon(served: Start, model: Model) -> None:
         ("wide", ("--sharing", "off"), False, "sharing is off"),
     ],
 )
-def test_what_cannot_be_one_or_is_not_worth_it_is_none(
+def test_conditions_that_rule_out_a_template(
     served: Start, model: Model, name: str, more: Tuple[str, ...], shares: bool, note: str
 ) -> None:
     with served() as forking:
@@ -119,11 +119,11 @@ def test_what_cannot_be_one_or_is_not_worth_it_is_none(
         assert channel.hear(Forked) == Forked("w", 0, "this process is not a template")
 
 
-def test_a_model_that_may_draw_at_random_is_none_for_all_would_draw_the_same(served: Start, model: Model) -> None:
+def test_random_model_has_no_template(served: Start, model: Model) -> None:
     with served() as forking:
         path = model("rarely_random")
         _, built = holder(forking, path)
-        # Nothing shows of it in what is large, and repeats itself.
+        # The self-test does not show this, because its answers repeat.
         assert (built.selftest_digest != "", built.is_template, built.shared_bytes > 4 * MIB) == (True, False, True)
         drawn: Set[bytes] = set()
         for number, name in enumerate(("w1", "w2")):
@@ -133,7 +133,7 @@ def test_a_model_that_may_draw_at_random_is_none_for_all_would_draw_the_same(ser
         assert len(drawn) == 2
 
 
-def test_it_serves_nobody(served: Start, model: Model) -> None:
+def test_template_rejects_predict(served: Start, model: Model) -> None:
     with served() as forking:
         template, _ = holder(forking, model("wide"))
         template.tell(Predict(1, RequestDescription("m", ())))

@@ -1,4 +1,4 @@
-"""Fixtures: processes that share memory, forked from one that has imported their modules."""
+"""Fixtures: processes that share memory, forked from a server that has imported their modules."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ for line in stream:
 
 
 class Child:
-    """A Python process that does what it is told; its malloc maps blocks of `threshold` bytes and more."""
+    """A Python process that executes code for the test; its malloc maps blocks of at least `threshold` bytes."""
 
     def __init__(self, address: str, threshold: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -85,11 +85,10 @@ class Child:
         self.do(f"ctypes.CDLL(None).mallopt(-3, {threshold})")
 
     def do(self, code: str) -> None:
-        """Execute statements."""
         self._exchange("do", code)
 
     def ask(self, expression: str) -> Any:
-        """Evaluate an expression, to something that JSON has."""
+        """Evaluate an expression whose value has a JSON form."""
         return self._exchange("ask", expression)
 
     def _exchange(self, verb: str, code: str) -> Any:
@@ -102,7 +101,7 @@ class Child:
         return value
 
     def kill(self) -> None:
-        """End it, whatever it is doing, and wait until its memory is free."""
+        """Kill the process and wait until its memory is free."""
         if self._stream.closed:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -115,7 +114,7 @@ class Child:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
-    """The address of a process that forks a child for each connection."""
+    """Return the address of a process that forks a child for each connection."""
     path = os.pathsep.join(filter(None, sys.path))
     environment = {**os.environ, "PYTHONPATH": path, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     process = subprocess.Popen(
@@ -132,7 +131,7 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def spawn(server: str) -> Iterator[Spawn]:
-    """Start children whose large blocks have mappings of their own; end them after the test."""
+    """Return a function that starts children whose large blocks have separate mappings; end them after the test."""
     children: List[Child] = []
 
     def start(threshold: int = 1 << 20) -> Child:

@@ -20,7 +20,7 @@ Heads = Dict[int, Tuple[int, int]]
 
 
 def reader(heads: Heads) -> MemoryReader:
-    """Memory in which only these pages exist: page number -> its first two words."""
+    """Return memory in which only these pages exist, as a map from page number to its first two words."""
 
     def populated(start: int, end: int) -> NDArray[np.bool_]:
         return np.array([page in heads for page in range(start // PAGE, end // PAGE)], dtype=np.bool_)
@@ -37,7 +37,7 @@ def region(first: int, last: int, anonymous: bool = True) -> AddressRange:
 
 
 def walk(span: List[AddressRange], heads: Heads) -> List[Tuple[int, int]]:
-    """Find chunks, in pages."""
+    """Return the chunks that are found, in pages."""
     return [(chunk.start // PAGE, chunk.size // PAGE) for chunk in chunks.find_chunks(span, reader(heads))]
 
 
@@ -46,20 +46,20 @@ def walk(span: List[AddressRange], heads: Heads) -> List[Tuple[int, int]]:
     [
         (0, PAGE | 2, True),
         (0, (1 << 40) | 2, True),
-        (PAGE, PAGE | 2, False),  # not the first block of its mapping
-        (0, PAGE, False),  # no flag
-        (0, PAGE | 1, False),  # an ordinary block
-        (0, PAGE | 3, False),  # impossible together
-        (0, 2, False),  # no size
-        (0, PAGE + 16 | 2, False),  # not whole pages
+        (PAGE, PAGE | 2, False),  # It is not the first block of its mapping.
+        (0, PAGE, False),  # The flag is missing.
+        (0, PAGE | 1, False),  # It is an ordinary block.
+        (0, PAGE | 3, False),  # The flags exclude each other.
+        (0, 2, False),  # The size is missing.
+        (0, PAGE + 16 | 2, False),  # The size is not a multiple of the page size.
         (0, 0, False),
     ],
 )
-def test_what_is_a_header(before: int, size: int, is_header: bool) -> None:
+def test_recognizes_header(before: int, size: int, is_header: bool) -> None:
     assert chunks.mapping_size(struct.pack("<QQ", before, size)) == (size - 2 if is_header else 0)
 
 
-def test_memory_that_is_gone_is_no_header() -> None:
+def test_unmapped_memory_has_no_header() -> None:
     assert [chunks.mapping_size(gone) for gone in (None, bytes(8))] == [0, 0]
 
 
@@ -73,21 +73,19 @@ HEAD = (0, 4 * PAGE | 2)
         ([region(10, 14)], {10: HEAD}, [(10, 4)]),
         ([region(10, 13)], {10: HEAD}, []),
         ([region(8, 20)], {17: HEAD}, []),
-        # It may reach over parts that were mapped from a file, but does not begin in one.
+        # A chunk may cover parts that map a file, but does not begin in one.
         ([region(10, 11), region(11, 13, anonymous=False), region(13, 20)], {10: HEAD, 14: HEAD}, [(10, 4), (14, 4)]),
         ([region(10, 20, anonymous=False)], {10: HEAD}, []),
-        # What looks like a header inside a chunk is data.
+        # Bytes inside a chunk that resemble a header are data.
         ([region(0, 12)], {2: (0, 6 * PAGE | 2), 3: HEAD, 6: HEAD, 8: HEAD}, [(2, 6), (8, 4)]),
     ],
 )
-def test_where_chunks_are(span: List[AddressRange], heads: Heads, found: List[Tuple[int, int]]) -> None:
+def test_finds_chunks(span: List[AddressRange], heads: Heads, found: List[Tuple[int, int]]) -> None:
     assert walk(span, heads) == found
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=8), st.integers(1, 4), st.data())
-def test_all_chunks_are_found_among_other_memory(
-    layout: List[Tuple[int, int]], window: int, data: st.DataObject
-) -> None:
+def test_finds_all_chunks_among_other_memory(layout: List[Tuple[int, int]], window: int, data: st.DataObject) -> None:
     heads: Heads = {}
     expected: List[Tuple[int, int]] = []
     position = 1
@@ -114,7 +112,7 @@ def test_all_chunks_are_found_among_other_memory(
         ([(1, True)], [], [(0, 1)]),
         ([(3, True), (1, False), (1, True)], [], [(0, 3), (4, 5)]),
         ([(0.5, True), (1, True)], [], [(0.5, 1.5)]),
-        # Beside other memory, of a file, or with a malloc mapping in it or begun before it.
+        # A region is not a pool if it maps a file, contains a malloc mapping or begins inside one.
         ([(1.5, True)], [], []),
         ([(1, False)], [], []),
         ([(2, True), (1, True)], [(0.5, 0.1)], [(2, 3)]),
@@ -122,7 +120,7 @@ def test_all_chunks_are_found_among_other_memory(
         ([(0.5, True), (1, True)], [(0.25, 0.25)], [(0.5, 1.5)]),
     ],
 )
-def test_pools_are_regions_of_just_their_size(
+def test_pools_have_an_exact_size(
     span: List[Tuple[float, bool]], found: List[Tuple[float, float]], pools: List[Tuple[float, float]]
 ) -> None:
     position = 0
@@ -144,7 +142,7 @@ def test_anonymous_parts(start: int, end: int, parts: List[Tuple[int, int]]) -> 
     assert list(chunks.anonymous_parts(span, start, end)) == parts
 
 
-def test_malloc_must_agree_in_number_and_bytes() -> None:
+def test_checks_number_and_bytes_of_blocks() -> None:
     chunks.check_counts(2, 3 * PAGE, MappedBlocks(2, 3 * PAGE, 2**64))
     chunks.check_counts(2, 2**32 + PAGE, MappedBlocks(2, PAGE, 2**32))
     for other in (MappedBlocks(1, 3 * PAGE, 2**64), MappedBlocks(3, 3 * PAGE, 2**64), MappedBlocks(2, PAGE, 2**64)):
@@ -153,7 +151,7 @@ def test_malloc_must_agree_in_number_and_bytes() -> None:
 
 
 class OtherMalloc(Libc):
-    """Its blocks come from elsewhere and have no header; glibc counts as it is told."""
+    """A malloc that places blocks elsewhere and without headers; glibc's counters return the given values."""
 
     def __init__(self, *counts: int) -> None:
         self.counts = [MappedBlocks(count, count * ((32 << 20) + PAGE), 2**64) for count in counts]
@@ -171,7 +169,7 @@ class OtherMalloc(Libc):
 
 
 @pytest.mark.parametrize("after", [0, 1])
-def test_another_malloc_is_noticed_by_the_count_or_by_the_header(after: int) -> None:
+def test_detects_replaced_malloc(after: int) -> None:
     other = OtherMalloc(0, after)
     with pytest.raises(PageSharingUnavailable, match="it was replaced or tuned"):
         chunks.check_malloc(other)

@@ -1,4 +1,4 @@
-"""What goes wrong costs memory, never an answer: on real memory of real processes, with faults put in."""
+"""Fault injection for page sharing in real processes: a fault may cost memory, but never changes an answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def loaded(spawn: Spawn, path: Path, seed: int = 1) -> Child:
-    """A process with 40 MiB of weights: two and a half of the blocks in which pages are exchanged."""
+    """Return a process with 40 MiB of weights: two and a half of the blocks in which pages are exchanged."""
     child = spawn()
     child.do(f"path = {str(path)!r}; model = weights({seed}, 40); before = digest(model); clean = traces()")
     return child
@@ -35,7 +35,7 @@ def unharmed(child: Child) -> bool:
     return bool(child.ask("digest(model) == before and traces() == clean and gc.isenabled()"))
 
 
-# --- what is refused as a whole -----------------------------------------------------------------------------------
+# --- faults that prevent sharing --------------------------------------------------------------------------------
 
 FULL_DISK = """
 write = store.NewStore.write_pages
@@ -67,7 +67,7 @@ HIDDEN_BLOCK = """
 hidden = weights(2, 2)
 ctypes.CDLL(None).mprotect(ctypes.c_void_p(hidden.ctypes.data - 16), ctypes.c_size_t(libc.PAGE), 1)
 """
-# The header that malloc then leaves behind is out of date.
+# The header that malloc leaves behind is outdated.
 MOVED_ALIGNED_BLOCK = """
 c = ctypes.CDLL(None)
 c.memalign.restype = c.realloc.restype = ctypes.c_void_p
@@ -95,9 +95,7 @@ block = c.realloc(ctypes.c_void_p(block), ctypes.c_size_t(9 << 20))
         ("attach_pages", "os.truncate(path, os.path.getsize(path) - 1)", "truncated"),
     ],
 )
-def test_what_cannot_be_done_is_refused_and_the_memory_is_as_before(
-    verb: str, fault: str, reason: str, spawn: Spawn, path: Path
-) -> None:
+def test_failed_sharing_keeps_memory_intact(verb: str, fault: str, reason: str, spawn: Spawn, path: Path) -> None:
     if verb == "attach_pages":
         loaded(spawn, path).do("pagesharing.export_pages(path)")
         path.chmod(0o600)
@@ -110,7 +108,7 @@ def test_what_cannot_be_done_is_refused_and_the_memory_is_as_before(
     assert child.ask("bool((model == 4).all())")
 
 
-def test_a_file_that_is_in_the_way_is_kept(spawn: Spawn, path: Path) -> None:
+def test_keeps_existing_file(spawn: Spawn, path: Path) -> None:
     path.write_text("mine")
     assert "File exists" in spawn().ask(f"reason(pagesharing.export_pages, {str(path)!r})")
     assert path.read_text() == "mine"
@@ -149,8 +147,8 @@ def test_platforms_without_page_sharing(
     assert not path.exists()
 
 
-class Broken(libc.Libc):
-    """Loses the memory that it maps over, and gets none in its place."""
+class FailingLibc(libc.Libc):
+    """A C library that loses the memory over which it maps a file, and cannot map new memory."""
 
     def __init__(self) -> None:
         pass
@@ -168,19 +166,19 @@ class Broken(libc.Libc):
         raise OSError(12, "Cannot allocate memory")
 
 
-def test_memory_that_cannot_be_restored_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_memory_ends_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def abort() -> None:
         raise SystemExit("aborted")
 
     monkeypatch.setattr(os, "abort", abort)
     with pytest.raises(SystemExit, match="aborted"):
-        remap.Remapper(Broken(), -1, 0).share(1 << 40, 0, libc.PAGE)
+        remap.Remapper(FailingLibc(), -1, 0).share(1 << 40, 0, libc.PAGE)
 
 
-# --- what is left out ---------------------------------------------------------------------------------------------
+# --- pages that are left out ------------------------------------------------------------------------------------
 
 
-def test_a_page_that_changes_after_it_was_hashed_is_not_mapped(spawn: Spawn, path: Path) -> None:
+def test_skips_page_changed_after_hashing(spawn: Spawn, path: Path) -> None:
     loaded(spawn, path).do("pagesharing.export_pages(path)")
     child = loaded(spawn, path)
     child.do("""
@@ -196,7 +194,7 @@ model[1000000] -= 1
     assert unharmed(child)
 
 
-def test_a_page_that_changes_after_it_was_written_is_not_mapped(spawn: Spawn, path: Path) -> None:
+def test_skips_page_changed_after_writing(spawn: Spawn, path: Path) -> None:
     child = loaded(spawn, path)
     child.do("""
 write = store.NewStore.write_pages
@@ -213,7 +211,7 @@ model[[1000, 500000, 1000000]] -= 1
     assert loaded(spawn, path).ask("pagesharing.attach_pages(path).shared_bytes") == 40 * MIB
 
 
-def test_equal_hashes_are_not_believed(spawn: Spawn, path: Path) -> None:
+def test_compares_pages_with_equal_hashes(spawn: Spawn, path: Path) -> None:
     loaded(spawn, path).do("pagesharing.export_pages(path)")
     child = loaded(spawn, path, seed=2)
     child.do("""
@@ -227,7 +225,7 @@ clean = traces()
     assert unharmed(child)
 
 
-def test_zeros_that_change_are_not_dropped(spawn: Spawn, path: Path) -> None:
+def test_keeps_zeros_that_change(spawn: Spawn, path: Path) -> None:
     child = spawn()
     child.do(f"path = {str(path)!r}; model = np.ones(5 << 20, dtype=np.int64); model[:] = 0; clean = traces()")
     child.do("""
@@ -241,13 +239,14 @@ held = pagesharing.export_pages(path)
 assert model[3000000] == 7
 model[3000000] = 0
 """)
-    assert child.ask("held.zero_bytes") == 24 * MIB  # 16 of the 40 MiB are dropped, or not, as one
+    # 16 of the 40 MiB are one unit, which is dropped as a whole or not at all.
+    assert child.ask("held.zero_bytes") == 24 * MIB
     assert unharmed(child)
 
 
-# --- mappings are few ---------------------------------------------------------------------------------------------
+# --- limit of mappings ------------------------------------------------------------------------------------------
 
-# Many short runs, then a long one; and one run that turns out to be in pieces.
+# Many short runs and one long one; or one run that is split while it is mapped.
 SHORT_RUNS = "model[:1000000:3000] += 1; before = digest(model)"
 PIECES = """
 find_matches = runs.find_matches
@@ -263,7 +262,7 @@ runs.find_matches = change
 @pytest.mark.parametrize(
     ("change", "exchanges", "least", "most"), [(SHORT_RUNS, 3, 30 * MIB, 33 * MIB), (PIECES, 7, 1, MIB)]
 )
-def test_no_more_mappings_are_made_than_are_to_be_had_and_the_longest_runs_get_them(
+def test_longest_runs_get_the_available_mappings(
     change: str, exchanges: int, least: int, most: int, spawn: Spawn, path: Path
 ) -> None:
     loaded(spawn, path).do("pagesharing.export_pages(path)")
@@ -276,7 +275,7 @@ def test_no_more_mappings_are_made_than_are_to_be_had_and_the_longest_runs_get_t
     assert unharmed(child)
 
 
-def test_a_holder_with_few_mappings_shares_the_longest_runs(spawn: Spawn, path: Path) -> None:
+def test_holder_with_few_mappings_shares_longest_runs(spawn: Spawn, path: Path) -> None:
     child = loaded(spawn, path)
     child.do("more = [weights(seed, 2) for seed in range(2, 6)]; sharing.affordable_exchanges = lambda: 3")
     assert child.ask("pagesharing.export_pages(path).shared_bytes") == 44 * MIB
@@ -284,7 +283,7 @@ def test_a_holder_with_few_mappings_shares_the_longest_runs(spawn: Spawn, path: 
     assert loaded(spawn, path).ask("pagesharing.attach_pages(path).shared_bytes") == 40 * MIB
 
 
-def test_without_a_mapping_left_nothing_is_shared(spawn: Spawn, path: Path) -> None:
+def test_shares_nothing_without_mappings(spawn: Spawn, path: Path) -> None:
     child = loaded(spawn, path)
     child.do("chunks.mapping_limit = lambda: 10")
     assert child.ask(
@@ -293,7 +292,7 @@ def test_without_a_mapping_left_nothing_is_shared(spawn: Spawn, path: Path) -> N
     assert unharmed(child)
 
 
-def test_half_of_the_mappings_are_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leaves_half_of_the_mappings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "mapping_limit", lambda: 65530)
     monkeypatch.setattr(chunks, "count_mappings", lambda: 1530)
     assert remap.affordable_exchanges() == 16000

@@ -32,11 +32,11 @@ from weightd_worker.pagesharing.memory import ProcessMemoryReader
         (b"1000-2000 rwxp 00000000 00:00 0 ", None),
     ],
 )
-def test_a_line_of_maps(line: bytes, region: object) -> None:
+def test_parses_line_of_maps(line: bytes, region: object) -> None:
     assert chunks.parse_region(line + b"\n") == region
 
 
-def test_too_many_regions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_too_many_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "MAX_REGIONS", 5)
     line = b"1000-2000 rw-p 00000000 00:00 0 \n"
     assert len(chunks.parse_regions([line] * 5)) == 5
@@ -45,7 +45,7 @@ def test_too_many_regions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3))))
-def test_spans_are_all_the_regions_cut_at_the_gaps(steps: List[List[int]]) -> None:
+def test_spans_end_at_gaps(steps: List[List[int]]) -> None:
     regions: List[AddressRange] = []
     position = 0
     for gap, length in steps:
@@ -57,7 +57,7 @@ def test_spans_are_all_the_regions_cut_at_the_gaps(steps: List[List[int]]) -> No
     assert all(one[-1].end < other[0].start for one, other in zip(spans, spans[1:]))
 
 
-def test_own_memory_is_seen() -> None:
+def test_reads_own_regions() -> None:
     with mmap.mmap(-1, 8 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory[3 * PAGE] = 1
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -69,7 +69,7 @@ def test_own_memory_is_seen() -> None:
         assert 0 < chunks.count_mappings() < chunks.mapping_limit()
 
 
-def test_memory_of_which_the_kernel_says_less_than_was_asked_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_short_read_of_pagemap(monkeypatch: pytest.MonkeyPatch) -> None:
     def one_entry(fd: int, length: int, offset: int) -> bytes:
         return bytes(8)
 
@@ -80,13 +80,13 @@ def test_memory_of_which_the_kernel_says_less_than_was_asked_is_refused(monkeypa
     pagemap.close()
 
 
-def test_memory_that_is_gone_is_no_crash() -> None:
-    peephole = ProcessMemoryReader()
+def test_reading_unmapped_memory_does_not_crash() -> None:
+    memory_reader = ProcessMemoryReader()
     with mmap.mmap(-1, PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory[:4] = b"here"
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        assert peephole.read(address, 4) == b"here"
-    assert peephole.read(0, 4) is None
-    peephole.close()
+        assert memory_reader.read(address, 4) == b"here"
+    assert memory_reader.read(0, 4) is None
+    memory_reader.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
-        peephole.read(0, 4)
+        memory_reader.read(0, 4)

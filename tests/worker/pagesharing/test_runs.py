@@ -37,7 +37,7 @@ def test_runs_start_at_gaps() -> None:
         ([], [], []),
     ],
 )
-def test_only_long_runs_are_kept(marked: List[int], starts: List[int], kept: List[int]) -> None:
+def test_keeps_long_runs(marked: List[int], starts: List[int], kept: List[int]) -> None:
     found = runs.keep_long_runs(np.array(marked, dtype=np.bool_), np.array(starts, dtype=np.intp), 3)
     assert [int(value) for value in found] == kept
 
@@ -45,13 +45,13 @@ def test_only_long_runs_are_kept(marked: List[int], starts: List[int], kept: Lis
 @pytest.mark.parametrize(
     ("addresses", "hashes", "stored", "expected"),
     [
-        # An equal process matches in as many runs as it has.
+        # An identical process matches in as many runs as it has.
         ([*range(500), *range(600, 1100)], range(100, 1100), range(100, 1100), [Run(0, 0, 500), Run(600, 500, 500)]),
-        # Runs end where either side ends or differs.
+        # A run ends where either side ends or differs.
         ([0, 1, 2, 3], [2, 3, 9, 5], [1, 2, 3, 4, 5, 6], [Run(0, 1, 2), Run(3, 4, 1)]),
         ([0, 1, 2], [5, 6, 7], [1, 2, 3, 4, 5, 6], [Run(0, 4, 2)]),
         ([0, 5], [1, 2], [1, 2, 3, 4, 5, 6], [Run(0, 0, 1), Run(5, 1, 1)]),
-        # Of many copies one that goes on is taken.
+        # Of several copies, one whose run continues is chosen.
         ([0, 1, 2], [7, 8, 9], [7, 1, 7, 8, 2, 7, 8, 9, 7], [Run(0, 5, 3)]),
         ([], [], [1, 2], []),
         ([1, 2], [1, 2], [], []),
@@ -66,7 +66,7 @@ def test_many_equal_pages_take_few_runs() -> None:
 
 
 @given(st.data())
-def test_matched_runs_are_equal_and_leave_nothing_out(data: st.DataObject) -> None:
+def test_matched_runs_are_equal_and_complete(data: st.DataObject) -> None:
     numbers = st.integers(1, 5)
     stored = data.draw(st.lists(numbers, max_size=30))
     hashes = data.draw(st.lists(numbers, max_size=200))
@@ -82,7 +82,7 @@ def test_matched_runs_are_equal_and_leave_nothing_out(data: st.DataObject) -> No
     assert covered == [address for address in addresses if own[address] in stored]
 
 
-def test_the_longest_runs_are_kept_in_order() -> None:
+def test_keeps_longest_runs_in_order() -> None:
     several = [Run(1, 0, 5), Run(10, 0, 1), Run(20, 0, 7), Run(30, 0, 5)]
     for count, kept in ((4, several), (3, [several[0], *several[2:]]), (1, [several[2]]), (0, [])):
         assert runs.longest_runs(several, count) == kept

@@ -1,4 +1,4 @@
-"""export_pages and attach_pages, on real memory of real processes."""
+"""Tests of export_pages and attach_pages on the memory of real processes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def path(tmp_path: Path) -> Path:
 
 
 def holder(spawn: Spawn, path: Path) -> Child:
-    """A process with 3 x 8 MiB of weights in a store."""
+    """Return a process that has exported 3 x 8 MiB of weights to a store."""
     child = loaded(spawn, path)
     child.do("done = pagesharing.export_pages(path)")
     return child
 
 
 def worker(spawn: Spawn, path: Path) -> Child:
-    """A process with the same weights, joined."""
+    """Return a process with the same weights that has attached to the store."""
     child = loaded(spawn, path)
     child.do("done = pagesharing.attach_pages(path)")
     return child
@@ -40,20 +40,20 @@ def loaded(spawn: Spawn, path: Path) -> Child:
     return child
 
 
-def test_all_but_the_first_page_of_each_block_is_shared_and_memory_falls(spawn: Spawn, path: Path) -> None:
+def test_shares_all_but_first_page_of_each_block(spawn: Spawn, path: Path) -> None:
     first = holder(spawn, path)
     others = [worker(spawn, path) for _ in range(3)]
     for child in [first, *others]:
         assert child.ask("[done.shared_bytes, done.examined_bytes, done.zero_bytes]") == [24 * MIB, 24 * MIB, 0]
         assert 0 < child.ask("done.duration_s") < 60
-        assert child.ask("digest(*model) == before")  # and so all of it has been read
+        assert child.ask("digest(*model) == before")  # The digest reads all pages.
         assert child.ask("anonymous - rollup('Anonymous')") > 20 * MIB
-        # No file stays open, and the collector is as before.
+        # No file stays open, and the garbage collector is enabled again.
         assert child.ask("[traces() - clean, gc.isenabled()]") == [0, True]
     of_the_store = "sum(int(each.split()[1]) << 10 for each in pss())"
     first.do("""
 def pss():
-    "What of the store is counted as this process's, shared by those who have it."
+    "Return this process's proportional share of the store's mapped pages."
     ours = False
     with open("/proc/self/smaps") as lines:
         for line in lines:
@@ -78,7 +78,7 @@ def test_writes_stay_private(spawn: Spawn, path: Path) -> None:
         assert child.ask("digest(*model) == after != before")
 
 
-def test_nobody_depends_on_the_holder_or_on_the_name_of_the_store(spawn: Spawn, path: Path) -> None:
+def test_worker_survives_holder_and_unlinked_store(spawn: Spawn, path: Path) -> None:
     first, second = holder(spawn, path), worker(spawn, path)
     second.do("pagesharing.evict(path)")
     path.unlink()
@@ -88,7 +88,7 @@ def test_nobody_depends_on_the_holder_or_on_the_name_of_the_store(spawn: Spawn, 
     assert second.ask("digest(*model) == digest(weights(1, 8), weights(3, 8))")
 
 
-def test_eviction_leaves_what_is_read_again(spawn: Spawn, path: Path) -> None:
+def test_evicted_pages_are_read_again(spawn: Spawn, path: Path) -> None:
     child = holder(spawn, path)
     child.do("pagesharing.evict(path)")
     if not child.ask("pagesharing.is_on_disk(path)"):
@@ -99,7 +99,7 @@ def test_eviction_leaves_what_is_read_again(spawn: Spawn, path: Path) -> None:
     assert child.ask("digest(*model) == before")
 
 
-def test_equal_pages_in_other_places_are_found_and_others_left_alone(spawn: Spawn, path: Path) -> None:
+def test_matches_equal_pages_at_other_addresses(spawn: Spawn, path: Path) -> None:
     holder(spawn, path)
     other = spawn()
     other.do("model = [weights(3, 8), weights(9, 8), weights(2, 8)]; model[0][300000:300004] = 7")
@@ -108,12 +108,12 @@ def test_equal_pages_in_other_places_are_found_and_others_left_alone(spawn: Spaw
     assert other.ask("digest(*model) == before")
 
 
-def test_zeros_cost_nothing(spawn: Spawn, path: Path) -> None:
+def test_zero_pages_use_no_memory(spawn: Spawn, path: Path) -> None:
     child = spawn()
     child.do("model = weights(1, 8); model[100000:900000] = 0; zeros = np.ones(1 << 20, dtype=np.int64); zeros[:] = 0")
     child.do("before = digest(model, zeros); anonymous = rollup('Anonymous')")
     child.do(f"held = pagesharing.export_pages({str(path)!r})")
-    # Without the zeros it would be less than 3 MiB; modules that are compiled meanwhile take 2.
+    # Without dropped zeros the difference would be below 3 MiB; compiled modules may use 2 MiB of it.
     assert child.ask("anonymous - rollup('Anonymous')") > 12 * MIB
     assert child.ask("held.zero_bytes") > 13 * MIB
     assert child.ask("[held.shared_bytes + held.zero_bytes, held.examined_bytes]") == [16 * MIB, 16 * MIB]
@@ -122,7 +122,7 @@ def test_zeros_cost_nothing(spawn: Spawn, path: Path) -> None:
     assert child.ask("bool((zeros == 5).all() and (model == 6).all())")
 
 
-def test_where_nothing_is_left_to_share_nothing_is_done(spawn: Spawn, tmp_path: Path) -> None:
+def test_shares_nothing_twice(spawn: Spawn, tmp_path: Path) -> None:
     child = spawn()
     child.do(f"empty, other = {str(tmp_path / 'empty')!r}, {str(tmp_path / 'other')!r}; gc.disable()")
     child.do("done = [pagesharing.export_pages(empty), pagesharing.attach_pages(empty)]")
@@ -136,7 +136,7 @@ def test_where_nothing_is_left_to_share_nothing_is_done(spawn: Spawn, tmp_path: 
     assert child.ask("digest(model) == before and not gc.isenabled()")
 
 
-def test_a_store_in_memory_will_do(spawn: Spawn) -> None:
+def test_store_may_lie_in_memory(spawn: Spawn) -> None:
     if not Path("/dev/shm").is_dir():
         pytest.skip("no /dev/shm")
     path = Path("/dev/shm") / f"weightd-test-{id(spawn)}"
@@ -147,13 +147,13 @@ def test_a_store_in_memory_will_do(spawn: Spawn) -> None:
         path.unlink()
 
 
-def test_prepare_gives_blocks_their_own_mappings(spawn: Spawn, path: Path) -> None:
+def test_prepare_maps_blocks_separately(spawn: Spawn, path: Path) -> None:
     child = spawn(threshold=32 << 20)
     child.do("hidden = weights(1, 8); pagesharing.prepare(); model = weights(2, 8)")
     assert child.ask(f"pagesharing.export_pages({str(path)!r}).shared_bytes") == 8 * MIB
 
 
-def test_of_a_model_smaller_blocks_are_shared_too_but_not_those_of_before_or_after(spawn: Spawn, path: Path) -> None:
+def test_shares_small_blocks_only_of_the_build(spawn: Spawn, path: Path) -> None:
     for verb in ("export_pages", "attach_pages"):
         child = spawn(threshold=128 << 10)
         child.do(f"""
@@ -167,11 +167,11 @@ later = piece(4)
 """)
         assert child.ask("done.shared_bytes") == 3 * (256 << 10)
         assert child.ask("digest(*model) == known")
-        # What each predict takes and frees does not cost a mapping each time.
+        # The blocks that each predict allocates and frees do not cost a mapping each time.
         assert child.ask("blocks == libc.libc().mapped_blocks()")
 
 
-def test_a_malloc_that_counts_in_32_bits(spawn: Spawn, path: Path) -> None:
+def test_malloc_with_32_bit_counters(spawn: Spawn, path: Path) -> None:
     child = spawn()
     child.do("""
 class Old:
@@ -188,7 +188,7 @@ huge = np.empty(5 << 30, dtype=np.uint8)     # no more than addresses
     assert child.ask(f"pagesharing.export_pages({str(path)!r}).shared_bytes") == 8 * MIB
 
 
-def test_only_large_blocks_of_malloc_are_found_and_never_our_own(spawn: Spawn) -> None:
+def test_finds_only_large_malloc_blocks(spawn: Spawn) -> None:
     child = spawn(threshold=128 << 10)
     child.do("""
 model = [weights(seed, 8) for seed in (1, 2)]
@@ -201,7 +201,7 @@ expected = sorted((a.ctypes.data - 16 + libc.PAGE, a.ctypes.data - 16 + libc.PAG
     assert child.ask("found == [expected] * 3")
 
 
-def test_any_use_of_malloc_is_understood(spawn: Spawn, tmp_path: Path) -> None:
+def test_handles_any_use_of_malloc(spawn: Spawn, tmp_path: Path) -> None:
     child = spawn()
     child.do("""
 import random
@@ -253,19 +253,19 @@ def right():
 @pytest.mark.parametrize(
     ("mib", "users", "origin", "worth"),
     [
-        # What the others save is more than a holder costs, or is not.
+        # The savings of the other workers exceed, or do not exceed, the cost of a holder.
         (8, 2, "forked", True),
         (7, 2, "forked", False),
         (1, 9, "forked", True),
         (8, 2, "spawned", False),
         (32, 2, "spawned", True),
-        # One alone saves nothing of that, but the next one is there sooner.
+        # One worker saves none of this memory, but the next worker starts sooner.
         (63, 1, "forked", False),
         (64, 1, "forked", True),
         (0, 100, "forked", False),
-        # Not asked, as on a card.
+        # No memory figures are given, as on a card.
         (0, 0, "spawned", True),
     ],
 )
-def test_a_holder_is_worth_what_it_saves(mib: int, users: int, origin: str, worth: bool) -> None:
+def test_holder_is_worthwhile_if_it_saves_memory(mib: int, users: int, origin: str, worth: bool) -> None:
     assert is_holder_worthwhile(mib << 20, users, HOLDER_COST_BYTES[origin]) is worth

@@ -20,7 +20,7 @@ from weightd_worker.pagesharing.store import NewStore, OpenStore
 
 
 def make(path: Path, pages: int = 3) -> bytes:
-    """Write a finished store of random pages; return these."""
+    """Write a finished store of random pages; return the pages."""
     content = np.frombuffer(np.random.RandomState(1).bytes(pages * PAGE), dtype=np.uint8)
     new = NewStore(str(path), pages)
     new.write_pages(0, int(content.ctypes.data), pages * PAGE)
@@ -35,7 +35,7 @@ def refusal(path: Path) -> str:
 
 
 @pytest.mark.parametrize("pages", [0, 3])
-def test_what_is_written_is_read(pages: int, tmp_path: Path) -> None:
+def test_reads_written_pages(pages: int, tmp_path: Path) -> None:
     path = tmp_path / "store"
     content = make(path, pages)
     opened = OpenStore(str(path), libc())
@@ -45,7 +45,7 @@ def test_what_is_written_is_read(pages: int, tmp_path: Path) -> None:
     assert path.stat().st_size == store.size_of(pages)
 
 
-def test_a_store_is_private_and_read_only(tmp_path: Path) -> None:
+def test_store_is_private_and_read_only(tmp_path: Path) -> None:
     path = tmp_path / "store"
     new = NewStore(str(path), 0)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -54,7 +54,7 @@ def test_a_store_is_private_and_read_only(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o400
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_does_not_overwrite_files(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("mine")
     with pytest.raises(FileExistsError):
         NewStore(str(tmp_path / "store"), 1)
@@ -62,7 +62,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("error", "is_made"), [(28, False), (95, True), (22, True)])
-def test_without_space_there_is_no_file_and_where_none_can_be_reserved_there_is_one(
+def test_creates_store_unless_disk_is_full(
     error: int, is_made: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(fd: int, offset: int, length: int) -> None:
@@ -79,7 +79,7 @@ def test_without_space_there_is_no_file_and_where_none_can_be_reserved_there_is_
 
 
 @pytest.mark.parametrize("size", [0, 1, 10, PAGE, store.size_of(3) - 1, store.size_of(3) + 1])
-def test_a_store_of_another_size(size: int, tmp_path: Path) -> None:
+def test_rejects_store_of_wrong_size(size: int, tmp_path: Path) -> None:
     before = sorted(Path("/proc/self/fd").iterdir())
     make(tmp_path / "store")
     (tmp_path / "store").chmod(0o600)
@@ -97,7 +97,7 @@ def test_a_store_of_another_size(size: int, tmp_path: Path) -> None:
         (16, b"\xff" * 8, "expected a store of "),
     ],
 )
-def test_a_store_with_another_header(at: int, value: bytes, reason: str) -> None:
+def test_rejects_store_with_wrong_header(at: int, value: bytes, reason: str) -> None:
     header = store.encode_header(7)
     assert store.decode_header(header, store.size_of(7)) == 7
     with pytest.raises(PageSharingUnavailable, match=reason):
@@ -105,12 +105,12 @@ def test_a_store_with_another_header(at: int, value: bytes, reason: str) -> None
 
 
 @given(st.binary(max_size=40), st.integers(0, 2**64))
-def test_any_header_is_read_or_refused(header: bytes, size: int) -> None:
+def test_reads_or_rejects_any_header(header: bytes, size: int) -> None:
     with contextlib.suppress(PageSharingUnavailable):
         assert store.size_of(store.decode_header(header, size)) == size
 
 
-def test_what_is_no_private_file_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_file_that_is_not_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "store"
     assert "No such file" in refusal(path)
     make(path)
@@ -138,7 +138,7 @@ def test_on_disk(tmp_path: Path) -> None:
         assert not pagesharing.is_on_disk("/dev/shm/store-that-is-not-there")
 
 
-def test_evicted_pages_come_back(tmp_path: Path) -> None:
+def test_evicted_pages_are_read_again(tmp_path: Path) -> None:
     path = tmp_path / "store"
     content = make(path, 50)
     resident = pagesharing.resident_bytes(str(path))
@@ -151,7 +151,7 @@ def test_evicted_pages_come_back(tmp_path: Path) -> None:
     assert path.read_bytes()[store.offset_of(0) : store.offset_of(50)] == content
 
 
-def test_other_verbs_refuse_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_functions_reject_invalid_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(fd: int) -> None:
         raise OSError(5, "Input/output error")
 
@@ -176,17 +176,18 @@ def hashes_of(data: bytes) -> List[int]:
 
 def test_multipliers_are_fixed_odd_and_different() -> None:
     multipliers = [int(value) for value in hashing.multipliers(PAGE // 8)]
-    assert multipliers[:2] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F5]  # those of splitmix64 with seed 0, made odd
+    # These are splitmix64's numbers for seed 0, made odd.
+    assert multipliers[:2] == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F5]
     assert all(value % 2 for value in multipliers)
     assert len(set(multipliers)) == len(multipliers)
 
 
-def test_a_hash_is_the_sum_of_products() -> None:
+def test_hash_is_sum_of_products() -> None:
     data = np.random.RandomState(3).bytes(3 * PAGE)
     multipliers = [int(value) for value in hashing.multipliers(PAGE // 8)]
     words = [int(value) for value in np.frombuffer(data, dtype=np.uint64)]
     pages = [words[start : start + PAGE // 8] for start in range(0, len(words), PAGE // 8)]
     expected = [sum(a * b for a, b in zip(page, multipliers)) % 2**64 for page in pages]
-    count = (16 << 20) // PAGE + 3  # more than are hashed in one go
+    count = (16 << 20) // PAGE + 3  # These are more pages than are hashed at once.
     assert hashes_of(data[:PAGE] * (count - 3) + data) == [expected[0]] * (count - 3) + expected
     assert hashes_of(bytes(PAGE)) == [hashing.ZERO_PAGE]

@@ -1,4 +1,5 @@
-"""Two ranks as the daemon starts them: real processes on simulated cards, which mix whatever they are sent."""
+"""Tests of two ranks as the daemon starts them: real processes on simulated cards that combine all data they
+receive."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ INPUTS = (TensorSignature("x", "FP32", (-1, 16)),)
 
 
 class Group:
-    """The two ranks "r0" and "r1", as the daemon's end sees them."""
+    """The ranks "r0" and "r1" as the daemon sees them."""
 
     def __init__(self, daemon: Daemon, host: Host, directory: Path) -> None:
         self.daemon = daemon
@@ -42,11 +43,11 @@ class Group:
         np.savez(str(self.selftest), x=X, output_0=ranks.whole(X))
         self.step = 0
 
-    def start(self, rank: int, *, model: Optional[Path] = None, name: str = "", **told: Any) -> None:
-        """Start one of them; it may have another name."""
+    def start(self, rank: int, *, model: Optional[Path] = None, name: str = "", **options: Any) -> None:
+        """Start one rank, optionally under another name."""
         groups = str(self.cut.group_infos[rank]) if self.cut.group_infos else ""
         meeting = RendezvousInfo(rank, 2, 120, 68, 1, rank_table=str(self.table), group_info=groups, buffer_mib=64)
-        meeting = meeting._replace(**told)
+        meeting = meeting._replace(**options)
         arguments = ["--role", "rank", "--rendezvous", meeting.json(), "--selftest-inputs", str(self.selftest)]
         path = model or self.cut.paths[rank]
         self.daemon.start(
@@ -59,7 +60,7 @@ class Group:
         )
 
     def hear(self, kind: Type[M]) -> List[M]:
-        """Wait until both have said this; return what each has said."""
+        """Wait until both ranks have sent a message of this type; return the messages."""
         said: Dict[str, Any] = {}
         while len(said) < 2:
             peer, *frames = self.daemon.socket.recv_multipart()
@@ -72,10 +73,10 @@ class Group:
         for name in ("r0", "r1"):
             self.daemon.tell(name, order, *frames)
 
-    def enter(self, **told: Any) -> List[SelfTestDone]:
-        """Bring both up, to where they serve."""
+    def enter(self, **options: Any) -> List[SelfTestDone]:
+        """Start both ranks and run their self-test, so that they can serve."""
         for rank in (0, 1):
-            self.start(rank, **told)
+            self.start(rank, **options)
         self.hear(Hello)
         self.tell(JoinGroup())
         self.hear(JoinedGroup)
@@ -88,7 +89,7 @@ class Group:
         self.tell(order, frame_of(x))
 
     def answers(self) -> List[Any]:
-        """What each says of what was asked last: its output, or another message."""
+        """Return each rank's reply to the last request: its output, or another message."""
         said: Dict[str, Any] = {}
         while len(said) < 2:
             peer, *frames = self.daemon.socket.recv_multipart()
@@ -108,7 +109,7 @@ def group(daemon: Daemon, tmp_path: Path) -> Group:
     return Group(daemon, Host(tmp_path / "host", cards=2), tmp_path)
 
 
-def test_from_hello_to_stop(group: Group) -> None:
+def test_life_cycle(group: Group) -> None:
     daemon = group.daemon
     for rank in (0, 1):
         group.start(rank)
@@ -118,7 +119,7 @@ def test_from_hello_to_stop(group: Group) -> None:
         assert hello.slice is not None
         assert (hello.slice.rank, hello.slice.inputs) == (rank, INPUTS)
         assert hello.sha256 == hashlib.sha256(group.cut.paths[rank].read_bytes()).hexdigest()
-        # A directory of its own, in which libraries may write; and it goes before the daemon.
+        # Each rank has a working directory where libraries may write; the kernel kills it before the daemon.
         assert os.readlink(f"/proc/{hello.engine_pid}/cwd") == str(daemon.directory / f"r{rank}.files")
         assert int(Path(f"/proc/{hello.engine_pid}/oom_score_adj").read_text("ascii")) == min(own + 400, 1000)
     group.tell(JoinGroup())
@@ -143,7 +144,7 @@ def test_from_hello_to_stop(group: Group) -> None:
     assert group.stop() == [exit_codes.OK, exit_codes.OK]
 
 
-def test_where_each_has_its_rows_both_answer(group: Group) -> None:
+def test_both_ranks_answer_with_their_rows(group: Group) -> None:
     group.cut = ranks.mlp(group.directory / "sliced", output="sliced")
     np.savez(str(group.selftest), x=X[:2], output_0=ranks.whole(X[:2]))
     warmed = group.enter(reply_rank=None)
@@ -151,7 +152,7 @@ def test_where_each_has_its_rows_both_answer(group: Group) -> None:
     x = np.concatenate([X, X])
     group.ask(x)
     assert np.array_equal(np.concatenate(group.answers()), ranks.whole(x))
-    # All refuse what leaves a rank without its share, before it is sent, and go on.
+    # All ranks reject rows that leave a rank without a share, before anything is sent, and continue.
     group.ask(np.concatenate([X, X])[:3])
     refused = group.answers()
     assert [(each.is_exiting, each.code) for each in refused] == [(False, "INVALID_ARGUMENT")] * 2
@@ -160,7 +161,7 @@ def test_where_each_has_its_rows_both_answer(group: Group) -> None:
     assert np.array_equal(np.concatenate(group.answers()), ranks.whole(x))
 
 
-def test_stages_of_a_pipeline_have_groups_of_their_own(group: Group) -> None:
+def test_pipeline_stages_have_separate_groups(group: Group) -> None:
     group.cut = ranks.mlp(group.directory / "staged", stages=2)
     np.savez(str(group.selftest), x=X, output_0=ranks.whole(X, layers=4))
     group.enter()
@@ -168,7 +169,7 @@ def test_stages_of_a_pipeline_have_groups_of_their_own(group: Group) -> None:
     assert np.array_equal(group.answers()[1], ranks.whole(X[:1], layers=4))
 
 
-def test_both_have_the_slice_of_one_rank_and_agree_on_a_wrong_answer(group: Group) -> None:
+def test_selftest_reveals_duplicate_slice(group: Group) -> None:
     for rank in (0, 1):
         group.start(rank, model=group.cut.paths[0])
     group.hear(Hello)
@@ -181,7 +182,7 @@ def test_both_have_the_slice_of_one_rank_and_agree_on_a_wrong_answer(group: Grou
     assert "the answer to the self-test is wrong: output output_0: it differs by " in said[1].reason
 
 
-def test_one_that_is_killed_leaves_the_other_one_waiting_which_then_says_that_it_leaves(group: Group) -> None:
+def test_rank_times_out_after_other_is_killed(group: Group) -> None:
     group.enter()
     group.daemon.children["r0"].kill()
     group.daemon.children["r0"].wait()
@@ -194,7 +195,7 @@ def test_one_that_is_killed_leaves_the_other_one_waiting_which_then_says_that_it
     assert group.daemon.stop("r1") == exit_codes.MODEL_CORRUPTED
 
 
-def test_one_that_is_out_of_step_says_so_and_sends_nothing_to_the_other(group: Group) -> None:
+def test_rank_out_of_step_fails_before_predict(group: Group) -> None:
     group.enter()
     order = Predict(1, RequestDescription("m", (spec_of("x", X),)), step=2)
     group.tell(order, frame_of(X))
@@ -202,13 +203,13 @@ def test_one_that_is_out_of_step_says_so_and_sends_nothing_to_the_other(group: G
     assert group.stop() == [exit_codes.MODEL_CORRUPTED] * 2
 
 
-def test_a_signal_of_a_library_ends_it_and_the_kernel_tells_of_it(group: Group) -> None:
+def test_sigterm_ends_rank(group: Group) -> None:
     group.enter()
     group.daemon.children["r0"].send_signal(signal.SIGTERM)
     assert group.daemon.children["r0"].wait(30) == -signal.SIGTERM
 
 
-def test_what_cannot_be_met_or_loaded_is_told(group: Group, tmp_path: Path) -> None:
+def test_reports_failed_join_and_load(group: Group, tmp_path: Path) -> None:
     group.start(0, rank_table=str(tmp_path / "none.json"))
     group.daemon.hear("r0", Hello)
     group.daemon.tell("r0", JoinGroup())
@@ -222,7 +223,7 @@ def test_what_cannot_be_met_or_loaded_is_told(group: Group, tmp_path: Path) -> N
     assert group.daemon.stop("r1") == exit_codes.CANNOT_BUILD
 
 
-def test_a_port_that_another_process_has_may_come_free(group: Group) -> None:
+def test_waits_for_port_in_use(group: Group) -> None:
     group.enter()
     group.start(0, name="late")
     group.daemon.hear("late", Hello)

@@ -1,4 +1,4 @@
-"""The life of a rank, with a socket that is a script and an engine that is a function."""
+"""Tests of a rank session with a scripted socket and a fake engine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from weightd_worker.engines.engine import (
     OutOfDeviceMemory,
 )
 from weightd_worker.engines.ranks import RankRejected
-from weightd_worker.selftest import selftest as canary
+from weightd_worker.selftest import selftest
 from weightd_worker.sessions import rank as rank_module
 from weightd_worker.sessions.rank import RankInputs, RankSession
 
@@ -84,7 +84,7 @@ def together(*orders: List[Any]) -> List[Any]:
 
 @pytest.fixture
 def npz(tmp_path: Path) -> Write:
-    """Write the file of a self-test."""
+    """Return a function that writes a self-test file."""
 
     def write(**arrays: Any) -> str:
         path = tmp_path / "selftest.npz"
@@ -96,19 +96,19 @@ def npz(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def play(npz: Write) -> Play:
-    """Run a session over the orders, to its end."""
+    """Return a function that runs a session over the orders until it ends."""
 
     def run(
         engine: FakeRank,
         *orders: Optional[Sequence[Any]],
         rank: int = 1,
         reply: Optional[int] = 1,
-        canary: str = "",
+        selftest_path: str = "",
         tolerance: float = 0.0,
         cores: str = "",
     ) -> Tuple[int, Script]:
         script: Any = Script(*orders)
-        given = RankInputs("/m/rank1", SIGNATURE, {}, canary or npz(), tolerance)
+        given = RankInputs("/m/rank1", SIGNATURE, {}, selftest_path or npz(), tolerance)
         status = RankSession(script, engine, RendezvousInfo(rank, 2, 120, 68, reply, cores=cores), given).run(SHA256)
         assert not script.orders, "it ended before its last order"
         return status, script
@@ -119,7 +119,7 @@ def play(npz: Write) -> Play:
 def fake(
     answer: Answer = twice, signature: ModelSignature = SIGNATURE, fails: Optional[Dict[str, Exception]] = None
 ) -> FakeRank:
-    """An engine; steps of these names fail."""
+    """Return a fake engine whose steps of these names fail."""
     engine = FakeRank(answer, signature)
     engine.fails.update(fails or {})
     return engine
@@ -134,10 +134,10 @@ def kinds(script: Script) -> List[str]:
     return [type(each).__name__ for each in script.sent]
 
 
-# --- coming up ------------------------------------------------------------------------------------------------
+# --- start ----------------------------------------------------------------------------------------------------
 
 
-def test_it_says_which_slice_of_what_it_has_and_stops_when_told(play: Play) -> None:
+def test_hello_describes_slice(play: Play) -> None:
     status, script = play(fake(), STOP)
     assert status == exit_codes.OK
     hello = only(Hello, script)
@@ -146,7 +146,7 @@ def test_it_says_which_slice_of_what_it_has_and_stops_when_told(play: Play) -> N
     assert sorted(hello.versions) == ["fake", "numpy", "python", "weightd"]
 
 
-def test_it_enters_loads_its_slice_and_runs_the_canary_when_it_is_told_to(play: Play) -> None:
+def test_joins_loads_and_runs_selftest_on_order(play: Play) -> None:
     engine = fake()
     status, script = play(engine, ENTER, WARM, STOP)
     assert status == exit_codes.OK
@@ -154,7 +154,7 @@ def test_it_enters_loads_its_slice_and_runs_the_canary_when_it_is_told_to(play: 
     assert np.array_equal(engine.received_inputs[0]["x"], X)
     assert only(JoinedGroup, script) == JoinedGroup(*SIGNATURE, CARD)
     assert only(SelfTestDone, script) == SelfTestDone(
-        canary.from_answers(CASES, [{"y": X * 2}]).digest, CASES, None, CARD
+        selftest.from_answers(CASES, [{"y": X * 2}]).digest, CASES, None, CARD
     )
 
 
@@ -162,15 +162,13 @@ def test_it_enters_loads_its_slice_and_runs_the_canary_when_it_is_told_to(play: 
     ("orders", "fails"),
     [([STOP], {}), ([ENTER, WARM, predict(1, 2), STOP], {}), ([ENTER, STOP], {"enter": BuildError("no")})],
 )
-def test_who_is_in_no_group_or_does_not_end_well_takes_no_leave(
-    play: Play, orders: List[Any], fails: Dict[str, Exception]
-) -> None:
+def test_leaves_only_after_joining_and_clean_end(play: Play, orders: List[Any], fails: Dict[str, Exception]) -> None:
     engine = fake(fails=fails)
     play(engine, *orders)
     assert "leave" not in engine.done
 
 
-def test_it_keeps_to_its_cores_once_it_has_run_the_canary(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sets_affinity_after_selftest(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: List[Tuple[List[str], Any]] = []
     engine = fake()
 
@@ -182,20 +180,20 @@ def test_it_keeps_to_its_cores_once_it_has_run_the_canary(play: Play, monkeypatc
     assert kept == [(["enter", "load /m/rank1 {}", "predict"], {2, 3})]
 
 
-def test_a_rank_that_does_not_answer_compares_nothing(play: Play) -> None:
+def test_silent_rank_compares_nothing(play: Play) -> None:
     _, script = play(fake(lambda _: {"half": X}), ENTER, WARM, STOP, rank=0)
     assert only(SelfTestDone, script) == SelfTestDone("", CASES, None, CARD)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_where_all_answer_each_compares_its_share_of_the_rows(play: Play, rank: int) -> None:
+def test_each_rank_compares_its_rows(play: Play, rank: int) -> None:
     def mine(inputs: Arrays) -> Arrays:
         half = len(inputs["x"]) // 2
         return {"y": inputs["x"][rank * half : (rank + 1) * half] * 2}
 
     _, script = play(fake(mine), ENTER, encode(RunSelfTest(8)), STOP, rank=rank, reply=None)
     warmed = only(SelfTestDone, script)
-    assert warmed.selftest_digest == canary.from_answers(CASES, [mine({"x": X})]).digest
+    assert warmed.selftest_digest == selftest.from_answers(CASES, [mine({"x": X})]).digest
     note = "each rank returns different rows, so requests are neither batched nor split"
     assert warmed.row_support == RowSupport(("x",), (), is_equal=False, note=note)
     _, script = play(fake(mine), ENTER, WARM, STOP, rank=1 - rank, reply=None)
@@ -203,9 +201,9 @@ def test_where_all_answer_each_compares_its_share_of_the_rows(play: Play, rank: 
 
 
 @pytest.mark.parametrize("shape", [(3, 3), ()])
-def test_what_cannot_be_shared_equally_is_told(play: Play, npz: Write, shape: Tuple[int, ...]) -> None:
+def test_rejects_selftest_with_unequal_shares(play: Play, npz: Write, shape: Tuple[int, ...]) -> None:
     path = npz(x=X, y=np.zeros(shape, np.float32))
-    _, script = play(fake(), ENTER, WARM, STOP, reply=None, canary=path)
+    _, script = play(fake(), ENTER, WARM, STOP, reply=None, selftest_path=path)
     expected = f"selftest: {path}: y: expected rows that 2 ranks can share equally, got {list(shape)}"
     assert only(ProcessFailed, script).reason == expected
 
@@ -222,37 +220,37 @@ NOT_FAR = "it differs where equality is required: in integers, in which values a
         (X * np.float32("nan"), NOT_FAR),
     ],
 )
-def test_a_wrong_answer_to_the_canary_ends_it_and_says_what_is_wrong(play: Play, answer: Any, problem: str) -> None:
+def test_wrong_selftest_answer_ends_rank(play: Play, answer: Any, problem: str) -> None:
     status, script = play(fake(sequence(answer)), ENTER, WARM, predict(1, 1), STOP, tolerance=0.001)
     assert status == exit_codes.CANNOT_BUILD
     assert only(ProcessFailed, script).reason == f"the answer to the self-test is wrong: output y: {problem}"
     assert kinds(script) == ["Hello", "JoinedGroup", "ProcessFailed"]
 
 
-def test_an_answer_within_the_tolerance_is_right(play: Play) -> None:
+def test_accepts_answer_within_tolerance(play: Play) -> None:
     _, script = play(fake(sequence(X * 2 + np.float32(0.005))), ENTER, WARM, STOP, tolerance=0.001)
     assert only(SelfTestDone, script).selftest_digest
 
 
-def test_an_answer_with_other_outputs_is_told(play: Play) -> None:
+def test_reports_unexpected_outputs(play: Play) -> None:
     _, script = play(fake(lambda _: {"z": X}), ENTER, WARM, STOP)
     assert only(ProcessFailed, script).reason == "selftest: expected outputs y, got z"
 
 
-def test_the_canary_must_have_the_right_answer(play: Play, npz: Write) -> None:
+def test_selftest_file_needs_correct_answer(play: Play, npz: Write) -> None:
     path = npz(x=X)
-    status, script = play(fake(), ENTER, WARM, STOP, canary=path)
+    status, script = play(fake(), ENTER, WARM, STOP, selftest_path=path)
     assert status == exit_codes.CANNOT_BUILD
     expected = f"selftest: {path}: expected arrays x, y, the inputs and the correct outputs, got x"
     assert only(ProcessFailed, script).reason == expected
     same = ModelSignature(SIGNATURE.inputs, SIGNATURE.inputs)
-    _, script = play(fake(signature=same), ENTER, WARM, STOP, canary=path)
+    _, script = play(fake(signature=same), ENTER, WARM, STOP, selftest_path=path)
     assert "x is an input and an output" in only(ProcessFailed, script).reason
 
 
 @pytest.mark.parametrize(("step", "orders"), [("enter", [ENTER]), ("load", [ENTER]), ("predict", [ENTER, WARM])])
 @pytest.mark.parametrize(
-    ("error", "told", "expected"),
+    ("error", "reply", "expected"),
     [
         (BuildError("the others have not come"), ProcessFailed("the others have not come"), exit_codes.CANNOT_BUILD),
         (
@@ -264,21 +262,21 @@ def test_the_canary_must_have_the_right_answer(play: Play, npz: Write) -> None:
         (MemoryError("x"), ProcessFailed("MemoryError: x", is_transient=True), exit_codes.FAILED),
     ],
 )
-def test_what_fails_on_the_way_is_told(
-    play: Play, step: str, orders: List[Any], error: Exception, told: ProcessFailed, expected: int
+def test_reports_failure_during_start(
+    play: Play, step: str, orders: List[Any], error: Exception, reply: ProcessFailed, expected: int
 ) -> None:
     status, script = play(fake(fails={step: error}), *orders, STOP)
-    assert (status, script.sent[-1]) == (expected, told)
+    assert (status, script.sent[-1]) == (expected, reply)
 
 
-def test_a_ping_is_answered_and_the_canary_run_for_none(play: Play) -> None:
+def test_ping_runs_no_selftest(play: Play) -> None:
     engine = fake()
     status, script = play(engine, ENTER, WARM, encode(Ping(run_selftest=True)), encode(TrimStore()), STOP)
     assert (status, only(Pong, script)) == (exit_codes.OK, Pong())
     assert engine.done.count("predict") == 1
 
 
-def test_an_order_for_who_is_no_rank_is_refused(play: Play) -> None:
+def test_rejects_orders_for_workers(play: Play) -> None:
     _, script = play(fake(), encode(Attach("", ())), STOP)
     assert only(ProcessFailed, script).reason == "type: expected an order for a rank, got attach"
     with pytest.raises(RemoteProtocolError, match="expected no cancel_predict: all ranks must run the same predicts"):
@@ -288,7 +286,7 @@ def test_an_order_for_who_is_no_rank_is_refused(play: Play) -> None:
 # --- rows -----------------------------------------------------------------------------------------------------
 
 
-def test_with_more_rows_the_canary_is_run_a_second_time_with_twice_its_own(play: Play) -> None:
+def test_runs_selftest_with_twice_the_rows(play: Play) -> None:
     engine = fake()
     _, script = play(engine, ENTER, encode(RunSelfTest(8)), STOP)
     assert np.array_equal(engine.received_inputs[1]["x"], np.concatenate([X, X]))
@@ -296,12 +294,12 @@ def test_with_more_rows_the_canary_is_run_a_second_time_with_twice_its_own(play:
     assert only(SelfTestDone, script).row_support == RowSupport(("x",), ("y",), is_equal=False, note=note)
 
 
-def test_each_rank_runs_the_same_whatever_it_finds(play: Play) -> None:
+def test_all_ranks_run_the_same_predicts(play: Play) -> None:
     engine = fake(lambda _: {"half": X})
     _, script = play(engine, ENTER, encode(RunSelfTest(8)), STOP, rank=0)
     assert [len(each["x"]) for each in engine.received_inputs] == [2, 4]
     assert only(SelfTestDone, script).row_support is None
-    # Also one whose answer is wrong: the others would wait for it.
+    # A rank whose answer is wrong does so, too: the other ranks would wait for it.
     engine = fake(lambda inputs: {"y": inputs["x"]})
     _, script = play(engine, ENTER, encode(RunSelfTest(8)), STOP)
     assert [len(each["x"]) for each in engine.received_inputs] == [2, 4]
@@ -309,9 +307,7 @@ def test_each_rank_runs_the_same_whatever_it_finds(play: Play) -> None:
 
 
 @pytest.mark.parametrize(("sizes", "rows"), [((1, 2, 4), 1), ((2, 4), 4)])
-def test_where_only_some_numbers_of_rows_are_taken_it_is_the_first_other_one(
-    play: Play, sizes: Tuple[int, ...], rows: int
-) -> None:
+def test_second_selftest_uses_an_allowed_batch_size(play: Play, sizes: Tuple[int, ...], rows: int) -> None:
     engine = fake()
     play(engine, ENTER, encode(RunSelfTest(8, sizes)), STOP)
     assert [len(each["x"]) for each in engine.received_inputs] == [2, rows]
@@ -329,7 +325,7 @@ TOO_MANY = "the model does not run on another number of rows than the self-test 
         ([X * 2, RankRejected("too many")], SIGNATURE, (), ("x",), TOO_MANY),
     ],
 )
-def test_why_there_are_no_rows_is_told(
+def test_reports_why_rows_are_unsupported(
     play: Play,
     answers: List[Any],
     signature: ModelSignature,
@@ -341,10 +337,10 @@ def test_why_there_are_no_rows_is_told(
     assert only(SelfTestDone, script).row_support == RowSupport(inputs, (), is_equal=False, note=note)
 
 
-# --- in step --------------------------------------------------------------------------------------------------
+# --- predicts in step -----------------------------------------------------------------------------------------
 
 
-def test_the_rank_that_answers_answers(play: Play) -> None:
+def test_reply_rank_answers(play: Play) -> None:
     status, script = play(fake(), ENTER, WARM, predict(7, 1), predict(9, 2, rows=2), STOP)
     assert status == exit_codes.OK
     answers = [each for each in script.sent if isinstance(each, PredictResult)]
@@ -353,7 +349,7 @@ def test_the_rank_that_answers_answers(play: Play) -> None:
     assert [each.tolist() for each in values] == [[14.0] * 3, [18.0] * 6]
 
 
-def test_another_one_says_that_it_has_run_it(play: Play) -> None:
+def test_other_rank_reports_predict_done(play: Play) -> None:
     engine = fake(lambda _: {"half": X})
     status, script = play(engine, ENTER, WARM, predict(7, 1), predict(9, 2), STOP, rank=0)
     assert status == exit_codes.OK
@@ -371,7 +367,7 @@ def test_another_one_says_that_it_has_run_it(play: Play) -> None:
         ([predict(1, 1), *together(predict(2, 2), predict(3, 4))], "step: expected 3, got 4"),
     ],
 )
-def test_a_gap_or_a_repeat_ends_it_before_anything_is_run(play: Play, orders: List[Any], cause: str, rank: int) -> None:
+def test_wrong_step_ends_rank_before_predict(play: Play, orders: List[Any], cause: str, rank: int) -> None:
     engine = fake()
     status, script = play(engine, ENTER, WARM, *orders, predict(9, 9), STOP, rank=rank)
     assert status == exit_codes.MODEL_CORRUPTED
@@ -380,7 +376,7 @@ def test_a_gap_or_a_repeat_ends_it_before_anything_is_run(play: Play, orders: Li
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_is_refused_before_it_is_launched_costs_nothing(play: Play, rank: int) -> None:
+def test_rejection_before_launch_keeps_rank(play: Play, rank: int) -> None:
     engine = fake(sequence(X * 2, RankRejected("no elements"), X))
     status, script = play(engine, ENTER, WARM, predict(1, 1), predict(2, 2), STOP, rank=rank)
     assert status == exit_codes.OK
@@ -390,16 +386,16 @@ def test_what_is_refused_before_it_is_launched_costs_nothing(play: Play, rank: i
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("error", "told"), [(ModelCorrupted("EI0002"), "EI0002"), (RuntimeError("who knows"), "RuntimeError: who knows")]
+    ("error", "message"), [(ModelCorrupted("EI0002"), "EI0002"), (RuntimeError("who knows"), "RuntimeError: who knows")]
 )
-def test_any_other_failure_is_its_end(play: Play, error: Exception, told: str, rank: int) -> None:
+def test_other_failures_end_rank(play: Play, error: Exception, message: str, rank: int) -> None:
     for job in ([predict(1, 1)], together(predict(1, 1), predict(2, 2))):
         status, script = play(fake(sequence(X * 2, error)), ENTER, WARM, *job, predict(9, 9), STOP, rank=rank)
         assert status == exit_codes.MODEL_CORRUPTED
-        assert script.sent[3:] == [PredictFailed(1, "INTERNAL", told, is_exiting=True)]
+        assert script.sent[3:] == [PredictFailed(1, "INTERNAL", message, is_exiting=True)]
 
 
-def test_requests_that_are_together_are_run_in_one_predict(play: Play) -> None:
+def test_runs_batch_in_one_predict(play: Play) -> None:
     job = together(predict(4, 1, rows=1), predict(5, 2, rows=2))
     for rank, expected in ((1, PredictResult), (0, PredictDone)):
         engine = fake()
@@ -411,7 +407,7 @@ def test_requests_that_are_together_are_run_in_one_predict(play: Play) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_of_those_that_are_together_none_is_run_alone(play: Play, rank: int) -> None:
+def test_never_runs_batch_items_alone(play: Play, rank: int) -> None:
     job = together(predict(4, 1), predict(5, 2))
     engine = fake(sequence(X * 2, RankRejected("no"), X))
     status, script = play(engine, ENTER, WARM, *job, predict(6, 3), STOP, rank=rank)
@@ -420,19 +416,17 @@ def test_of_those_that_are_together_none_is_run_alone(play: Play, rank: int) -> 
     assert script.sent[3:5] == refused
 
 
-def test_an_answer_that_cannot_be_divided_is_its_end(play: Play) -> None:
+def test_indivisible_answer_ends_rank(play: Play) -> None:
     job = together(predict(4, 1), predict(5, 2))
     engine = fake(sequence(X * 2, X[:1]))
     status, script = play(engine, ENTER, WARM, *job, STOP)
     assert (status, engine.done.count("predict")) == (exit_codes.MODEL_CORRUPTED, 2)
-    told = "output y has shape [1, 3] for 2 rows"
-    assert script.sent[3:] == [PredictFailed(4, "INVALID_ARGUMENT", told, is_exiting=True)]
+    message = "output y has shape [1, 3] for 2 rows"
+    assert script.sent[3:] == [PredictFailed(4, "INVALID_ARGUMENT", message, is_exiting=True)]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_inputs_are_read_from_a_clients_memory_and_outputs_written_there_by_the_one_that_answers(
-    play: Play, rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reply_rank_writes_to_client_memory(play: Play, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     descriptor = memfd.create(4096)
     os.pwrite(descriptor, np.full(3, 21, np.float32).tobytes(), 0)
 
@@ -451,17 +445,17 @@ def test_inputs_are_read_from_a_clients_memory_and_outputs_written_there_by_the_
     os.close(descriptor)
 
 
-# --- another daemon -------------------------------------------------------------------------------------------
+# --- reconnection ---------------------------------------------------------------------------------------------
 
 
-def test_another_daemon_is_told_the_last_step_that_was_run_and_goes_on_from_there(play: Play) -> None:
+def test_reports_last_step_to_next_daemon(play: Play) -> None:
     status, script = play(fake(), ENTER, WARM, None, predict(1, 1), predict(2, 2), None, predict(1, 3), STOP)
     assert status == exit_codes.OK
     assert [each for each in script.sent if isinstance(each, Reconnected)] == [Reconnected(0), Reconnected(2)]
     assert kinds(script)[-1] == "PredictResult"
 
 
-def test_of_those_that_are_together_and_have_not_all_come_none_is_run(play: Play) -> None:
+def test_next_daemon_discards_incomplete_batch(play: Play) -> None:
     begun = together(predict(1, 1), predict(2, 2))[:1]
     engine = fake()
     status, script = play(engine, ENTER, WARM, *begun, None, predict(1, 1), STOP)
@@ -469,7 +463,7 @@ def test_of_those_that_are_together_and_have_not_all_come_none_is_run(play: Play
     assert only(Reconnected, script) == Reconnected(0)
 
 
-def test_another_daemon_does_not_hear_of_one_that_has_failed(play: Play) -> None:
+def test_failed_rank_does_not_reconnect(play: Play) -> None:
     status, script = play(fake(sequence(X * 2, ModelCorrupted("x"))), ENTER, WARM, predict(1, 1), None)
     assert status == exit_codes.MODEL_CORRUPTED
     assert kinds(script)[3:] == ["PredictFailed"]
@@ -482,7 +476,7 @@ def broker(*orders: Any, serve: Optional[Callable[[], None]] = None) -> Tuple[in
     return status, script
 
 
-def test_a_broker_says_what_it_is_answers_until_it_serves_and_ends_with_the_ranks() -> None:
+def test_broker_life_cycle() -> None:
     done: List[str] = []
     status, script = broker(encode(Ping(run_selftest=False)), None, ENTER, serve=lambda: done.append("served"))
     assert (status, done) == (exit_codes.OK, ["served"])
@@ -493,7 +487,7 @@ def test_a_broker_says_what_it_is_answers_until_it_serves_and_ends_with_the_rank
     assert more == [Pong(), Reconnected()]
 
 
-def test_a_broker_stops_when_it_is_told_to_before() -> None:
+def test_broker_stops_before_serving() -> None:
     done: List[str] = []
     assert broker(STOP, serve=lambda: done.append("served"))[0] == exit_codes.OK
     assert done == []
@@ -502,7 +496,7 @@ def test_a_broker_stops_when_it_is_told_to_before() -> None:
 @pytest.mark.parametrize(
     ("error", "status"), [(BuildError("rank 1 is lost"), 1), (EngineMissing("install it"), exit_codes.NO_ENGINE)]
 )
-def test_why_a_broker_has_failed_is_in_its_log(error: Exception, status: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_broker_logs_why_it_failed(error: Exception, status: int, caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise error
 
@@ -511,6 +505,6 @@ def test_why_a_broker_has_failed_is_in_its_log(error: Exception, status: int, ca
     assert caplog.messages[-1] == str(error)
 
 
-def test_an_order_for_who_is_no_broker_is_refused() -> None:
+def test_broker_rejects_other_orders() -> None:
     with pytest.raises(RemoteProtocolError, match="expected join_group, ping or stop, got build"):
         broker(encode(Build(())))

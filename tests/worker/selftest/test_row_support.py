@@ -1,4 +1,4 @@
-"""What a holder finds out of the rows of its model."""
+"""Tests of the search for row support: whether a model's rows can be batched and answer as they do alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIGNATURE = ModelSignature((X,), (Y,))
 
 
 def found(engine: Engine, rows: int = 8, known: Optional[selftest.SelfTestRun] = None, **order: Any) -> RowSupport:
-    """What is found of a model, with the self-test that is found before; it is not to be spoilt."""
+    """Return the row support that is found for a model after its self-test; fail if the model is corrupted."""
     build = Build((), max_rows=rows, **order)
     if known is None:
         known = search.find_selftest(engine, build, lambda: None, _ignore)
@@ -46,7 +46,7 @@ def fake(answer: Callable[[Any], Any], signature: ModelSignature = SIGNATURE) ->
 
 
 @pytest.mark.parametrize("name", ["wide", "convolution", "integers", "embedding", "two_inputs"])
-def test_a_model_whose_rows_are_equal_may_run_them_together(built: Callable[[str], Engine], name: str) -> None:
+def test_models_with_equal_rows(built: Callable[[str], Engine], name: str) -> None:
     engine = built(name)
     rows = found(engine)
     signature = engine.signature
@@ -70,36 +70,36 @@ NOTES = {
 FOR_BOTH = ("centred", "log", "fixed")
 
 
-# MindSpore Lite's Gather has an answer for an index that is out of range.
+# MindSpore Lite's Gather returns an answer for an index that is out of range.
 EMBEDDING_VALUES = {"onnxruntime": "indices", "mindspore_lite": "scaled"}
 
 
-def test_a_model_whose_float_inputs_are_indices_is_tested_on_indices(built: Callable[[str], Engine]) -> None:
+def test_tests_float_indices_with_indices(built: Callable[[str], Engine]) -> None:
     engine = built("embedding")
     rows = found(engine)
     assert (rows.is_equal, rows.row_kind) == (True, EMBEDDING_VALUES[engine.name])
 
 
 @pytest.mark.parametrize("name", FOR_BOTH if importlib.util.find_spec("mindspore_lite") else NOTES)
-def test_a_model_whose_rows_differ_or_that_has_none_says_where(built: Callable[[str], Engine], name: str) -> None:
+def test_note_names_unequal_or_missing_rows(built: Callable[[str], Engine], name: str) -> None:
     rows = found(built(name))
     assert not rows.is_equal
     assert re.match(NOTES[name], rows.note)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("mindspore_lite") is not None, reason="ONNX Runtime's Floor")
-def test_a_model_with_other_code_for_the_last_values_of_a_row_runs_signalling_nans_alone(
+def test_runs_nans_alone_if_tail_values_differ(
     built: Callable[[str], Engine],
 ) -> None:
     rows = found(built("floored"))
     assert (rows.is_equal, rows.note, rows.unequal_specials) == (True, "", ("nan",))
 
 
-# --- models that are functions --------------------------------------------------------------------------------------
+# --- models that are Python functions -------------------------------------------------------------------------------
 
 
 def chosen(x: Any) -> Any:
-    """Which rows differ shows where one is far larger than the others."""
+    """Return other rows than alone if one row is far larger than the others."""
     return x if abs(x).max() < 50 or len(x) == 1 else x + 1
 
 
@@ -107,7 +107,7 @@ Function = Callable[[Any], Any]
 
 
 def nudged(x: Any) -> Any:
-    """One row of forty differs, if it is not alone."""
+    """Return another value for one row of forty, unless it runs alone."""
     return x * (1 + 0.5 * (len(x) > 1) * ((x[:, :1] * 1000) % 40 < 1)).astype(x.dtype)
 
 
@@ -124,7 +124,7 @@ DIFFERENT: List[Tuple[Function, str]] = [
 
 
 FLUSHES = importlib.util.find_spec("mindspore_lite") is not None
-"""MindSpore Lite makes the processor take subnormal floats for zeros, also for numpy."""
+"""MindSpore Lite makes the processor treat subnormal floats as zeros, also in numpy."""
 
 SPECIAL = ("nan", "infinity", "subnormal", "negative zero")
 
@@ -133,7 +133,7 @@ KINDS: List[Tuple[Function, Tuple[str, ...]]] = [
     (lambda x: x, ()),
     (lambda x: np.where(np.isnan(x) & (len(x) > 2), np.float32(np.nan), x), ("nan",)),
     (lambda x: np.where(np.isinf(x), np.float32(len(x)), x), ("infinity",)),
-    # Of other rows, where one has such a value.
+    # A special value changes the other rows.
     (lambda x: np.add(x, np.isnan(x).any()), ("nan",)),
     (lambda x: np.multiply(x, 1 + int(np.isinf(x).any())), ("infinity",)),
 ]
@@ -144,13 +144,13 @@ SMALL: List[Tuple[Function, Tuple[str, ...]]] = [
 
 
 @pytest.mark.parametrize(("answer", "special"), KINDS if FLUSHES else KINDS + SMALL)
-def test_special_values_are_tested_one_kind_after_another(answer: Function, special: Tuple[str, ...]) -> None:
+def test_tests_each_kind_of_special_values(answer: Function, special: Tuple[str, ...]) -> None:
     rows = found(fake(answer), known=selftest.run(fake(lambda x: x), cases.of(SIGNATURE, 1, 2)))
     assert rows.is_equal
     assert rows.unequal_specials == special
 
 
-def test_special_values_that_the_model_refuses_or_that_take_too_long_are_run_alone(
+def test_runs_untestable_special_values_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def finite(x: Any) -> Any:
@@ -168,13 +168,13 @@ def test_special_values_that_the_model_refuses_or_that_take_too_long_are_run_alo
 
 
 @pytest.mark.parametrize(("answer", "note"), DIFFERENT)
-def test_what_differs_is_found_and_named(answer: Function, note: str) -> None:
+def test_finds_and_names_difference(answer: Function, note: str) -> None:
     rows = found(fake(answer), known=selftest.run(fake(lambda x: x), cases.of(SIGNATURE, 1, 2)))
     assert not rows.is_equal
     assert note in rows.note
 
 
-def test_an_input_without_rows_is_the_same_for_all_and_cannot_be_where_rows_are_added() -> None:
+def test_input_without_rows_excludes_padding() -> None:
     signature = ModelSignature((X, TensorSignature("s", "FP32", (3,))), (Y,))
     engine = FakeEngine(lambda inputs: {"y": inputs["x"] * inputs["s"]}, signature)
     known = selftest.run(engine, cases.of(signature, 1))
@@ -184,11 +184,11 @@ def test_an_input_without_rows_is_the_same_for_all_and_cannot_be_where_rows_are_
     )
 
 
-def test_all_rows_are_different_and_each_is_run_alone_and_in_each_number() -> None:
+def test_runs_distinct_rows_alone_and_in_all_batch_sizes() -> None:
     engine = fake(lambda x: x)
     assert found(engine, rows=300, known=selftest.run(engine, cases.of(SIGNATURE, 1))).is_equal
     asked = [each["x"] for each in engine.received_inputs[2:]]
-    # Those with special values come last.
+    # Rows with special values come last.
     asked = asked[: -16 - 5]
     alone = {each.tobytes() for each in asked if len(each) == 1}
     assert len(alone) == 200
@@ -199,7 +199,7 @@ def test_all_rows_are_different_and_each_is_run_alone_and_in_each_number() -> No
 @pytest.mark.parametrize(
     ("rows", "sizes", "compared"), [(8, (), 8), (300, (), 65), (64, (2, 8, 16), 16), (8, (2, 4, 8, 16), 8)]
 )
-def test_up_to_which_number_each_was_run_is_told(rows: int, sizes: Sequence[int], compared: int) -> None:
+def test_reports_number_of_compared_rows(rows: int, sizes: Sequence[int], compared: int) -> None:
     engine = fake(lambda x: x)
     known = selftest.run(engine, cases.of(SIGNATURE, min(sizes, default=1)))
     assert found(engine, rows=rows, known=known, allowed_batch_sizes=sizes).compared_rows == compared
@@ -207,19 +207,19 @@ def test_up_to_which_number_each_was_run_is_told(rows: int, sizes: Sequence[int]
     assert asked.issuperset(set(sizes or range(2, rows + 1)) & set(range(compared + 1)))
 
 
-def test_only_numbers_of_rows_that_there_may_be_are_run() -> None:
+def test_runs_only_allowed_batch_sizes() -> None:
     engine = fake(lambda x: x)
     known = selftest.run(engine, cases.of(SIGNATURE, 2))
     assert found(engine, rows=8, known=known, allowed_batch_sizes=(2, 4, 8, 16)).is_equal
     assert {len(each["x"]) for each in engine.received_inputs} == {2, 4, 8}
 
 
-def test_a_predict_that_each_process_repeats_is_one_that_was_tried() -> None:
+def test_worker_repeats_a_tested_predict() -> None:
     engine = fake(lambda x: x)
     for rows, sizes, expected in ((8, (), 8), (300, (), 7), (8, (2, 4, 8), 8), (9, (4, 8), 8), (256, (128, 256), 128)):
         assert row_support.rows_digest(engine, cases.of(SIGNATURE, 1), rows, sizes)
         assert len(engine.received_inputs[-1]["x"]) == expected
-    # Rows of many bytes are fewer, here as there.
+    # If rows have many bytes, the worker and the holder both run fewer.
     width = 2**23
     signature = ModelSignature((TensorSignature("x", "INT8", (-1, width)),), (Y,))
     engine = fake(lambda x: x[:, :3], signature)
@@ -227,7 +227,7 @@ def test_a_predict_that_each_process_repeats_is_one_that_was_tried() -> None:
     assert len(engine.received_inputs[-1]["x"]) == 8
 
 
-def test_rows_are_as_large_as_those_of_the_canary_and_like_those_of_a_sample() -> None:
+def test_rows_resemble_the_sample() -> None:
     signature = ModelSignature((TensorSignature("x", "INT32", (-1, -1)), TensorSignature("z", "FP32", (-1, 1))), (Y,))
     sample = {"x": np.array([[7, 8], [9, 10]], np.int32), "z": np.array([[4], [8]], np.float32)}
     engine = FakeEngine(lambda inputs: {"y": inputs["z"]}, signature)
@@ -236,7 +236,7 @@ def test_rows_are_as_large_as_those_of_the_canary_and_like_those_of_a_sample() -
         engine, Build((), max_rows=2), known, lambda: None, lambda _: None, sample
     ) == RowSupport(("x", "z"), ("y",), is_equal=True, compared_rows=2)
     assert {tuple(row) for each in engine.received_inputs for row in each["x"]} == {(7, 8), (9, 10)}
-    # Each is between half and one and a half of what it is like, and 1, 100 or 0.01 times as large.
+    # Each value is 0.5 to 1.5 times the sample's, scaled by 1, 100 or 0.01.
     ordinary = engine.received_inputs[: -16 - 1]
     values = np.unique([float(each["z"][0, 0]) for each in ordinary if len(each["z"]) == 1])
     assert len(values) == 200
@@ -249,7 +249,7 @@ WIDE = ModelSignature((TensorSignature("x", "FP32", (-1, 9)),), (Y,))
 
 
 class Table:
-    """An embedding whose indices are floats: what is out of range is refused, or has no answer that is a number."""
+    """An embedding with float indices: an index out of range is rejected, or its answer is not finite."""
 
     def __init__(self, size: int, error: Optional[Exception] = None) -> None:
         self._size = size
@@ -270,9 +270,7 @@ REFUSALS = [InvalidArgument("idx=82 out of data bounds"), ModelCorrupted("idx=82
 
 @pytest.mark.parametrize("error", REFUSALS)
 @pytest.mark.parametrize("exact", [True, False])
-def test_rows_of_indices_are_tried_where_scaled_ones_are_refused_or_show_nothing(
-    error: Optional[Exception], exact: bool
-) -> None:
+def test_tests_indices_if_scaled_rows_fail(error: Optional[Exception], exact: bool) -> None:
     table = Table(12, error)
     engine = fake(table, WIDE)
     rows = found(engine, known=selftest.run(engine, cases.of(WIDE, 1)), exact=exact)
@@ -280,13 +278,13 @@ def test_rows_of_indices_are_tried_where_scaled_ones_are_refused_or_show_nothing
         assert (rows.outputs, rows.is_equal) == (("y",), False)
         return
     assert (rows.outputs, rows.is_equal, rows.compared_rows, rows.row_kind) == (("y",), True, 8, "indices")
-    # 0 and 1 are indices that each table has; the rows differ all the same.
+    # Every table has the indices 0 and 1; the rows still differ.
     assert {value for row in table.seen[-200:] for value in row} == {0.0, 1.0}
     assert len(set(table.seen[-200:])) > 100
 
 
 @pytest.mark.parametrize("dtype", ["f4", "i4"])
-def test_rows_of_a_sample_are_taken_as_they_are_and_permuted(dtype: str) -> None:
+def test_permutes_rows_of_sample(dtype: str) -> None:
     signature = ModelSignature((TensorSignature("x", "FP32" if dtype == "f4" else "INT32", (-1, 9)),), (Y,))
     table = Table(12, InvalidArgument("idx=82 out of data bounds"))
     engine = fake(table, signature)
@@ -309,7 +307,7 @@ def test_rows_of_a_sample_are_taken_as_they_are_and_permuted(dtype: str) -> None
     assert len(set(table.seen)) == 8
 
 
-def test_rows_of_a_sample_stay_as_they_are_where_each_column_has_a_range_of_its_own() -> None:
+def test_keeps_sample_columns_with_separate_ranges() -> None:
     def columns(x: Any) -> Any:
         if (x >= [3, 100]).any() or (x < 0).any() or (x != x.astype(int)).any():
             raise InvalidArgument("out of data bounds")
@@ -325,7 +323,7 @@ def test_rows_of_a_sample_stay_as_they_are_where_each_column_has_a_range_of_its_
     )
 
 
-def test_a_difference_between_rows_of_indices_is_found() -> None:
+def test_finds_difference_between_index_rows() -> None:
     table = Table(12, InvalidArgument("out of data bounds"))
     engine = fake(lambda x: table(x) + (len(x) == 5), WIDE)
     rows = found(engine, known=selftest.run(engine, cases.of(WIDE, 1)))
@@ -347,13 +345,13 @@ ONE_ANSWER: List[Tuple[Function, str]] = [
 
 
 @pytest.mark.parametrize(("answer", "note"), ONE_ANSWER)
-def test_where_no_rows_show_anything_the_note_says_what_to_do(answer: Function, note: str) -> None:
+def test_note_has_advice_if_no_rows_are_testable(answer: Function, note: str) -> None:
     rows = found(fake(answer), known=selftest.run(fake(lambda x: x), cases.of(SIGNATURE, 1)))
     assert not rows.is_equal
     assert rows.note.startswith(note)
 
 
-def test_without_a_test_only_the_form_is_looked_at() -> None:
+def test_inexact_search_checks_only_shapes() -> None:
     engine = fake(nudged)
     rows = found(engine, known=selftest.run(engine, cases.of(SIGNATURE, 1)), exact=False)
     assert (rows.inputs, rows.outputs, rows.is_equal) == (("x",), ("y",), False)
@@ -361,7 +359,7 @@ def test_without_a_test_only_the_form_is_looked_at() -> None:
     assert len(engine.received_inputs) == 1 + 2
 
 
-def test_a_model_without_a_canary_is_not_run() -> None:
+def test_model_without_selftest_is_not_run() -> None:
     engine = fake(lambda x: x)
     rows = found(engine, known=selftest.SelfTestRun((), "", note="the key selftest is off"))
     assert (rows.note, rows.outputs) == ("rows cannot be checked without a self-test: the key selftest is off", ())
@@ -372,9 +370,7 @@ def test_a_model_without_a_canary_is_not_run() -> None:
     ("seconds", "note", "predicts"),
     [(0.1, "", 116), (2.0, "the model takes too long: only 3 rows", 6), (1.0, "the model takes too long: not all", 11)],
 )
-def test_it_takes_ten_seconds_at_most(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, note: str, predicts: int
-) -> None:
+def test_takes_at_most_ten_seconds(monkeypatch: pytest.MonkeyPatch, seconds: float, note: str, predicts: int) -> None:
     now = [0.0]
 
     def slow(x: Any) -> Any:
@@ -391,7 +387,7 @@ def test_it_takes_ten_seconds_at_most(
     assert now[0] <= 10 + (0 if note else comparison.MAX_SPECIAL_VALUES_S) + 5 * seconds
 
 
-def test_what_could_not_be_run_in_time_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_only_sizes_run_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
 
     def slow(x: Any) -> Any:
@@ -401,7 +397,7 @@ def test_what_could_not_be_run_in_time_is_not_told(monkeypatch: pytest.MonkeyPat
     engine = fake(slow)
     known = selftest.run(engine, cases.of(SIGNATURE, 1))
     monkeypatch.setattr(f"{comparison.__name__}.time", types.SimpleNamespace(monotonic=lambda: now[0]))
-    # 8, 7, 5, 3 and 2 rows are run first, then 4, and then there is no time for 6.
+    # 8, 7, 5, 3 and 2 rows run first, then 4; no time is left for 6.
     assert found(engine, rows=8, known=known).compared_rows == 5
 
 
@@ -415,23 +411,23 @@ def refusing(error: Exception) -> Callable[[Any], Any]:
 
 
 @pytest.mark.parametrize("error", [InvalidArgument("too many"), ModelCorrupted("too many")])
-def test_what_is_tried_is_told_and_a_model_that_fails_is_whole_again(error: Exception) -> None:
+def test_reports_attempts_and_rebuilds_failed_model(error: Exception) -> None:
     engine = fake(refusing(error))
-    told: List[Union[str, SelfTestCases]] = []
+    reported: List[Union[str, SelfTestCases]] = []
     known = selftest.run(engine, cases.of(SIGNATURE, 1))
     order = Build((), max_rows=8)
-    rows = row_support.find_row_support(engine, order, known, lambda: told.append("rebuilt"), told.append)
+    rows = row_support.find_row_support(engine, order, known, lambda: reported.append("rebuilt"), reported.append)
     assert rows is not None
     assert (rows.is_equal, rows.outputs == ()) == (False, isinstance(error, ModelCorrupted))
     assert re.match("the model does not run on (7|so many) rows: too many", rows.note)
     tried = [({"x": (8, 3)},), ({"x": (7, 3)},), ()]
-    assert told == [*tried, "rebuilt", ()] if isinstance(error, ModelCorrupted) else told == tried
-    # What an earlier process has died of is not run again.
+    assert reported == [*tried, "rebuilt", ()] if isinstance(error, ModelCorrupted) else reported == tried
+    # A case that killed an earlier process does not run again.
     again = found(engine, known=known, failed_cases=({"x": (8, 3)},))
     assert (again.note, again.is_equal) == ("the process that built the model crashed with 8 rows", False)
 
 
-def test_a_model_that_cannot_be_built_again_is_not_left_spoilt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fails_if_corrupted_model_cannot_be_rebuilt(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = fake(refusing(ModelCorrupted("too many")))
     known = selftest.run(engine, cases.of(SIGNATURE, 1))
     monkeypatch.setattr(FakeEngine, "can_rebuild", False)
@@ -439,7 +435,7 @@ def test_a_model_that_cannot_be_built_again_is_not_left_spoilt(monkeypatch: pyte
         found(engine, known=known)
 
 
-def test_nothing_is_found_out_where_each_request_has_its_own_predict() -> None:
+def test_no_search_without_batching() -> None:
     engine = fake(lambda x: x)
     assert (
         row_support.find_row_support(engine, Build(()), selftest.SelfTestRun((), ""), lambda: None, lambda _: None)

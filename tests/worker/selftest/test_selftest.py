@@ -1,4 +1,4 @@
-"""The input with a known answer."""
+"""Tests of the self-test: its inputs, digests and the search for inputs on which a model runs."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ EVERYTHING = ModelSignature(
 )
 
 
-class Once(FakeEngine):
-    """Only a new process gives back what its build took."""
+class UnrebuildableEngine(FakeEngine):
+    """An engine that cannot rebuild: only a new process frees the memory of its build."""
 
     can_rebuild = False
 
@@ -54,7 +54,7 @@ def row_sums(inputs: Arrays) -> Arrays:
 
 
 def picky(*sizes: int, error: Exception) -> Answer:
-    """A model that only runs on these sizes of x's first dimension."""
+    """Return a model that only runs if the first dimension of x has one of these sizes."""
 
     def answer(inputs: Arrays) -> Arrays:
         if len(inputs["x"]) not in sizes:
@@ -68,14 +68,14 @@ FREE = ModelSignature((tensor("x", -1, 4),), (tensor("y", -1),))
 FIXED = ModelSignature((tensor("x", 2, 4),), (tensor("y", 2, 4),))
 
 
-def test_every_process_and_every_numpy_makes_the_same_input() -> None:
-    """The digest was made by numpy 1.21 on Python 3.7 and by numpy 2.4 on Python 3.11."""
+def test_input_is_the_same_in_every_numpy() -> None:
+    """The digest is the same for numpy 1.21 on Python 3.7 and numpy 2.4 on Python 3.11."""
     answer = selftest.run(FakeEngine(everything, EVERYTHING), cases.of(EVERYTHING, 1, 2))
     assert answer.digest == "e1d2a8995705ae30764a120cb4bb6c3116fba8d3cf0c813539750965122f73ff"
     assert answer.output_shapes == [{"y": (2 * sum(ITEM_BYTES.values()),)}, {"y": (4 * sum(ITEM_BYTES.values()),)}]
 
 
-def test_inputs_are_what_the_signature_says() -> None:
+def test_inputs_match_signature() -> None:
     engine = FakeEngine(everything, EVERYTHING)
     selftest.run(engine, cases.of(EVERYTHING, 1, 3))
     for size, inputs in zip((1, 3), engine.received_inputs):
@@ -91,13 +91,13 @@ def test_inputs_are_what_the_signature_says() -> None:
                 assert set(array.ravel().tolist()) <= {0, 1}
 
 
-def test_two_inputs_are_never_equal_and_so_a_swap_shows() -> None:
+def test_inputs_differ_to_reveal_a_swap() -> None:
     signature = ModelSignature((tensor("a", -1, 4), tensor("b", -1, 4)), (tensor("y", -1, 4),))
     values = selftest.make_inputs(signature, {"a": (1, 4), "b": (1, 4)})
     assert not np.array_equal(values["a"], values["b"])
 
 
-def test_the_digest_tells_every_bit_the_form_and_the_name_but_not_how_an_output_lies_in_memory() -> None:
+def test_digest_ignores_only_memory_layout() -> None:
     def digest(array: Any, name: str = "y") -> str:
         return selftest.from_answers(({},), [{name: array}]).digest
 
@@ -119,31 +119,29 @@ def of_rank(rank: int) -> Answer:
 @pytest.mark.parametrize(
     ("known", "shapes", "expected"),
     [
-        # What the engine says of the rank is believed ...
+        # The rank that the engine reports is used ...
         ((2, 4), [(2, 4)], (2, 4)),
-        # ... but not that a dimension is fixed which is seen to be another, ...
+        # ... but a dimension counts as free if another size was observed, ...
         ((8, 4), [(1, 4)], (-1, 4)),
         ((2, 4), [(1, 4), (2, 4)], (-1, 4)),
         ((), [(1, 4), (2, 4)], (-1, 4)),
-        # Of some they know nothing.
+        # The engine knows no shape for some outputs.
         (None, [(1, 4), (2, 4)], (-1, 4)),
         (None, [(), ()], ()),
-        # One observation cannot tell what is free.
+        # One observation cannot tell which dimensions are free.
         (None, [(1, 4)], (-1, -1)),
-        # A rank that changes cannot be written down.
+        # A varying rank has no shape in the signature.
         (None, [(1, 4), (2, 4, 1)], None),
         (None, [], None),
     ],
 )
-def test_output_shapes_that_the_engine_does_not_know_are_seen(
-    known: Shape, shapes: List[Tuple[int, ...]], expected: Shape
-) -> None:
+def test_observes_unknown_output_shapes(known: Shape, shapes: List[Tuple[int, ...]], expected: Shape) -> None:
     signature = ModelSignature((), (TensorSignature("y", "BOOL", known),))
     seen = selftest.from_answers(({}, {}), [{"y": np.zeros(shape)} for shape in shapes])
     assert selftest.with_observed_outputs(signature, seen).outputs == (TensorSignature("y", "BOOL", expected),)
 
 
-# --- answers that are not equal to the last bit -----------------------------------------------------------------
+# --- answers within a tolerance ---------------------------------------------------------------------------------
 
 
 def answers(*arrays: Any) -> selftest.SelfTestRun:
@@ -171,11 +169,11 @@ NAN = np.array([1, np.nan], np.float32)
         (ONES[:0], ONES[:0], 0.0),
     ],
 )
-def test_how_far_answers_are_apart_is_a_share_of_the_largest_value(one: Any, other: Any, far: float) -> None:
+def test_difference_is_relative_to_largest_value(one: Any, other: Any, far: float) -> None:
     assert selftest.difference(answers(one), answers(other)) == far
 
 
-def test_other_outputs_and_other_cases_are_infinitely_far() -> None:
+def test_difference_of_other_outputs_is_infinite() -> None:
     assert selftest.difference(answers(ONES), selftest.from_answers(({},), [{"z": ONES}])) == FAR
     assert selftest.difference(answers(ONES), answers(ONES, ONES)) == FAR
 
@@ -184,7 +182,7 @@ def test_other_outputs_and_other_cases_are_infinitely_far() -> None:
 
 
 class SentMessages:
-    """What the daemon would hear; it may be the end of the process."""
+    """Records the messages to the daemon; it can end the process at chosen messages."""
 
     def __init__(self, deadly: Sequence[SelfTestCase] = ()) -> None:
         self.deadly = deadly
@@ -202,9 +200,9 @@ SEARCH = Build(())
 
 
 def found(
-    engine: FakeEngine, order: Build = SEARCH, told: Optional[SentMessages] = None, **more: Any
+    engine: FakeEngine, order: Build = SEARCH, sent: Optional[SentMessages] = None, **more: Any
 ) -> selftest.SelfTestRun:
-    return search.find_selftest(engine, order, lambda: engine.build("again"), told or SentMessages(), **more)
+    return search.find_selftest(engine, order, lambda: engine.build("again"), sent or SentMessages(), **more)
 
 
 def rebuilds(engine: FakeEngine) -> int:
@@ -216,31 +214,31 @@ def x(*shape: int) -> SelfTestCase:
 
 
 @pytest.mark.parametrize("inputs", [{}, {"x": ()}, {"x": (2, 4)}])
-def test_a_fixed_model_is_asked_one_thing_twice(inputs: SelfTestCase) -> None:
+def test_runs_fixed_model_twice(inputs: SelfTestCase) -> None:
     signature = ModelSignature(tuple(tensor(name, *shape) for name, shape in inputs.items()), (tensor("y", 2),))
     engine = FakeEngine(constantly(np.zeros(2)), signature)
     assert found(engine).cases == (inputs,)
     assert [{name: array.shape for name, array in each.items()} for each in engine.received_inputs] == [inputs] * 2
 
 
-def test_free_dimensions_are_one_and_then_two_each_twice() -> None:
-    engine, told = FakeEngine(row_sums, FREE), SentMessages()
-    known = found(engine, told=told)
+def test_free_dimensions_are_one_and_two() -> None:
+    engine, sent = FakeEngine(row_sums, FREE), SentMessages()
+    known = found(engine, sent=sent)
     assert (known.cases, known.note, rebuilds(engine)) == (cases.of(FREE, 1, 2), "", 0)
     assert known.digest == selftest.run(engine, known.cases).digest
     assert [len(each["x"]) for each in engine.received_inputs[:4]] == [1, 1, 2, 2]
-    assert told.tried == [(x(1, 4),), (x(2, 4),), ()]
+    assert sent.tried == [(x(1, 4),), (x(2, 4),), ()]
 
 
 @pytest.mark.parametrize(("error", "builds"), [(ModelCorrupted("failed"), 1), (InvalidArgument("refused"), 0)])
 @pytest.mark.parametrize(("sizes", "expected", "failures"), [((1,), (1,), 1), ((48, 3), (48,), 7), ((3,), (), 9)])
-def test_what_does_not_run_is_left_out_and_the_model_is_whole(
+def test_skips_failing_cases_and_rebuilds(
     sizes: Tuple[int, ...], expected: Tuple[int, ...], failures: int, error: Exception, builds: int
 ) -> None:
-    engine, told = FakeEngine(picky(*sizes, error=error), FREE), SentMessages()
-    known = found(engine, told=told)
+    engine, sent = FakeEngine(picky(*sizes, error=error), FREE), SentMessages()
+    known = found(engine, sent=sent)
     assert known.cases == cases.of(FREE, *expected)
-    assert (rebuilds(engine), len(told.unfit)) == (builds * failures, failures)
+    assert (rebuilds(engine), len(sent.unfit)) == (builds * failures, failures)
     none = "the model runs on none of 9 inputs generated from its signature; set the key selftest to an input"
     assert known.note == ("" if expected else none)
 
@@ -248,7 +246,7 @@ def test_what_does_not_run_is_left_out_and_the_model_is_whole(
 IMAGE = ModelSignature((tensor("x", -1, 3, -1, -1), tensor("n", -1)), (tensor("y", -1),))
 
 
-def test_an_image_is_first_of_a_size_that_most_networks_take_and_alone() -> None:
+def test_starts_images_with_common_sizes() -> None:
     sizes = [each["x"][2:] for each in search.candidate_cases(IMAGE)]
     assert sizes == [(64, 64), (224, 224), (32, 32), (48, 48), (1, 1), (2, 2)]
     assert {(each["x"][0], each["n"]) for each in search.candidate_cases(IMAGE)} == {(1, (1,))}
@@ -256,7 +254,7 @@ def test_an_image_is_first_of_a_size_that_most_networks_take_and_alone() -> None
     assert known.cases == ({"x": (1, 3, 64, 64), "n": (1,)}, {"x": (2, 3, 128, 128), "n": (2,)})
 
 
-def test_nothing_large_is_made_up() -> None:
+def test_generates_no_large_inputs() -> None:
     volume = ModelSignature((tensor("x", -1, 8, -1, -1, -1),), ())
     assert [each["x"][2] for each in search.candidate_cases(volume)] == [64, 32, 48, 1, 2]
     assert search.double_case(volume, x(1, 8, 64, 64, 64)) is None
@@ -265,7 +263,7 @@ def test_nothing_large_is_made_up() -> None:
     assert list(search.candidate_cases(ModelSignature((tensor("x", -1, 2**29),), ()))) == []
 
 
-def test_a_large_input_takes_little_more_than_itself() -> None:
+def test_large_input_needs_little_extra_memory() -> None:
     count = 40 * 2**20
     signature = ModelSignature((tensor("x", count, datatype="UINT8"),), ())
     tracemalloc.start()
@@ -279,35 +277,35 @@ def test_a_large_input_takes_little_more_than_itself() -> None:
     assert peak < 3 * array.nbytes
 
 
-def test_a_process_that_dies_of_a_case_is_followed_by_one_that_leaves_it_out() -> None:
-    """It is what the daemon does; a model that takes 32 and 64 alone, and kills whoever asks for another size."""
+def test_next_process_skips_case_that_killed_the_last() -> None:
+    """The test acts as the daemon; the model accepts sizes 32 and 64 and kills its process for any other size."""
     deadly = cases.of(FREE, 1, 2, 64)
     unfit: SelfTestCases = ()
     for _ in range(3):
-        told = SentMessages(deadly)
+        sent = SentMessages(deadly)
         with pytest.raises(SystemExit):
-            found(FakeEngine(picky(32, error=ModelCorrupted("failed")), FREE), Build((), failed_cases=unfit), told)
-        unfit = (*told.unfit, *told.tried[-1])
+            found(FakeEngine(picky(32, error=ModelCorrupted("failed")), FREE), Build((), failed_cases=unfit), sent)
+        unfit = (*sent.unfit, *sent.tried[-1])
     assert unfit == cases.of(FREE, 1, 2, 4, 8, 16, 64)
-    told = SentMessages(deadly)
+    sent = SentMessages(deadly)
     assert found(
-        FakeEngine(picky(32, error=ModelCorrupted("failed")), FREE), Build((), failed_cases=unfit), told
+        FakeEngine(picky(32, error=ModelCorrupted("failed")), FREE), Build((), failed_cases=unfit), sent
     ).cases == (x(32, 4),)
-    assert told.tried == [(x(32, 4),), ()]
+    assert sent.tried == [(x(32, 4),), ()]
 
 
-def test_what_worked_before_is_run_at_once_and_if_it_does_not_work_now_another_is_found() -> None:
+def test_tries_known_case_before_a_search() -> None:
     before = cases.of(FREE, 48, 96)
-    told = SentMessages()
-    assert found(FakeEngine(row_sums, FREE), Build((), selftest_cases=before), told).cases == before
-    assert told.tried == [before, ()]
+    sent = SentMessages()
+    assert found(FakeEngine(row_sums, FREE), Build((), selftest_cases=before), sent).cases == before
+    assert sent.tried == [before, ()]
     engine = FakeEngine(picky(1, 2, error=ModelCorrupted("failed")), FREE)
     assert found(engine, Build((), selftest_cases=before)).cases == cases.of(FREE, 1, 2)
     assert rebuilds(engine) == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2, 3, 4])
-def test_of_an_input_that_may_have_any_rank_one_is_found_that_works(rank: int) -> None:
+def test_finds_rank_of_input_with_unknown_rank(rank: int) -> None:
     engine = FakeEngine(
         of_rank(rank), ModelSignature((TensorSignature("x", "FP32", None),), (TensorSignature("y", "FP32", None),))
     )
@@ -315,11 +313,11 @@ def test_of_an_input_that_may_have_any_rank_one_is_found_that_works(rank: int) -
     assert ({len(case["x"]) for case in known.cases}, known.note) == ({rank}, "")
     assert [each["y"] for each in known.output_shapes] == [case["x"] for case in known.cases]
     assert known.digest == selftest.run(engine, known.cases).digest
-    # That is one rank of many.
+    # The input may still have other ranks.
     assert selftest.with_observed_outputs(engine.signature, known) == engine.signature
 
 
-def test_a_model_that_has_gears_is_tried_in_them_alone() -> None:
+def test_tries_only_the_gears() -> None:
     signature = ModelSignature((tensor("x", -1, 2), tensor("z", 3, -1)), (tensor("y", -1, 2),))
     refused = InvalidArgument("no")
     for runs_on, cases_found in ((4, ({"x": (4, 2), "z": (3, 7)},)), (8, ({"x": (8, 2), "z": (3, 7)},)), (1, ())):
@@ -328,12 +326,12 @@ def test_a_model_that_has_gears_is_tried_in_them_alone() -> None:
     assert known.note.startswith("the model runs on none of 2 inputs")
 
 
-def test_an_engine_that_cannot_be_rebuilt_takes_another_process_for_the_next_try() -> None:
-    assert found(Once(row_sums, FREE)).cases == (x(1, 4),)
+def test_next_try_without_rebuild_needs_new_process() -> None:
+    assert found(UnrebuildableEngine(row_sums, FREE)).cases == (x(1, 4),)
     with pytest.raises(BuildError, match=r"^the model does not run on the self-test input x \[1, 4\]: died$"):
-        found(Once(picky(error=ModelCorrupted("died")), FREE))
+        found(UnrebuildableEngine(picky(error=ModelCorrupted("died")), FREE))
     for signature, unfit in ((FREE, cases.of(FREE, 1, 2, 4, 8, 16, 32, 48, 64)), (FIXED, ())):
-        last = Once(picky(error=ModelCorrupted("died")), signature)
+        last = UnrebuildableEngine(picky(error=ModelCorrupted("died")), signature)
         assert found(last, Build((), failed_cases=unfit)).cases == ()
         assert (len(last.received_inputs), rebuilds(last)) == (1, 0)
 
@@ -345,18 +343,18 @@ def test_an_engine_that_cannot_be_rebuilt_takes_another_process_for_the_next_try
         ((x(1, 4),), "the search was given up: it took too long or crashed too many processes; "),
     ],
 )
-def test_without_a_search_nothing_is_run(unfit: SelfTestCases, note: str) -> None:
+def test_runs_nothing_without_search(unfit: SelfTestCases, note: str) -> None:
     engine = FakeEngine(row_sums, FREE)
     known = found(engine, Build((), search_selftest=False, failed_cases=unfit))
     assert (known.cases, known.digest, known.note[: len(note)], engine.received_inputs) == ((), "", note, [])
 
 
-def test_what_is_configured_is_run_or_the_reason_is_told() -> None:
-    told = SentMessages()
+def test_runs_configured_case_or_reports_error() -> None:
+    sent = SentMessages()
     assert found(
-        FakeEngine(row_sums, FREE), Build((), search_selftest=False, selftest_cases=(x(7, 4),)), told
+        FakeEngine(row_sums, FREE), Build((), search_selftest=False, selftest_cases=(x(7, 4),)), sent
     ).cases == (x(7, 4),)
-    assert told.tried == [(x(7, 4),), ()]
+    assert sent.tried == [(x(7, 4),), ()]
     wrong: Sequence[Tuple[SelfTestCase, str]] = (
         ({"z": (1, 4)}, "selftest: expected inputs x, got z"),
         (x(1, 5), r"selftest.x: expected a shape like \[-1, 4\], got \[1, 5\]"),
@@ -372,7 +370,7 @@ def test_what_is_configured_is_run_or_the_reason_is_told() -> None:
             )
 
 
-def test_a_model_that_is_random_has_shapes_but_no_digest_unless_it_is_so_by_no_more_than_is_allowed() -> None:
+def test_random_model_has_digest_only_within_tolerance() -> None:
     random = np.random.RandomState(0)
     known = found(FakeEngine(lambda inputs: {"y": 1 + random.rand(len(inputs["x"]), 7)}, FREE))
     assert (known.cases, known.digest) == (cases.of(FREE, 1, 2), "")
@@ -385,7 +383,7 @@ def test_a_model_that_is_random_has_shapes_but_no_digest_unless_it_is_so_by_no_m
     assert not found(noisy, tolerance=1e-9).digest
 
 
-def test_an_error_that_is_no_answer_is_not_swallowed() -> None:
+def test_passes_on_unexpected_errors() -> None:
     with pytest.raises(RuntimeError, match="bug"):
         found(FakeEngine(picky(3, error=RuntimeError("bug")), FREE))
 
@@ -393,7 +391,7 @@ def test_an_error_that_is_no_answer_is_not_swallowed() -> None:
 # --- a sample ---------------------------------------------------------------------------------------------------
 
 
-def test_a_sample_is_what_is_asked(tmp_path: Path) -> None:
+def test_runs_sample(tmp_path: Path) -> None:
     path = str(tmp_path / "s.npz")
     np.savez(path, x=np.asfortranarray(np.arange(12, dtype=">f4").reshape(3, 4)))
     engine = FakeEngine(row_sums, FREE)
@@ -404,17 +402,17 @@ def test_a_sample_is_what_is_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [np.full((2, 4), np.nan, np.float32), np.zeros((0, 4), np.float32)])
-def test_an_answer_without_a_finite_number_is_no_canary(rows: Any) -> None:
+def test_rejects_answer_without_finite_number(rows: Any) -> None:
     engine = FakeEngine(row_sums, FREE)
     known = found(engine, Build((), search_selftest=False), sample={"x": rows})
     assert (known.digest, known.note) == ("", "the model's answer has no finite number, so it cannot be compared")
-    # In a search the next one is tried.
+    # A search tries the next case.
     known = found(FakeEngine(lambda inputs: {"y": inputs["x"][8:, 0]}, FREE))
     assert known.cases[0] == x(16, 4)
     assert known.digest
 
 
-def test_what_is_no_sample_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rejects_invalid_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "s.npz"
 
     def cause() -> str:
@@ -451,7 +449,7 @@ def test_what_is_no_sample_is_refused_with_the_reason(tmp_path: Path, monkeypatc
     assert cause() == "expected at most 1048576 bytes, got 1048577"
 
 
-def test_the_holders_answers_are_read_as_they_were(tmp_path: Path) -> None:
+def test_reads_saved_answers_unchanged(tmp_path: Path) -> None:
     path = str(tmp_path / "answers")
     known = selftest.from_answers(cases.of(FREE, 1, 2), [{"y": ONES, "a/b": NAN}, {"y": ONES * 2, "a/b": NAN}])
     sample.save_answers(path, known.answers)

@@ -16,8 +16,8 @@ from weightd_worker.selftest.selftest import AnswerVerifier
 BATCHED = ModelSignature((TensorSignature("x", "FP32", (-1, 3)),), (TensorSignature("y", "FP32", (-1, 3)),))
 
 
-def proved(model: FakeEngine, sizes: Tuple[int, ...] = (1, 2), **more: Any) -> AnswerVerifier:
-    """The proof of a model that nothing was asked since."""
+def verifier_of(model: FakeEngine, sizes: Tuple[int, ...] = (1, 2), **more: Any) -> AnswerVerifier:
+    """Return the verifier of a model after its self-test."""
     proof = AnswerVerifier(model, selftest.run(model, cases.of(model.signature, *sizes)), **more)
     model.received_inputs.clear()
     return proof
@@ -28,7 +28,7 @@ def batch(size: int) -> Arrays:
 
 
 def shape_of(proof: AnswerVerifier, model: FakeEngine, inputs: Arrays) -> Tuple[int, ...]:
-    """The shape of an answer that was let through."""
+    """Return the shape of an answer that the verifier accepts."""
     shape: Tuple[int, ...] = proof.verify(inputs, model.predict(inputs))["y"].shape
     return shape
 
@@ -42,7 +42,7 @@ def thrice(inputs: Arrays) -> Arrays:
 
 
 def rows(count: int) -> Answer:
-    """A model whose answer does not follow the batch."""
+    """Return a model whose answer does not depend on the batch size."""
     return lambda _: {"y": np.ones((count, 3), np.float32)}
 
 
@@ -51,11 +51,11 @@ def fails(_: Arrays) -> Arrays:
 
 
 class Noise:
-    """Answers that are near one another, and no two of them equal; to large inputs only their first row."""
+    """A model whose answers differ slightly each time; for large inputs it answers only their first row."""
 
     def __init__(self) -> None:
         self.large = 1000
-        # float32 has a number in each 1.2e-7 beyond 1.
+        # Above 1, neighbouring float32 numbers are 1.2e-7 apart.
         self._factors = (np.float32(1 + 2e-7 * number) for number in itertools.count())
 
     def __call__(self, inputs: Arrays) -> Arrays:
@@ -67,9 +67,9 @@ def random(inputs: Arrays) -> Arrays:
     return {"y": np.random.rand(*inputs["x"].shape).astype(np.float32)}
 
 
-def test_what_fits_the_signature_passes_and_costs_nothing() -> None:
+def test_accepts_matching_answer_without_predict() -> None:
     model = FakeEngine(twice, BATCHED)
-    proof = proved(model)
+    proof = verifier_of(model)
     for size in (1, 2, 7):
         assert shape_of(proof, model, batch(size)) == (size, 3)
     assert len(model.received_inputs) == 3
@@ -86,65 +86,65 @@ def test_what_fits_the_signature_passes_and_costs_nothing() -> None:
         ({}, "outputs , expected y"),
     ],
 )
-def test_an_answer_that_contradicts_and_cannot_be_had_again_is_not_given(outputs: Arrays, problem: str) -> None:
-    proof = proved(FakeEngine(twice, BATCHED))
+def test_rejects_contradicting_answer_that_does_not_repeat(outputs: Arrays, problem: str) -> None:
+    proof = verifier_of(FakeEngine(twice, BATCHED))
     with pytest.raises(ModelCorrupted, match=rf"^the answer contradicts the model's signature: {problem}$"):
         proof.verify(batch(5), outputs)
 
 
-def test_the_same_bytes_in_another_shape_are_not_the_same_again() -> None:
+def test_same_bytes_in_another_shape_do_not_repeat() -> None:
     with pytest.raises(ModelCorrupted):
-        proved(FakeEngine(twice, BATCHED)).verify(batch(2), {"y": np.full((3, 2), 2, np.float32)})
+        verifier_of(FakeEngine(twice, BATCHED)).verify(batch(2), {"y": np.full((3, 2), 2, np.float32)})
 
 
-def test_neither_is_one_of_a_model_whose_canary_is_wrong_now() -> None:
+def test_rejects_answer_if_selftest_fails() -> None:
     model = FakeEngine(twice, BATCHED)
-    proof = proved(model)
+    proof = verifier_of(model)
     model.answer = rows(2)
     with pytest.raises(ModelCorrupted):
         shape_of(proof, model, batch(5))
 
 
-def test_a_model_that_goes_its_own_way_with_an_input_may_do_so() -> None:
+def test_accepts_contradicting_answer_that_repeats() -> None:
     model = FakeEngine(lambda inputs: {"y": np.unique(inputs["x"], axis=0)}, BATCHED)
-    proof = proved(model)
+    proof = verifier_of(model)
     assert shape_of(proof, model, batch(5)) == (1, 3)
-    # It is asked once, not for each request.
+    # The verifier repeats the predict once and not for each request.
     model.received_inputs.clear()
     assert shape_of(proof, model, batch(6)) == (1, 3)
     assert len(model.received_inputs) == 1
 
 
 @pytest.mark.parametrize("shape", [(-1, -1), (3, -1), None])
-def test_where_another_dimension_is_free_nothing_is_said_of_the_batch(shape: Any) -> None:
+def test_no_batch_check_if_other_dimensions_are_free(shape: Any) -> None:
     def answer(inputs: Arrays) -> Arrays:
         return {"y": inputs["x"].sum() * np.ones((*inputs["x"].shape[-1:], 3), np.float32)}
 
     model = FakeEngine(answer, BATCHED._replace(inputs=(TensorSignature("x", "FP32", shape),)))
-    assert shape_of(proved(model), model, {"x": np.ones((3, 9), np.float32)}) == (9, 3)
+    assert shape_of(verifier_of(model), model, {"x": np.ones((3, 9), np.float32)}) == (9, 3)
     assert len(model.received_inputs) == 1
 
 
-def test_where_inputs_are_of_several_sizes_there_is_no_batch() -> None:
+def test_no_batch_check_if_input_sizes_differ() -> None:
     inputs = (TensorSignature("x", "FP32", (-1, 3)), TensorSignature("z", "FP32", (-1, 3)))
     model = FakeEngine(twice, BATCHED._replace(inputs=inputs))
-    proof = proved(model)
+    proof = verifier_of(model)
     for x, z in ((5, 3), (3, 5)):
         assert shape_of(proof, model, {"x": batch(x)["x"], "z": batch(z)["x"]}) == (x, 3)
     assert len(model.received_inputs) == 2
 
 
 @pytest.mark.parametrize(("count", "sizes"), [(4, (1, 2)), (1, (1,))])
-def test_an_output_that_did_not_follow_the_batch_need_not(count: int, sizes: Tuple[int, ...]) -> None:
+def test_no_batch_check_for_independent_output(count: int, sizes: Tuple[int, ...]) -> None:
     model = FakeEngine(rows(count), BATCHED)
-    shape_of(proved(model, sizes), model, batch(5))
+    shape_of(verifier_of(model, sizes), model, batch(5))
     assert len(model.received_inputs) == 1
 
 
 @pytest.mark.parametrize("now", [thrice, fails])
-def test_the_canary_shows_whether_the_model_is_what_it_was(now: Answer) -> None:
+def test_selftest_reveals_changed_model(now: Answer) -> None:
     model = FakeEngine(twice, BATCHED)
-    proof = proved(model)
+    proof = verifier_of(model)
     before = proof.current_digest()
     assert not proof.is_corrupted()
     model.answer = now
@@ -153,13 +153,13 @@ def test_the_canary_shows_whether_the_model_is_what_it_was(now: Answer) -> None:
         assert proof.current_digest() != before
 
 
-def test_answers_may_be_as_far_apart_as_is_allowed() -> None:
+def test_accepts_answers_within_tolerance() -> None:
     noise = Noise()
     model = FakeEngine(noise, BATCHED)
     known = selftest.run(model, cases.of(BATCHED, 1, 2))
     near, exact = AnswerVerifier(model, known, tolerance=1e-5), AnswerVerifier(model, known)
     assert (near.is_corrupted(), near.current_digest(), exact.is_corrupted()) == (False, known.digest, True)
-    # An answer that contradicts the signature is looked into in the same way.
+    # An answer that contradicts the signature is checked with the same tolerance.
     noise.large = 3
     assert shape_of(near, model, batch(5)) == (1, 3)
 
@@ -170,40 +170,40 @@ SIX = BATCHED._replace(outputs=(TensorSignature("y", "FP32", (1, 2, 60)),))
 OF_SIX = {"x": np.ones((1, 2, 60), np.float32)}
 
 
-class Solid(FakeEngine):
+class IncorruptibleEngine(FakeEngine):
     may_corrupt = False
 
 
-def test_without_a_canary_nothing_refutes_and_a_shape_that_the_engine_does_not_know_may_be_any() -> None:
-    assert not proved(FakeEngine(fails, BATCHED), sizes=()).is_corrupted()
+def test_without_selftest_unknown_shapes_pass() -> None:
+    assert not verifier_of(FakeEngine(fails, BATCHED), sizes=()).is_corrupted()
     unknown = FakeEngine(twice, BATCHED._replace(outputs=(TensorSignature("y", "FP32", None),)))
-    assert shape_of(proved(unknown, sizes=()), unknown, batch(5)) == (5, 3)
+    assert shape_of(verifier_of(unknown, sizes=()), unknown, batch(5)) == (5, 3)
 
 
-def test_of_a_model_that_cannot_be_spoilt_every_answer_is_its_way() -> None:
-    """An output that was declared inexactly, as by an export with a batch of 1."""
-    model = Solid(twice, SIX)
-    proof = proved(model, sizes=())
+def test_accepts_every_answer_of_incorruptible_model() -> None:
+    """The output was declared inexactly, as by an export with a batch of 1."""
+    model = IncorruptibleEngine(twice, SIX)
+    proof = verifier_of(model, sizes=())
     shape_of(proof, model, OF_SIX)
     for size in (5, 1, 5):
         assert shape_of(proof, model, batch(size)) == (size, 3)
     assert len(model.received_inputs) == 4
 
 
-def test_of_one_that_can_be_the_first_answer_shows_whether_the_signature_is_true() -> None:
+def test_first_answer_decides_whether_signature_holds() -> None:
     untrue, true = FakeEngine(twice, SIX), FakeEngine(twice, SIX)
-    proof = proved(untrue, sizes=())
+    proof = verifier_of(untrue, sizes=())
     for size in (5, 1):
         assert shape_of(proof, untrue, batch(size)) == (size, 3)
-    proof = proved(true, sizes=())
+    proof = verifier_of(true, sizes=())
     shape_of(proof, true, OF_SIX)
     with pytest.raises(ModelCorrupted, match=r"expected \[1, 2, 60\]; without a self-test, the answer is unproven$"):
         shape_of(proof, true, batch(5))
 
 
-def test_of_a_model_that_does_not_repeat_itself_the_form_is_known() -> None:
+def test_checks_only_shape_of_random_model() -> None:
     model = FakeEngine(random, SIX)
-    # Its only input was of the declared shape: nothing has shown that others are not.
+    # The only input had the declared shape; no answer shows whether others differ.
     proof = AnswerVerifier(model, selftest.from_answers(({"x": (1, 2, 60)},), [random(OF_SIX)])._replace(digest=""))
     assert not proof.is_corrupted()
     assert shape_of(proof, model, batch(5)) == (5, 3)
