@@ -72,10 +72,10 @@ def test_log_events_have_level_meaning_and_action() -> None:
         assert action
 
 
-@pytest.mark.parametrize("words", [row[0].strip("`") for row in rows("Log events")])
-def test_log_events_are_logged(words: str) -> None:
+@pytest.mark.parametrize("text_part", [row[0].strip("`") for row in rows("Log events")])
+def test_log_events_are_logged(text_part: str) -> None:
     sources = [path.read_text("utf-8") for name in ("daemon", "worker") for path in (REPOSITORY / name).glob("**/*.py")]
-    assert any(words in source for source in sources)
+    assert any(text_part in source for source in sources)
 
 
 @pytest.mark.parametrize("text", PAGES.values(), ids=PAGES)

@@ -1,4 +1,4 @@
-"""Reload of the configuration: what changes, what is rejected and who gets the result."""
+"""Reload of the configuration: applied and rejected changes, and replies to the requests."""
 
 from __future__ import annotations
 

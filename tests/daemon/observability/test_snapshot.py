@@ -64,7 +64,7 @@ def _fixed_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class SnapshotHarness:
-    """A SnapshotBuilder over fake sources. `devices`, `processes` and `proxies` stand for those of the daemon."""
+    """A SnapshotBuilder over fake sources. `devices`, `processes` and `proxies` stand for the parts of a daemon."""
 
     def __init__(
         self,
@@ -212,8 +212,8 @@ def test_largest_metrics_response_fits() -> None:
     parts.tenants.configure(tenants)
     refused: dict[str, int] = dict.fromkeys(ERRORS, 2**55)
     for name in names:
-        meter = parts.books.counters.counters_of(name)
-        for buckets in (meter.requests, meter.queue, meter.compute, meter.rows):
+        model_counters = parts.books.counters.counters_of(name)
+        for buckets in (model_counters.requests, model_counters.queue, model_counters.compute, model_counters.rows):
             buckets.counts = [2**55] * len(buckets.counts)
         for tenant in tenants:
             add_usage(parts.books.usage_table, tenant, name).refused = {**refused}
@@ -233,10 +233,10 @@ def test_reports_memory_of_a_model_on_a_card() -> None:
     for name in (holder, worker, spare):
         model.deployments.process_events.on_message(name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0)
     model.deployments.process_events.on_message(
-        holder, Built("7", (X,), (X,), ({"x": (4,)},), "canary", WEIGHTS), (), 0.0
+        holder, Built("7", (X,), (X,), ({"x": (4,)},), "digest", WEIGHTS), (), 0.0
     )
     for name in (worker, spare):
-        model.deployments.process_events.on_message(name, Attached("canary", WEIGHTS), (), 0.0)
+        model.deployments.process_events.on_message(name, Attached("digest", WEIGHTS), (), 0.0)
     processes: dict[str, Any] = {name: SimpleNamespace(pid=pid) for pid, name in enumerate((holder, worker, spare), 10)}
     scan = MemoryScan("s", (), TtlCache())
     scan.memory_by_pid = {

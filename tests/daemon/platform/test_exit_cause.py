@@ -45,7 +45,7 @@ def test_classifies_the_initiator() -> None:
     classifier = ExitClassifier(lambda: kills)
     assert classifier.classify("a", -signal.SIGKILL, "") == ExitCause(-signal.SIGKILL)
     kills += 2
-    assert classifier.classify("crash", -signal.SIGSEGV, "words") == ExitCause(-signal.SIGSEGV, "words")
+    assert classifier.classify("crash", -signal.SIGSEGV, "last lines") == ExitCause(-signal.SIGSEGV, "last lines")
     ends = [classifier.classify(name, -signal.SIGKILL, "").initiator for name in "bcd"]
     assert ends == [ExitInitiator.KERNEL, ExitInitiator.KERNEL, ExitInitiator.UNKNOWN]
     classifier.record_signal("e")
@@ -53,4 +53,4 @@ def test_classifies_the_initiator() -> None:
     assert classifier.classify("e", -signal.SIGABRT, "") == ExitCause(-signal.SIGABRT)
     classifier.record_signal("f")
     assert classifier.classify("f", 0, "") == ExitCause(0)
-    assert classifier.classify("g", None, "words") == ExitCause(None, "words", ExitInitiator.SHIM)
+    assert classifier.classify("g", None, "last lines") == ExitCause(None, "last lines", ExitInitiator.SHIM)

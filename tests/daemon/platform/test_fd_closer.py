@@ -71,7 +71,7 @@ def test_failed_close_does_not_end_the_thread(monkeypatch: pytest.MonkeyPatch) -
     closing = DescriptorCloser(print)
     for descriptor in range(1000, 1200):
         closing.close("a", descriptor)
-    until(lambda: closed == [*range(1000, 1200)], "the thread goes on")
+    until(lambda: closed == [*range(1000, 1200)], "all descriptors are closed")
     until(lambda: not closing.is_backlogged("a"), "no more descriptors wait")
 
 

@@ -187,7 +187,7 @@ log_setup.ADDRESS = sys.argv[-1]
 log_setup.set_up(logging.INFO)
 logging.getLogger("weightd").info("serving")
 logging.getLogger("weightd").debug("unseen")
-raise RuntimeError("nobody\\ncatches this")
+raise RuntimeError("not\\ncaught")
 """
 
 
@@ -197,11 +197,11 @@ def test_journal_receives_events_and_tracebacks(tmp_path: Path, journal_socket: 
     first, crash = read_entry(journal_socket), read_entry(journal_socket)
     assert (first["MESSAGE"], first["PRIORITY"], crash["PRIORITY"]) == ("serving", "6", "3")
     assert crash["MESSAGE"].startswith("weightd failed\nTraceback (most recent call last):\n")
-    assert crash["MESSAGE"].endswith("RuntimeError: nobody\ncatches this")
+    assert crash["MESSAGE"].endswith("RuntimeError: not\ncaught")
 
 
 def test_without_journal_writes_plain_lines(tmp_path: Path) -> None:
     lines = stderr_of([sys.executable, "-c", PROGRAM], tmp_path / "log", journal=False).splitlines()
     assert re.fullmatch(r"[-0-9]{10} [:,0-9]{12} INFO    serving", lines[0])
     assert lines[1] == "Traceback (most recent call last):"
-    assert lines[-2:] == ["RuntimeError: nobody", "catches this"]
+    assert lines[-2:] == ["RuntimeError: not", "caught"]

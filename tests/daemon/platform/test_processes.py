@@ -85,7 +85,7 @@ ctypes.CDLL(None).pthread_exit(None)
 def test_exiting_child_is_not_alive(log: Path) -> None:
     process = start([sys.executable, "-c", EXITING], log)
     try:
-        until(lambda: not is_alive(process), "its main thread exits")
+        until(lambda: not is_alive(process), "the main thread has exited")
         assert not has_exited(process, 0)
     finally:
         kill(process)
@@ -132,10 +132,10 @@ def test_child_name_may_contain_any_characters(tmp_path: Path, log: Path) -> Non
 def test_reports_status_output_and_environment(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("A", "2")
     log.write_text("before\n")
-    for environment, words in (({"A": "1"}, "before | 1 | err"), (None, "before | 1 | err | 2 | err")):
+    for environment, text in (({"A": "1"}, "before | 1 | err"), (None, "before | 1 | err | 2 | err")):
         process = start(["sh", "-c", "echo $A; echo err >&2; exit 7"], log, environment)
         assert has_exited(process)
-        assert (reap(process), log_tail(process)) == (7, words)
+        assert (reap(process), log_tail(process)) == (7, text)
     log.unlink()
     assert log_tail(process) == ""
 
@@ -191,9 +191,9 @@ def test_log_tail_joins_the_last_lines(sleeper: ChildProcess) -> None:
 
 
 def test_log_tail_begins_with_the_limit_hint(sleeper: ChildProcess) -> None:
-    words = tail_of(sleeper, b"Traceback\nRuntimeError: can't start new thread\n")
-    assert words.startswith("cannot start a process or thread: ")
-    assert words.endswith("; original error: Traceback | RuntimeError: can't start new thread")
+    text = tail_of(sleeper, b"Traceback\nRuntimeError: can't start new thread\n")
+    assert text.startswith("cannot start a process or thread: ")
+    assert text.endswith("; original error: Traceback | RuntimeError: can't start new thread")
 
 
 @pytest.mark.parametrize("unit", [b"x", "é".encode(), b"word ", b"\n", b"line\n"])

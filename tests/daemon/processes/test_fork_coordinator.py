@@ -86,7 +86,7 @@ class ForkMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.requested)
     @rule(data=st.data(), parent=PARENTS, watchable=st.booleans(), error=st.sampled_from(["", "", "two threads"]))
     def reply(self, data: st.DataObject, parent: str, watchable: bool, error: str) -> None:
-        name = data.draw(st.sampled_from([*self.requested, "nobody"]))
+        name = data.draw(st.sampled_from([*self.requested, "unknown"]))
         counts = name in self.pending and self.requested[name].parent == parent
         self.pids += 1
         pid, self.watchable = 0 if error else self.pids, watchable
@@ -114,12 +114,12 @@ class ForkMachine(RuleBasedStateMachine):
 
     @rule(parent=PARENTS)
     def parent_exits(self, parent: str) -> None:
-        its = {name for name in self.pending if self.requested[name].parent == parent}
+        children = {name for name in self.pending if self.requested[name].parent == parent}
         before = {*self.failed}
         self.unanswered = {name: each for name, each in self.unanswered.items() if each != parent}
         self.coordinator.on_parent_exit(parent)
-        assert self.failed.keys() - before == its
-        assert all(parent in self.failed[name] for name in its)
+        assert self.failed.keys() - before == children
+        assert all(parent in self.failed[name] for name in children)
 
     @rule(seconds=st.sampled_from([0.5, PATIENCE_S]))
     def time_passes(self, seconds: float) -> None:
@@ -135,7 +135,7 @@ class ForkMachine(RuleBasedStateMachine):
     @invariant()
     def pending_parents_are_known(self) -> None:
         assert set(self.pending_forks.parents()) == {self.requested[name].parent for name in self.pending}
-        for parent in {*self.unanswered.values(), *self.pending_forks.parents(), "nobody"}:
+        for parent in {*self.unanswered.values(), *self.pending_forks.parents(), "unknown"}:
             assert self.pending_forks.is_awaited(parent) == (parent in self.unanswered.values())
 
 

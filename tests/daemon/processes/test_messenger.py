@@ -48,7 +48,7 @@ class ChannelHarness:
     def __init__(self, directory: Path) -> None:
         self.name: str | None = "w1"
         self.messages: list[tuple[str, Any]] = []
-        self.path = directory / "lane"
+        self.path = directory / "channel"
         self.loop = EventLoop()
         self.channels = WorkerChannels(
             self.path,

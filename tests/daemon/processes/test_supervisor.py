@@ -121,9 +121,9 @@ class SupervisorHarness:
                 name, Hello(name, SHA, {"weightd": VERSION}, CARD), (), 0.0
             )
         self.model.deployments.process_events.on_message(
-            HOLDER, Built("7", (X,), (X,), ({"x": (1,)},), "canary", 100), (), 0.0
+            HOLDER, Built("7", (X,), (X,), ({"x": (1,)},), "digest", 100), (), 0.0
         )
-        self.model.deployments.process_events.on_message(WORKER, Attached("canary", 100), (), 0.0)
+        self.model.deployments.process_events.on_message(WORKER, Attached("digest", 100), (), 0.0)
 
     def receive(self) -> None:
         """Wait for a message on the socket and let the messenger handle it."""
@@ -222,7 +222,7 @@ def test_worker_stops_after_its_queued_orders(harness: SupervisorHarness) -> Non
     assert [type(order) for order in orders] == [Attach]
 
 
-@pytest.mark.parametrize("message", [[bytes(10)], [b"\0" * 2_000_000], encode(Forked("nobody's", 1))])
+@pytest.mark.parametrize("message", [[bytes(10)], [b"\0" * 2_000_000], encode(Forked("unknown", 1))])
 def test_channel_protocol_error_fails_the_child(
     harness: SupervisorHarness, message: Sequence[Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -147,10 +147,10 @@ ENDINGS: dict[str, Callable[[Dispatcher], object]] = {
 }
 
 
-@pytest.mark.parametrize("words", ENDINGS)
-def test_ends_a_few_requests_per_turn(words: str) -> None:
+@pytest.mark.parametrize("error_text", ENDINGS)
+def test_ends_a_few_requests_per_turn(error_text: str) -> None:
     harness = DispatcherHarness()
-    ENDINGS[words](harness.dispatcher)
+    ENDINGS[error_text](harness.dispatcher)
     ends_all = harness.dispatcher._scheduler.queue.count == 0
     turns, count = 1, len(harness.errors)
     assert 0 < count <= MAX_ENDED_PER_TURN
@@ -162,7 +162,7 @@ def test_ends_a_few_requests_per_turn(words: str) -> None:
     assert turns == math.ceil((COUNT + 2 * ends_all) / MAX_ENDED_PER_TURN)
     assert sorted(harness.errors) == list(range(COUNT + 2 * ends_all))
     assert harness.dispatcher._replies.failed_count == len(harness.errors)
-    assert all(text.startswith(words) for text in harness.errors.values()), Counter(harness.errors.values())
+    assert all(text.startswith(error_text) for text in harness.errors.values()), Counter(harness.errors.values())
     assert harness.dispatcher.is_idle == ends_all
 
 

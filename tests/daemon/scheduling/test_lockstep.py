@@ -71,7 +71,7 @@ def test_joins_slices_in_the_order_of_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("other", "text"),
     [
         (result(shape=(1, 3)), "output y of a rank: expected UINT8 [any, 2], got y UINT8 [1, 3]"),
         (result(shape=()), "output y of a rank: expected UINT8 [any, 2], got y UINT8 []"),
@@ -83,13 +83,13 @@ def test_joins_slices_in_the_order_of_ranks() -> None:
         ),
     ],
 )
-def test_mismatching_slices_are_an_error_of_the_request(other: PredictResult, words: str) -> None:
+def test_mismatching_slices_are_an_error_of_the_request(other: PredictResult, text: str) -> None:
     tracker = tracker_at_step_5(reply=None)
     tracker.on_result("r0", result(), [b"ab"])
     tracker.on_result("r1", other, [b""] * len(other.description.outputs))
     outcome = tracker.on_result("r2", result(), [b"ab"])
     assert isinstance(outcome, Rejected)
-    assert (outcome.error.code, str(outcome.error)) == ("INTERNAL", words)
+    assert (outcome.error.code, str(outcome.error)) == ("INTERNAL", text)
 
 
 @pytest.mark.parametrize("most", [5, 3])
@@ -124,7 +124,7 @@ def report_of(process: str, report: PredictResult | PredictFailed | int, frames:
 
 
 @pytest.mark.parametrize(
-    ("reply", "before", "last", "words"),
+    ("reply", "before", "last", "text"),
     [
         ("r2", report_of("r0", 7), report_of("r1", refusal()), "7 was rejected by r1 and executed by r0"),
         ("r2", report_of("r0", refusal()), report_of("r2", result()), "7 was rejected by r0 and executed by r2"),
@@ -148,10 +148,10 @@ def report_of(process: str, report: PredictResult | PredictFailed | int, frames:
         ("r2", report_of("r0", 7), report_of("x", 7), "x: got done for 7, which was not sent to this process"),
     ],
 )
-def test_detects_ranks_out_of_step(reply: str | None, before: Action, last: Action, words: str) -> None:
+def test_detects_ranks_out_of_step(reply: str | None, before: Action, last: Action, text: str) -> None:
     tracker = tracker_at_step_5(reply)
     assert before(tracker) is None
-    assert last(tracker) == OutOfStep(words)
+    assert last(tracker) == OutOfStep(text)
 
 
 def test_ended_item_is_not_accepted_again() -> None:

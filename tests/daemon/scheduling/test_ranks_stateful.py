@@ -1,6 +1,6 @@
 """Rank groups that compute as real ones do: they mix whatever inputs have arrived, without noticing a mismatch.
 
-The result is the sum of what each rank computes from its inputs, so it is wrong if a rank is at another request or
+The result is the sum of all ranks' outputs, so it is wrong if a rank is at another request or
 has skipped one. Ranks crash, hang, fail, reject, and report late, twice or wrongly; clients cancel, reach deadlines and
 offer shared memory; the daemon is restarted at any moment. In all cases each request ends once, and a result comes
 from all ranks of one group and is correct.
@@ -185,18 +185,18 @@ class RanksMachine(RuleBasedStateMachine, IgnoringSink):
                 TensorLocation(self.memory, begin, x.nbytes),
                 TensorLocation(self.memory, begin + AREA_BYTES // 2, x.nbytes),
             )
-            places = [
+            locations = [
                 NO_LOCATIONS,
                 NO_LOCATIONS,
                 TensorLocations({}, {0: y_there}),
                 TensorLocations({0: x_there}, {0: x_there}),
             ][area]
             os.pwrite(self.memory.fileno(), x.tobytes(), begin)
-            frames = [] if places.inputs else [x.tobytes()]
+            frames = [] if locations.inputs else [x.tobytes()]
             deadline, origin = self.now + wait, ClientOrigin(client, client)
             request = Request(
                 *(number, client.encode(), f"id{number}", DESCRIPTIONS[rows], frames),
-                *(self.now, deadline, x.nbytes, origin, places),
+                *(self.now, deadline, x.nbytes, origin, locations),
             )
             self.sent[number] = request, x.tobytes()
             try:

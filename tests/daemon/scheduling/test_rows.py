@@ -205,9 +205,9 @@ def test_merging_does_not_miss_deadlines() -> None:
     assert kind is not None
     times.add(FAST, kind.kind, 1, 0.01)
     times.add(FAST, kind.kind, 3, 0.02)
-    hasty, first, patient = request(deadline=0.015), request(deadline=0.025), request()
-    assert group(first, hasty, patient, times=times).requests == [first, patient]
-    assert group(hasty, first, patient, times=times).requests == [hasty]
+    urgent, first, patient = request(deadline=0.015), request(deadline=0.025), request()
+    assert group(first, urgent, patient, times=times).requests == [first, patient]
+    assert group(urgent, first, patient, times=times).requests == [urgent]
 
 
 def test_batches_are_short_while_another_shape_waits() -> None:
@@ -260,15 +260,15 @@ def test_started_splits_run_before_lower_priority() -> None:
 
 
 def test_splits_of_higher_priority_run_first() -> None:
-    begun, other, urgent = request(12, level=1), request(12, level=1), request(12)
-    made = scheduler(SPLIT, begun)
+    started, other, urgent = request(12, level=1), request(12, level=1), request(12)
+    made = scheduler(SPLIT, started)
     first = [batch.number for _, batch in made.assign(0.0)]
     made.submit(other, 0.0)
     made.submit(urgent, 0.0)
     for number in first:
         made.running.finish("w0", number, 0.0)
     ran = [number for batch in run_batches(made) for number, _ in batch]
-    assert ran == [*[urgent.number] * 3, begun.number, *[other.number] * 3]
+    assert ran == [*[urgent.number] * 3, started.number, *[other.number] * 3]
 
 
 def test_isolated_request_waits_for_no_further_splits() -> None:
@@ -359,7 +359,7 @@ def durations(whole: SplitRequest, **seconds: float) -> DurationEstimates:
 
 
 @pytest.mark.parametrize(
-    ("part_rows", "a", "b", "parts"),
+    ("part_rows", "a", "b", "split_sizes"),
     [
         (32, 1.0, 1.2, [32, 32]),  # 35 and 29 rows by speed; fewer would need a third part
         (32, 1.2, 1.0, [32, 32]),
@@ -368,14 +368,14 @@ def durations(whole: SplitRequest, **seconds: float) -> DurationEstimates:
         (64, 1.0, 5.0, [64]),
     ],
 )
-def test_split_sizes_follow_device_speed(part_rows: int, a: float, b: float, parts: list[int]) -> None:
+def test_split_sizes_follow_device_speed(part_rows: int, a: float, b: float, split_sizes: list[int]) -> None:
     whole = split_request(part_rows)
     times = durations(whole, a=a, b=b)
     taken: list[int] = []
     while whole.is_pending:
         rows = next_split_rows(whole, "ab"[len(taken) % 2], ["a", "b"], times, math.inf)
         taken.append(whole.take_rows(rows)[1])
-    assert taken == parts
+    assert taken == split_sizes
 
 
 def test_split_has_a_size_of_the_model() -> None:
@@ -510,8 +510,8 @@ def test_split_request_counts_its_wait_and_rows_once() -> None:
 # --- tenants ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("count", "whose"), [(2, "a"), (1, "b")])
-def test_evicts_splitting_requests_that_have_not_begun(count: int, whose: str) -> None:
+@pytest.mark.parametrize(("count", "loser"), [(2, "a"), (1, "b")])
+def test_evicts_splitting_requests_that_have_not_begun(count: int, loser: str) -> None:
     a, b, c = (Tenant(name, TenantConfig(weight=weight)) for name, weight in (("a", 0.001), ("b", 1.0), ("c", 1.0)))
     made = Scheduler(6, 10**9)
     made.slots.add(Slot("w", ("w",), device=FAST, policy=SPLIT))
@@ -529,4 +529,4 @@ def test_evicts_splitting_requests_that_have_not_begun(count: int, whose: str) -
     assert [*made.queue.splitting] == of_a
     of_b = [ask(b, 1) for _ in range(6 - count)]
     ask(c, 1)
-    assert [each for each, _ in evicted] == [{"a": of_a, "b": of_b}[whose][-1]]
+    assert [each for each, _ in evicted] == [{"a": of_a, "b": of_b}[loser][-1]]

@@ -119,7 +119,7 @@ class RowsMachine(RuleBasedStateMachine, IgnoringSink):
 
     def reply_request_error(self, request: Request, error: RequestError) -> None:
         assert request.number not in self.answers
-        assert "part" not in str(error), "the parts are not of one model"
+        assert "part" not in str(error), "the partial results come from different models"
         self.answers[request.number] = error.code
         self.written |= {request.number} if request.pending_writes else set()
 
@@ -127,7 +127,7 @@ class RowsMachine(RuleBasedStateMachine, IgnoringSink):
         """Reserve memory for a partial result, which fails now and then."""
         assert request.number not in self.answers
         if nbytes and self.partial_results_left == 0:
-            raise ResourceExhausted("there is no room")
+            raise ResourceExhausted("the memory budget is exhausted")
         self.partial_results_left -= 1
 
     def notify_released(self, request: Request) -> None:
@@ -139,9 +139,9 @@ class RowsMachine(RuleBasedStateMachine, IgnoringSink):
             return  # the worker has exited
         worker = self.workers[process]
         match order:
-            case BeginBatch(parts, rows):
+            case BeginBatch(items, rows):
                 assert not worker.missing_items
-                worker.missing_items, worker.padded = parts, rows
+                worker.missing_items, worker.padded = items, rows
                 worker.batches.append([])
             case Predict(number):
                 worker.contents[number] = frames
@@ -220,9 +220,9 @@ class RowsMachine(RuleBasedStateMachine, IgnoringSink):
                 TensorLocation(self.memory, begin, area * x.nbytes),
                 TensorLocation(self.memory, begin + AREA_BYTES, 8 * rows),
             )
-            places = TensorLocations({}, {0: y, 1: t}) if area else NO_LOCATIONS
+            locations = TensorLocations({}, {0: y, 1: t}) if area else NO_LOCATIONS
             request = Request(
-                number, principal.encode(), name, asked, frames, self.now, deadline, x.nbytes, origin, places
+                number, principal.encode(), name, asked, frames, self.now, deadline, x.nbytes, origin, locations
             )
             self.sent[number] = request, x.tobytes()
             try:

@@ -50,7 +50,7 @@ def numbers(requests: Iterable[Request]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("made", "nbytes", "words"),
+    ("made", "nbytes", "text"),
     [
         (scheduler(waiting=3, max_queue=3), 0, "the queue is full: it holds 3 of at most 3 requests"),
         (
@@ -60,8 +60,8 @@ def numbers(requests: Iterable[Request]) -> list[int]:
         ),
     ],
 )
-def test_full_queue_error_names_the_limit(made: Scheduler, nbytes: int, words: str) -> None:
-    with pytest.raises(ResourceExhausted, match=f"^{words}$"):
+def test_full_queue_error_names_the_limit(made: Scheduler, nbytes: int, text: str) -> None:
+    with pytest.raises(ResourceExhausted, match=f"^{text}$"):
         made.submit(request(nbytes=nbytes), 0.0)
 
 
@@ -349,7 +349,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return [name for name in credit if not self.running[name] or each.isolation is Isolation.BATCHABLE]
 
     def _next_queue(self) -> list[Request]:
-        """Return the queue whose first request arrived earlier, of those that may run now."""
+        """Return the queue whose first request arrived earlier; only queues that may run now count."""
         runs = any(each.isolation is Isolation.CONFINED for had in self.running.values() for each in had)
         queues = [self.queue, [] if runs else self.confined]
         return min(queues, key=lambda queue: queue[0].number if queue else 10**9)

@@ -64,9 +64,9 @@ class DispatcherHarness(IgnoringSink):
     def send_order(self, process: str, order: ChildOrder, frames: Sequence[Any], _: object) -> None:
         target = self.harness.processes[process]
         match order:
-            case BeginBatch(parts):
+            case BeginBatch(items):
                 assert not target.pending
-                target.missing = parts
+                target.missing = items
             case Predict(number):
                 assert order.model_index == self.index
                 assert target.missing or not target.pending, "two batches at a time"

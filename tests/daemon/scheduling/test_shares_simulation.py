@@ -94,9 +94,9 @@ class Model(IgnoringSink):
                     for batch in itertools.islice(worker.batches, 1, None):
                         batch[:] = [each for each in batch if each != number]
                     worker.batches = deque(batch for batch in worker.batches if batch)
-            case BeginBatch(parts):
+            case BeginBatch(items):
                 assert worker is not None
-                worker.missing = parts
+                worker.missing = items
                 worker.batches.append([])
             case Predict(number):
                 assert worker is not None
@@ -123,7 +123,7 @@ class Simulation:
         self.asked: dict[int, Request] = {}
         self.seconds: dict[int, float] = {}
         self.model_of: dict[int, Model] = {}
-        self.begun: list[int] = []
+        self.started: list[int] = []
         self.ordered: list[int] = []
         self.answers: dict[int, str] = {}
         self.waited: dict[int, float] = {}
@@ -224,7 +224,7 @@ class Simulation:
 
     def begin(self, name: str, worker: SimulatedWorker) -> None:
         batch = worker.batches[0]
-        self.begun += batch
+        self.started += batch
         self.batches.append([*batch])
         for number in batch:
             self.waited[number] = self.now - self.asked[number].arrived_at
@@ -276,14 +276,14 @@ class Simulation:
         return {name: after[name] - before[name] for name in after}
 
     def finish_all(self) -> None:
-        """Run until all requests have ended, including those that wait for a time-out."""
+        """Run until all requests have ended, even if they must wait for a time-out first."""
         for _ in range(50):
             self.run(20.0)
             for model in self.models:
                 model.dispatcher.dispatch(self.now)
 
     def used_so_far(self) -> Counter[str]:
-        """Return the seconds used by each tenant, including those of running batches."""
+        """Return the seconds used by each tenant, including running batches."""
         used = self.used.copy()
         for worker in self.workers.values():
             total = sum(self.seconds[number] for number in worker.batches[0]) if worker.batches else 0.0

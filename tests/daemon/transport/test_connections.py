@@ -121,16 +121,16 @@ def test_slow_sender_does_not_block_others(harness: ConnectionsHarness) -> None:
     assert harness.frames.count([b"quick"]) == len(message(b"slow"))
 
 
-@pytest.mark.parametrize("goes", [False, True])
-def test_messages_are_read_in_turns_until_the_end(harness: ConnectionsHarness, goes: bool) -> None:
-    busy, modest = harness.connect(), harness.connect()
+@pytest.mark.parametrize("closes", [False, True])
+def test_messages_are_read_in_turns_until_the_end(harness: ConnectionsHarness, closes: bool) -> None:
+    busy, quiet = harness.connect(), harness.connect()
     many = [[b"%d" % number] for number in range(1000)]
     busy.send(b"".join(message(*frames) for frames in many))
-    if goes:
+    if closes:
         busy.close()
-    modest.send(message(b"modest"))
+    quiet.send(message(b"quiet"))
     harness.loop.run_once(0.0)
-    assert [b"modest"] in harness.frames
+    assert [b"quiet"] in harness.frames
     assert 0 < len(harness.frames) < 50
     # Each run_once finds more messages without waiting.
     while len(harness.frames) <= len(many):
@@ -139,7 +139,7 @@ def test_messages_are_read_in_turns_until_the_end(harness: ConnectionsHarness, g
         assert before < len(harness.frames) < before + 50
     busy.close()
     harness.until(lambda: harness.disconnected)
-    assert [each for each in harness.frames if each != [b"modest"]] == many
+    assert [each for each in harness.frames if each != [b"quiet"]] == many
 
 
 def test_disconnected_client_is_not_read_further(harness: ConnectionsHarness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,11 +248,11 @@ def test_drops_response_to_a_disconnected_client(harness: ConnectionsHarness) ->
 
 def test_corked_messages_are_sent_at_the_end_of_the_turn(harness: ConnectionsHarness) -> None:
     clients = [harness.connect() for _ in range(4)]
-    reads, slow, ends, goes = harness.connections
+    reads, slow, ends, closes = harness.connections
     clients.pop().close()
     harness.connections.cork()
     for number in range(2000):
-        for each in (reads, ends, goes):
+        for each in (reads, ends, closes):
             harness.connections.send(each.key, [b"%d" % number])
     for _ in range(60):
         harness.connections.send(slow.key, [bytes(10_000)])
@@ -269,7 +269,7 @@ def test_corked_messages_are_sent_at_the_end_of_the_turn(harness: ConnectionsHar
         sizes += [len(each.frames[0]) for each in read.receive()]
         harness.loop.run_once(0.0)
     assert (slow.unread_bytes, {*sizes}) == (0, {10_000})
-    harness.until(lambda: goes in harness.disconnected)
+    harness.until(lambda: closes in harness.disconnected)
     assert harness.connections.send(reads.key, [b"now"])
     assert clients[0].recv(100) == message(b"now")
 
@@ -408,8 +408,8 @@ def test_disconnects_the_user_holding_most_descriptors(
     monkeypatch.setattr(reader, "_MAX_AWAITING_MESSAGE", 2)
     memory = memfd.create(1)
     harness.stack.callback(os.close, memory)
-    modest = ClientIdentity(ClientOrigin("process 2 of uid 8", "uid 8"), is_direct=True)
-    for identity in (IDENTITY._replace(is_direct=True), IDENTITY._replace(is_direct=True), modest):
+    quiet = ClientIdentity(ClientOrigin("process 2 of uid 8", "uid 8"), is_direct=True)
+    for identity in (IDENTITY._replace(is_direct=True), IDENTITY._replace(is_direct=True), quiet):
         client = harness.connect(identity)
         socket.send_fds(client, [b"\1"], [memory])
         harness.until(lambda: [*harness.connections][-1].stream.descriptors or harness.disconnected)
@@ -421,8 +421,8 @@ def test_disconnects_the_user_holding_most_descriptors(
 
 def test_busy_tenant_does_not_block_others(harness: ConnectionsHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reader, "_TIME_SLICE_S", 0.0)
-    busy, modest = ClientIdentity(ClientOrigin("busy", "busy")), ClientIdentity(ClientOrigin("modest", "modest"))
-    first, storm = harness.connect(modest), [harness.connect(busy) for _ in range(10)]
+    busy, quiet = ClientIdentity(ClientOrigin("busy", "busy")), ClientIdentity(ClientOrigin("quiet", "quiet"))
+    first, storm = harness.connect(quiet), [harness.connect(busy) for _ in range(10)]
     # Both have sent a message recently.
     for number, each in enumerate((first, storm[0])):
         each.sendall(message(b"%d" % number))

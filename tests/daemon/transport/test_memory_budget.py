@@ -78,7 +78,7 @@ def test_trims_the_heap_once_after_large_messages(monkeypatch: pytest.MonkeyPatc
     trims: list[None] = []
     monkeypatch.setattr(memory, "trim_heap", lambda: trims.append(None))
     clock = iter([2.0, 3.0])
-    budget = MemoryBudget(2**40, lambda _: "somebody", lambda: trimmer.on_large_message(next(clock)))
+    budget = MemoryBudget(2**40, lambda _: "user", lambda: trimmer.on_large_message(next(clock)))
     trimmer = HeapTrimmer(budget)
     budget.reserve(b"c", LARGE_BYTES - 1)
     assert trimmer.timer.due_at == float("inf")

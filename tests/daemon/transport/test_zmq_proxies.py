@@ -522,9 +522,9 @@ def test_too_many_frames_disconnect_the_client(
     serve: Callable[..., EchoDaemon], connect: Callable[..., Socket], raw: Callable[..., socket.socket]
 ) -> None:
     daemon = serve()
-    client, guilty = connect(), connect()
+    client, bad = connect(), connect()
     assert request(client, b"hello") == [b"hello"]
-    [refusal] = request(guilty, *[b"x"] * (MAX_FRAMES + 1))
+    [refusal] = request(bad, *[b"x"] * (MAX_FRAMES + 1))
     assert b"expected a message of at most 66 frames, got more" in refusal
     many = raw(is_ready=True)
     with contextlib.suppress(ConnectionError):

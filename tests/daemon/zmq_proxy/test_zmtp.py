@@ -68,9 +68,9 @@ lists = some.lists(
 )
 
 
-def parts(data: bytes, cuts: Sequence[float]) -> list[bytes]:
-    places = [0, *sorted(int(each * len(data)) for each in cuts), len(data)]
-    return [data[begin:end] for begin, end in itertools.pairwise(places)]
+def split_at(data: bytes, cuts: Sequence[float]) -> list[bytes]:
+    offsets = [0, *sorted(int(each * len(data)) for each in cuts), len(data)]
+    return [data[begin:end] for begin, end in itertools.pairwise(offsets)]
 
 
 @given(lists, some.lists(some.floats(0, 1), max_size=8), some.booleans())
@@ -79,7 +79,7 @@ def test_messages_do_not_depend_on_splits(lengths: list[list[int]], cuts: list[f
     data = GREETING + READY + (PING if pings else b"").join(map(message, sent))
     peer = connection()
     messages: Messages = []
-    for part in parts(data, cuts):
+    for part in split_at(data, cuts):
         messages += fed(peer, part)
     assert (messages, peer.error, peer.is_ready) == (sent, "", True)
     assert (peer.held_bytes, peer.missing_bytes) == (0, 0)
@@ -92,7 +92,7 @@ def test_random_bytes_give_messages_or_one_error(data: bytes, cuts: list[float],
     data = (GREETING + READY)[:begin] + data
     whole, cut = connection(), connection()
     expected = fed(whole, data)
-    found = [each for part in parts(data, cuts) for each in fed(cut, part)]
+    found = [each for part in split_at(data, cuts) for each in fed(cut, part)]
     assert (found, cut.error, cut.held_bytes) == (expected, whole.error, whole.held_bytes)
     assert not whole.error or cut.receive(b"more") == []
 

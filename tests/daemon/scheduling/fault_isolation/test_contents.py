@@ -153,17 +153,17 @@ def test_checks_quarantine_on_request_and_suspects_on_answer(quarantine: Quarant
 
 def test_shared_memory_content_is_refused_to_its_owner_only(quarantine: Quarantine) -> None:
     quarantine.add(shared("ann"), 0.0)
-    for innocent in (request(), shared("bob"), shared("ann", b"abd")):
-        quarantine.check_request(innocent, 1.0)
+    for other_content in (request(), shared("bob"), shared("ann", b"abd")):
+        quarantine.check_request(other_content, 1.0)
     with pytest.raises(Internal):
         quarantine.check_request(shared("ann"), 1.0)
 
 
 def test_message_content_is_refused_to_every_client(quarantine: Quarantine) -> None:
     quarantine.add(request(), 0.0)
-    for guilty in (request(), shared("ann"), shared("bob")):
+    for equal_content in (request(), shared("ann"), shared("bob")):
         with pytest.raises(Internal):
-            quarantine.check_request(guilty, 1.0)
+            quarantine.check_request(equal_content, 1.0)
 
 
 def test_shared_memory_does_not_affect_other_clients(quarantine: Quarantine) -> None:

@@ -246,12 +246,12 @@ def test_charges_a_lost_slot_to_the_tenant(end: ExitCause, deaths: int) -> None:
 def test_unknown_tenant_has_one_slot_at_a_time() -> None:
     harness = IsolatorHarness()
     ann, ben = (ClientOrigin("process", f"tenant {name}", is_tenant=True) for name in ("ann", "ben"))
-    first, other, later, nobody = harness.requests(ann, ben, ann, ANN)
+    first, other, later, without_tenant = harness.requests(ann, ben, ann, ANN)
     first.tenant = later.tenant = Tenant("ann", TenantConfig())
     other.tenant = Tenant("ben", TenantConfig())
-    for each in (first, other, nobody):
+    for each in (first, other, without_tenant):
         harness.isolator.check_request(each, 0.0)
-    assert [each.isolation for each in (first, other, nobody)] == [
+    assert [each.isolation for each in (first, other, without_tenant)] == [
         Isolation.CONFINED,
         Isolation.CONFINED,
         Isolation.BATCHABLE,

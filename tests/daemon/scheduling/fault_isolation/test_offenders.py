@@ -82,8 +82,8 @@ def test_deaths_after_long_runs_are_kept_longer() -> None:
 def test_other_clients_are_not_affected() -> None:
     offenses = ClientOffenses()
     record_deaths(offenses, ONE, 10 * MAX_PRINCIPAL_DEATHS)
-    for innocent in (OTHER, STRANGER):
-        assert (offenses.is_confined(innocent, 0.0), refused_for(offenses, innocent, 0.0)) == (False, 0.0)
+    for other in (OTHER, STRANGER):
+        assert (offenses.is_confined(other, 0.0), refused_for(offenses, other, 0.0)) == (False, 0.0)
 
 
 def test_new_processes_are_confined_by_their_user() -> None:

@@ -134,7 +134,7 @@ def report_twice(harness: RankGroupHarness, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cause", "words"),
+    ("cause", "text"),
     [
         (
             crash,
@@ -152,7 +152,7 @@ def report_twice(harness: RankGroupHarness, name: str) -> None:
         ),
     ],
 )
-def test_ends_request_after_the_second_failed_group(cause: Cause, words: str) -> None:
+def test_ends_request_after_the_second_failed_group(cause: Cause, text: str) -> None:
     harness, first = RankGroupHarness(), None
     harness.ask()
     for _ in range(2):
@@ -162,7 +162,7 @@ def test_ends_request_after_the_second_failed_group(cause: Cause, words: str) ->
         assert harness.running(first) == [1]
         cause(harness, first)
         harness.run_until_idle()
-    assert harness.answers == {1: words}
+    assert harness.answers == {1: text}
     assert harness.dispatcher._isolator._contents.quarantine.count(harness.now) == 1
     assert any(table.offenders for table in harness.dispatcher._isolator._offenses.tables)
 
@@ -275,13 +275,13 @@ def test_splits_rows_over_rank_groups() -> None:
     x = TensorSpec("x", "UINT8", (8, 1))
     request = Request(1, b"ann", "id1", RequestDescription("m", (x,)), [b"abcdefgh"], 0.0, 1e9, 8, ANN)
     harness.dispatcher.infer(request, harness.now)
-    parts = {process: each for process, each in harness.orders if isinstance(each, Predict)}
-    assert [*parts] == [f"{name}.rank{rank}" for name in groups for rank in (0, 1)]
-    assert {(each.step, each.description.inputs[0].shape) for each in parts.values()} == {(1, (4, 1))}
+    predicts = {process: each for process, each in harness.orders if isinstance(each, Predict)}
+    assert [*predicts] == [f"{name}.rank{rank}" for name in groups for rank in (0, 1)]
+    assert {(each.step, each.description.inputs[0].shape) for each in predicts.values()} == {(1, (4, 1))}
     spec = TensorSpec("y", "UINT8", (4, 1))
     for name in reversed(groups):
         assert harness.answers == {}
-        number = parts[f"{name}.rank0"].request
+        number = predicts[f"{name}.rank0"].request
         assert harness.dispatcher.results.on_done(f"{name}.rank0", number, harness.now) == ""
         result = PredictResult(number, ResponseDescription("m", (spec,)))
         assert harness.dispatcher.results.on_result(f"{name}.rank1", result, [b"1234"], harness.now) == ""
