@@ -131,7 +131,7 @@ class ClientLoop:
     """
 
     def __init__(self, orders: ClientPlan, stopping: threading.Event) -> None:
-        self.ledger = RequestAccounting(by_gate=orders.address.startswith("ipc://"))
+        self.ledger = RequestAccounting(over_zmq=orders.address.startswith("ipc://"))
         self._orders = orders
         self._stopping = stopping
         self._rng = random.Random(orders.seed)

@@ -24,7 +24,7 @@ from weightd_protocol.messages.status import ProcessStatus, StatusResponse
 from . import hostile, hostile_regions, hostile_unix
 from .client import ClientPlan
 from .fleet import ClientProcess, ClientProcesses
-from .kinds import GATES, LETHAL, Fault
+from .kinds import LETHAL, PROXIES, Fault
 from .material import Model
 from .schedule import Event
 from .service import Service, Watched, generations, processes, ready_workers
@@ -41,7 +41,7 @@ ORPHAN_LIMIT_S = 5.0
 # Less than the proxy's timeout of a handshake.
 STOP_S = 2.0
 # The longest delay of a restart of the proxy; the restart is immediate if the last proxy ran long enough.
-GATE_LIMIT_S = 8.0
+PROXY_LIMIT_S = 8.0
 
 _DEAF_REQUESTS = 16
 DEAF_CROWD = 8
@@ -107,9 +107,9 @@ class Injector:
             Fault.KILL_HOLDER: self._kill_holder,
             Fault.KILL_BROKER: self._kill_broker,
             **dict.fromkeys(_AT_FORK_SERVERS, self._signal_fork_server),
-            Fault.KILL_GATE: self._kill_gate,
-            Fault.STOP_GATE: self._stop_gate,
-            Fault.KILL_ZYGOTE: self._kill_gate,
+            Fault.KILL_PROXY: self._kill_proxy,
+            Fault.STOP_PROXY: self._stop_proxy,
+            Fault.KILL_ZYGOTE: self._kill_proxy,
             Fault.TRUNCATE_STORE: self._damage_store,
             Fault.OVERWRITE_STORE: self._damage_store,
             Fault.REPLACE_STORE: self._replace_store,
@@ -145,7 +145,7 @@ class Injector:
     @property
     def recovering(self) -> list[Strike]:
         """The lethal strikes and restarts from which the service has not recovered."""
-        watched = LETHAL | GATES | {Fault.KILL_DAEMON, Fault.POISON}
+        watched = LETHAL | PROXIES | {Fault.KILL_DAEMON, Fault.POISON}
         return [each for each in self.lasting if each.fault in watched]
 
     @property
@@ -207,34 +207,34 @@ class Injector:
                 os.kill(pid, _AT_FORK_SERVERS[event.fault])
         return bool(pids)
 
-    def _kill_gate(self, event: Event, _: random.Random) -> bool:
+    def _kill_proxy(self, event: Event, _: random.Random) -> bool:
         before = self.service.front()
-        victim = before.get("zygote" if event.fault is Fault.KILL_ZYGOTE else "gate")
-        if victim is None or "gate" not in before:
+        victim = before.get("zygote" if event.fault is Fault.KILL_ZYGOTE else "proxy")
+        if victim is None or "proxy" not in before:
             return False
 
         def is_back(_: StatusResponse) -> bool:
-            return self.service.front().get("gate", before["gate"]) != before["gate"]
+            return self.service.front().get("proxy", before["proxy"]) != before["proxy"]
 
         def check() -> None:
             if strike.end == float("inf") and self.service.pid == before["daemon"]:
-                self.problems.append(f"gate: not back {GATE_LIMIT_S:g} s after {event.fault.value}")
+                self.problems.append(f"proxy: not back {PROXY_LIMIT_S:g} s after {event.fault.value}")
 
         strike = self._begin(event, is_back, f"pid {victim}")
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL)
-        self._at(GATE_LIMIT_S, check)
+        self._at(PROXY_LIMIT_S, check)
         return True
 
-    def _stop_gate(self, event: Event, _: random.Random) -> bool:
-        gate = self.service.front().get("gate")
-        if gate is None:
+    def _stop_proxy(self, event: Event, _: random.Random) -> bool:
+        proxy = self.service.front().get("proxy")
+        if proxy is None:
             return False
         try:
-            pidfd = os.pidfd_open(gate)
+            pidfd = os.pidfd_open(proxy)
         except ProcessLookupError:
             return False
-        strike = self._begin(event, lambda status: False, f"pid {gate}")
+        strike = self._begin(event, lambda status: False, f"pid {proxy}")
 
         def go_on() -> None:
             with contextlib.suppress(ProcessLookupError):

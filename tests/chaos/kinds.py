@@ -17,8 +17,8 @@ class Fault(enum.Enum):
     KILL_BROKER = "kill-broker"
     KILL_FORK_SERVER = "kill-fork-server"
     STOP_FORK_SERVER = "stop-fork-server"
-    KILL_GATE = "kill-gate"
-    STOP_GATE = "stop-gate"
+    KILL_PROXY = "kill-proxy"
+    STOP_PROXY = "stop-proxy"
     KILL_ZYGOTE = "kill-zygote"
     TRUNCATE_STORE = "truncate-store"
     REPLACE_STORE = "replace-store"
@@ -49,7 +49,7 @@ LETHAL = AT_RANKS | AT_STORES
 # Faults for which the daemon blames the requests of the worker that exits, once each.
 BLAMING = frozenset({Fault.SEGV_WORKER, Fault.HANG_WORKER})
 # Faults that close the connections of ZeroMQ clients only.
-GATES = frozenset({Fault.KILL_GATE, Fault.KILL_ZYGOTE})
+PROXIES = frozenset({Fault.KILL_PROXY, Fault.KILL_ZYGOTE})
 # Faults that the clients cause themselves, at any time.
 BEHAVIOUR = frozenset({Fault.CANCEL})
 

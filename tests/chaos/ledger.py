@@ -26,7 +26,7 @@ class SentRequest:
 class Incident:
     """A request that did not end in the right answer. Times are monotonic seconds of this machine.
 
-    `by_gate`: the client uses ZeroMQ.
+    `over_zmq`: the client uses ZeroMQ.
     """
 
     model: str
@@ -37,7 +37,7 @@ class Incident:
     ended_at: float
     timeout: float
     cancelled: bool = False
-    by_gate: bool = False
+    over_zmq: bool = False
 
 
 @dataclass
@@ -53,7 +53,7 @@ class RequestAccounting:
     """Request counts of a client; mismatches are problems.
 
     Args:
-        by_gate: whether the client uses ZeroMQ.
+        over_zmq: whether the client uses ZeroMQ.
 
     Attributes:
         sent: number of requests that were sent, or could not be sent.
@@ -61,9 +61,9 @@ class RequestAccounting:
         problems: duplicate, missing and unexpected answers, as texts.
     """
 
-    def __init__(self, *, by_gate: bool = False) -> None:
+    def __init__(self, *, over_zmq: bool = False) -> None:
         self.sent = 0
-        self._by_gate = by_gate
+        self._over_zmq = over_zmq
         self.outcomes: Counter[str] = Counter()
         self.problems: list[str] = []
         self._open: dict[str, _RequestRecord] = {}
@@ -150,7 +150,7 @@ class RequestAccounting:
 
     def _incident(self, asked: SentRequest, code: str, text: str, ended: float, *, cancelled: bool = False) -> Incident:
         return Incident(
-            asked.model, asked.question, code, text, asked.at, ended, asked.timeout, cancelled, self._by_gate
+            asked.model, asked.question, code, text, asked.at, ended, asked.timeout, cancelled, self._over_zmq
         )
 
     def _close(self, request: str, entry: _RequestRecord) -> None:

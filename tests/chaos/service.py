@@ -246,14 +246,14 @@ class Service:
         return until(steady, "the daemon is quiet", limit)
 
     def unhealthy(self, status: StatusResponse) -> list[str]:
-        """Return the models without all of their workers, and "gate" if the proxy is missing."""
+        """Return the models without all of their workers, and "proxy" if the proxy is missing."""
         serving = {model.name for model in status.models if model.state == "serving"}
         models = [
             name
             for name, table in self._models.items()
             if name not in serving or len(ready_workers(status, name)) != _workers(table)
         ]
-        return sorted(models) + ["gate"] * ("gate" not in self.front())
+        return sorted(models) + ["proxy"] * ("proxy" not in self.front())
 
     # --- processes and files ------------------------------------------------------------------------------------
 
@@ -271,7 +271,7 @@ class Service:
     def front(self) -> dict[str, int]:
         """Return the running processes among the daemon, its zygote and its proxy."""
         found = {"daemon": self.pid}
-        for name, parent, comm in (("zygote", "daemon", "weightd-zygote"), ("gate", "zygote", "zmq-proxy ")):
+        for name, parent, comm in (("zygote", "daemon", "weightd-zygote"), ("proxy", "zygote", "zmq-proxy ")):
             for pid in _children(found[parent], comm) if parent in found else ():
                 found[name] = pid
         return found

@@ -31,7 +31,7 @@ EVERYTHING = [strike(fault) for fault in Fault]
 OUTSIDE = [Fault.KILL_WORKER, Fault.KILL_HOLDER, Fault.TRUNCATE_STORE, Fault.OVERWRITE_STORE]
 CRASH, KILL, POISON = map(strike, (Fault.SEGV_WORKER, Fault.KILL_WORKER, Fault.POISON))
 OLD_CRASH = strike(Fault.SEGV_WORKER, begin=-50.0, end=-45.0)
-GATES_LOST = [strike(Fault.KILL_GATE, model="")]
+PROXIES_LOST = [strike(Fault.KILL_PROXY, model="")]
 NOT_DAMAGED = [each for each in EVERYTHING if each.fault is not Fault.OVERWRITE_STORE]
 
 
@@ -108,10 +108,10 @@ def test_fault_explains_errors_of_its_time_and_model(code: str, strikes: Sequenc
         (UNAVAILABLE, {"timeout": 1.1, "model": cut.NAME}, [strike(Fault.UPDATE, model=cut.NAME)], False),
         (UNAVAILABLE, {"timeout": 1.0}, [strike(Fault.UPDATE)], False),
         # The loss of a ZeroMQ proxy explains lost connections of ZeroMQ clients only.
-        (UNAVAILABLE, {"by_gate": True}, GATES_LOST, True),
-        (UNAVAILABLE, {}, GATES_LOST, False),
-        (UNAVAILABLE, {"by_gate": True}, [strike(Fault.STOP_GATE, model="")], False),
-        (INTERNAL, {"by_gate": True}, GATES_LOST, False),
+        (UNAVAILABLE, {"over_zmq": True}, PROXIES_LOST, True),
+        (UNAVAILABLE, {}, PROXIES_LOST, False),
+        (UNAVAILABLE, {"over_zmq": True}, [strike(Fault.STOP_PROXY, model="")], False),
+        (INTERNAL, {"over_zmq": True}, PROXIES_LOST, False),
         # A deadline must have passed, and requests with long timeouts must succeed.
         (LATE, {"timeout": 1.0}, [], True),
         (LATE, {"timeout": 1.1}, [], False),

@@ -14,7 +14,7 @@ from weightd_daemon.scheduling.fault_isolation.offenders import (
 )
 
 from . import cut
-from .kinds import BLAMING, GATES, LETHAL, Fault
+from .kinds import BLAMING, LETHAL, PROXIES, Fault
 from .ledger import WRONG, Incident
 from .material import POISONED
 
@@ -121,9 +121,9 @@ def _killed_again_and_again(incident: Incident, strikes: Sequence[Strike]) -> bo
     return _count(incident, strikes, 0.0, LETHAL) >= MAX_LOST_SLOTS
 
 
-def _gate_lost(incident: Incident, strikes: Sequence[Strike]) -> bool:
+def _proxy_lost(incident: Incident, strikes: Sequence[Strike]) -> bool:
     """The proxy of the client has exited, which closed the connection."""
-    return incident.by_gate and _during(*GATES, everywhere=True)(incident, strikes)
+    return incident.over_zmq and _during(*PROXIES, everywhere=True)(incident, strikes)
 
 
 def _cancelled(incident: Incident, _: Sequence[Strike]) -> bool:
@@ -133,7 +133,7 @@ def _cancelled(incident: Incident, _: Sequence[Strike]) -> bool:
 LEGAL: Mapping[str, Sequence[Rule]] = {
     "UNAVAILABLE": (
         _during(Fault.KILL_DAEMON, everywhere=True),
-        _gate_lost,
+        _proxy_lost,
         _no_worker,
         _group_exchanged,
         _killed_again_and_again,
@@ -171,6 +171,6 @@ def _words(incident: Incident) -> str:
     took = incident.ended_at - incident.sent_at
     return (
         f"illegal: {incident.code} for question {incident.question} of {incident.model}, {took:.3f} s after it was "
-        f"sent at {incident.sent_at:.3f}{' by ZeroMQ' if incident.by_gate else ''} "
+        f"sent at {incident.sent_at:.3f}{' by ZeroMQ' if incident.over_zmq else ''} "
         f"with a timeout of {incident.timeout:g} s: {incident.text}"
     )

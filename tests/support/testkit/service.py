@@ -259,8 +259,8 @@ class Service:
             if result:
                 return result
             if not self._log.wait_beyond(seen, deadline):
-                how = f"it exited with status {self._process.wait()}" if self._log.ended else f"not within {timeout} s"
-                raise ServiceError(f"weightd did not {what}: {how}:\n{self._tail()}")
+                end = f"; it exited with status {self._process.wait()}" if self._log.ended else f" within {timeout} s"
+                raise ServiceError(f"weightd did not {what}{end}:\n{self._tail()}")
 
     def _tail(self) -> str:
         return "".join(self._log.lines[-TAIL_LINES:])
