@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testkit.desks import IgnoringSink
+from testkit.dispatching import IgnoringSink
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.scheduling.deadlines import Deadlines
 from weightd_daemon.scheduling.dispatcher import Dispatcher

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from testkit.desks import IgnoringSink
+from testkit.dispatching import IgnoringSink
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_daemon.scheduling.dispatcher import Dispatcher

@@ -21,8 +21,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from testkit import desks
-from testkit.desks import IgnoringSink
+from testkit import dispatching
+from testkit.dispatching import IgnoringSink
 from testkit.examples import examples
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
@@ -224,14 +224,14 @@ class RanksMachine(RuleBasedStateMachine, IgnoringSink):
         self.tick()
 
     def tick(self) -> None:
-        desks.expire(self.dispatcher, self.now)
+        dispatching.expire(self.dispatcher, self.now)
         for process, _ in list(self.dispatcher.processes.overdue(self.now)):
             self.drop(process)
         self.turn()
         self.dispatcher.dispatch(self.now)
 
     def turn(self) -> None:
-        desks.run_turns(self.dispatcher, self.now)
+        dispatching.run_turns(self.dispatcher, self.now)
 
     # --- rank groups --------------------------------------------------------------------------------------------
 

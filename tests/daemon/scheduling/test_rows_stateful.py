@@ -19,8 +19,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from testkit import desks
-from testkit.desks import IgnoringSink
+from testkit import dispatching
+from testkit.dispatching import IgnoringSink
 from testkit.examples import examples
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.exit_cause import ExitCause
@@ -315,7 +315,7 @@ class RowsMachine(RuleBasedStateMachine, IgnoringSink):
         self.tick()
 
     def tick(self) -> None:
-        desks.expire(self.dispatcher, self.now)
+        dispatching.expire(self.dispatcher, self.now)
         for name, _ in self.dispatcher.processes.overdue(self.now):
             self.dying[name] = self.workers.pop(name)
         self.turn()
@@ -323,7 +323,7 @@ class RowsMachine(RuleBasedStateMachine, IgnoringSink):
 
     def turn(self) -> None:
         """Let the daemon process everything received."""
-        desks.run_turns(self.dispatcher, self.now)
+        dispatching.run_turns(self.dispatcher, self.now)
         while self.cancelled:
             self.dispatcher.results.on_cancelled(*self.cancelled.pop(), self.now)
 

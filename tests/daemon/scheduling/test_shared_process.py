@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from testkit import desks
-from testkit.desks import IgnoringSink
+from testkit import dispatching
+from testkit.dispatching import IgnoringSink
 from testkit.examples import examples
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
@@ -90,7 +90,7 @@ class DispatcherHarness(IgnoringSink):
         return number
 
     def run_turns(self) -> None:
-        desks.run_turns(self.dispatcher, self.harness.now)
+        dispatching.run_turns(self.dispatcher, self.harness.now)
 
 
 class SharedProcessHarness:
@@ -287,7 +287,7 @@ class SharedProcessMachine(RuleBasedStateMachine):
 
     def tick(self) -> None:
         for model in self.harness.models:
-            desks.expire(model.dispatcher, self.harness.now)
+            dispatching.expire(model.dispatcher, self.harness.now)
             for name, _ in list(model.dispatcher.processes.overdue(self.harness.now)):
                 self.harness.end(name, OURS)
             model.run_turns()

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from testkit import desks
-from testkit.desks import IgnoringSink
+from testkit import dispatching
+from testkit.dispatching import IgnoringSink
 from testkit.examples import examples
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.tenants import TenantConfig
@@ -213,7 +213,7 @@ class Simulation:
             ask()
 
     def gather(self, model: Model) -> None:
-        desks.run_turns(model.dispatcher, self.now)
+        dispatching.run_turns(model.dispatcher, self.now)
 
     def call_at(self, when: float, what: Callable[[], object]) -> None:
         heapq.heappush(self._events, (when, next(self._numbers), what))

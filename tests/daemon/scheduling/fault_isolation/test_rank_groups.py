@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from testkit.desks import IgnoringSink
+from testkit.dispatching import IgnoringSink
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.platform.exit_cause import ExitCause, ExitInitiator
 from weightd_daemon.scheduling.batching.policy import BatchingPolicy
