@@ -31,11 +31,11 @@ def make_authorizer(
 
 
 def connect(
-    authorizer: Authorizer, credential: PeerCredential, listener: str = "", *, near: bool = True
+    authorizer: Authorizer, credential: PeerCredential, listener: str = "", *, is_direct: bool = True
 ) -> ClientConnection:
     who = f"uid {credential.uid}" if credential.uid is not None else "host 192.0.2.1"
     connection = ClientConnection(
-        b"1", mock.Mock(), ClientIdentity(ClientOrigin("pid 7", who), near, credential, listener), 0.0
+        b"1", mock.Mock(), ClientIdentity(ClientOrigin("pid 7", who), is_direct, credential, listener), 0.0
     )
     assert authorizer.assign_tenant(connection) is None
     return connection
@@ -61,16 +61,16 @@ def connect(
 )
 def test_unknown_client_gets_error_that_names_remedy(credential: PeerCredential, text: str) -> None:
     authorizer = make_authorizer(TABLES)
-    stranger = connect(authorizer, credential)
-    assert stranger.tenant is None
+    unknown_client = connect(authorizer, credential)
+    assert unknown_client.tenant is None
     for name in (None, "ann"):
         with pytest.raises(RequestError) as error:
-            authorizer.resolve_tenant(stranger, name)
+            authorizer.resolve_tenant(unknown_client, name)
         assert f"{error.value.code}: {error.value}".startswith(text)
     with pytest.raises(RequestError):
-        authorizer.resolve_viewer(stranger)
+        authorizer.resolve_viewer(unknown_client)
     with pytest.raises(PermissionDenied):
-        authorizer.check_operator(stranger, "update")
+        authorizer.check_operator(unknown_client, "update")
 
 
 def test_listener_rejects_tenants_it_does_not_admit() -> None:
@@ -119,7 +119,7 @@ def test_check_operator_requires_right_and_unix_socket() -> None:
         authorizer.check_operator(connect(authorizer, credential), "update")
     for other in (
         connect(authorizer, PeerCredential(1001)),
-        connect(authorizer, PeerCredential(1003), "lan", near=False),
+        connect(authorizer, PeerCredential(1003), "lan", is_direct=False),
     ):
         with pytest.raises(PermissionDenied, match=r'only a tenant that may "operate".* may update.*unix socket$'):
             authorizer.check_operator(other, "update")
@@ -140,7 +140,7 @@ def test_check_reload_requires_access_to_all_models() -> None:
     ):
         authorizer.check_reload(connect(authorizer, PeerCredential(1001)))
     with pytest.raises(PermissionDenied, match="on the daemon's unix socket"):
-        authorizer.check_reload(connect(authorizer, PeerCredential(1003), "lan", near=False))
+        authorizer.check_reload(connect(authorizer, PeerCredential(1003), "lan", is_direct=False))
 
 
 def test_file_grant_uses_user_or_operator_rights() -> None:
@@ -216,15 +216,15 @@ def test_reload_rejects_requests_without_rights(tables: Mapping[str, TenantConfi
 def test_clients_without_tenant_share_one_limit_account() -> None:
     authorizer = make_authorizer(TABLES, {"lan": ("ann",)})
 
-    def owner(credential: PeerCredential, far: str) -> str:
-        identity = ClientIdentity(ClientOrigin("pid 7", far), is_direct=True, credential=credential)
+    def owner(credential: PeerCredential, principal: str) -> str:
+        identity = ClientIdentity(ClientOrigin("pid 7", principal), is_direct=True, credential=credential)
         return authorizer.limit_account_of(identity)
 
-    strangers = [PeerCredential(uid) for uid in (100_000, 100_001, 65534)]
-    assert {owner(each, f"uid {each.uid}") for each in strangers} == {NO_TENANT}
+    unknown_clients = [PeerCredential(uid) for uid in (100_000, 100_001, 65534)]
+    assert {owner(each, f"uid {each.uid}") for each in unknown_clients} == {NO_TENANT}
     assert {
         each.tenant_name
-        for each in (*(connect(authorizer, each) for each in strangers), connect(authorizer, PeerCredential()))
+        for each in (*(connect(authorizer, each) for each in unknown_clients), connect(authorizer, PeerCredential()))
     } == {NO_TENANT}
     # A listener also treats a tenant that it does not admit as a client without tenant.
     assert connect(authorizer, PeerCredential(1002), "lan").tenant_name == NO_TENANT
@@ -234,5 +234,9 @@ def test_clients_without_tenant_share_one_limit_account() -> None:
     assert owner(PeerCredential(), "host 192.0.2.1") == "host 192.0.2.1"
     # Without [tenants] tables all clients belong to one tenant.
     authorizer = make_authorizer({})
-    assert owner(strangers[0], "uid 100000") == "uid 100000"
-    assert connect(authorizer, strangers[0]).tenant_name == connect(authorizer, strangers[1]).tenant_name != NO_TENANT
+    assert owner(unknown_clients[0], "uid 100000") == "uid 100000"
+    assert (
+        connect(authorizer, unknown_clients[0]).tenant_name
+        == connect(authorizer, unknown_clients[1]).tenant_name
+        != NO_TENANT
+    )

@@ -70,7 +70,7 @@ class RouterHarness:
         self.unmapped: list[int] = []
         access = Authorizer(TenantResolver({}), UsageTable(), {})
         self.memory_budget = MemoryBudget(10**9, self._user_of)
-        self.frontend = RequestRouter(
+        self.router = RequestRouter(
             self.loop,
             registry,
             self.memory_budget,
@@ -82,7 +82,7 @@ class RouterHarness:
         self._clients: list[Stream] = []
 
     def _user_of(self, client: bytes) -> str:
-        return self.frontend.user_of(client)
+        return self.router.user_of(client)
 
     def infer(self, request: Request, now: float) -> None:
         self.waiting.append(request)
@@ -90,12 +90,12 @@ class RouterHarness:
     def on_disconnect(self, client: bytes, now: float) -> None:
         for request in [each for each in self.waiting if each.client == client]:
             self.waiting.remove(request)
-            self.frontend.responses.reply_request_error(request, Cancelled("gone"))
+            self.router.responses.reply_request_error(request, Cancelled("gone"))
 
-    def client(self, user: str = "uid 1", *, is_near: bool = True) -> Stream:
+    def client(self, user: str = "uid 1", *, is_direct: bool = True) -> Stream:
         ours, theirs = socket.socketpair()
-        self.frontend.adopt(
-            ours, ClientIdentity(ClientOrigin(f"process {len(self._clients)}", user), is_direct=is_near)
+        self.router.adopt(
+            ours, ClientIdentity(ClientOrigin(f"process {len(self._clients)}", user), is_direct=is_direct)
         )
         self._clients.append(Stream(theirs))
         return self._clients[-1]
@@ -144,7 +144,7 @@ class RouterHarness:
     def close(self) -> None:
         for each in self._clients:
             each.close()
-        self.frontend.close()
+        self.router.close()
         self.loop.close()
 
 
@@ -165,9 +165,9 @@ def test_request_uses_regions_for_inputs_and_outputs(harness: RouterHarness) -> 
     assert (found, request.frames, request.nbytes) == ([(3000, 1000), (100, 50)], [], 0)
     request.pending_writes = (range(1),)
     described = ResponseDescription("m", (X,))
-    harness.frontend.responses.reply_result(request, PredictResult(1, described, (0,)), ())
+    harness.router.responses.reply_result(request, PredictResult(1, described, (0,)), ())
     assert harness.receive(client) == InferResponse("1", described, (0,), may_still_write=True)
-    harness.frontend.responses.notify_released(request)
+    harness.router.responses.notify_released(request)
     assert harness.receive(client) == Released("1")
 
 
@@ -184,7 +184,7 @@ def test_reply_frees_memory_of_request_before_send(harness: RouterHarness, monke
 
     monkeypatch.setattr(ClientConnections, "send", send)
     assert harness.memory_budget.used_by(request.client) == request.buffered_bytes > 0
-    harness.frontend.responses.reply_result(request, PredictResult(1, ResponseDescription("m", ())), ())
+    harness.router.responses.reply_result(request, PredictResult(1, ResponseDescription("m", ())), ())
     assert used == [0]
 
 
@@ -195,7 +195,7 @@ def test_error_reports_pending_writes(harness: RouterHarness) -> None:
     [request] = harness.waiting
     for running in (True, None):
         request.pending_writes = (range(1),) if running else ()
-        harness.frontend.responses.reply_request_error(request, InvalidArgument("x"))
+        harness.router.responses.reply_request_error(request, InvalidArgument("x"))
         assert harness.receive(client) == Error("1", "INVALID_ARGUMENT", "x", may_still_write=running)
 
 
@@ -212,12 +212,12 @@ def test_region_belongs_to_one_connection(harness: RouterHarness, user: str) -> 
     other.send(encode(Unregister("u", region)))
     harness.ask(other, InputLocation(0, region, 0))
     assert harness.refusal(other).startswith("NOT_FOUND")
-    assert not harness.frontend.regions.closed_regions
+    assert not harness.router.regions.closed_regions
     assert not harness.waiting
 
 
 def test_proxied_clients_cannot_share_memory(harness: RouterHarness) -> None:
-    client = harness.client(is_near=False)
+    client = harness.client(is_direct=False)
     # The router never replies to Unregister.
     for message in (Register("1"), Unregister("1", "0" * 32)):
         client.send(encode(message))
@@ -236,7 +236,7 @@ def test_region_is_freed_after_connection_and_requests(harness: RouterHarness) -
     harness.ask(client, InputLocation(0, region, 0))
     assert harness.refusal(client).startswith("NOT_FOUND")
     [number] = [memory.number for memory in harness.waiting[0].locations.regions]
-    assert not harness.frontend.regions.closed_regions
+    assert not harness.router.regions.closed_regions
     harness.register(client, 5_000)
     client.connection.close()
     harness.until(lambda: not harness.waiting)
@@ -306,7 +306,7 @@ def test_message_carries_at_most_one_descriptor(harness: RouterHarness, count: i
 
 
 def test_disconnects_user_with_backlog_of_descriptors(harness: RouterHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness.frontend._connections.reader.fd_closer, "pending", {"another": deque()})
+    monkeypatch.setattr(harness.router._connections.reader.fd_closer, "pending", {"another": deque()})
     monkeypatch.setattr("weightd_daemon.platform.fd_closer.DescriptorCloser.is_backlogged", lambda self, user: True)
     client = harness.client()
     client.send(encode(Register("1")), [0])

@@ -51,7 +51,7 @@ NBYTES = 1000
 
 
 class FakeModel:
-    """Model that keeps its requests; the harness sets `frontend` before the first one."""
+    """Model that keeps its requests; the harness sets `router` before the first one."""
 
     name = "m"
     config = SimpleNamespace(timeout=30.0, default_level=1, priority_levels=2)
@@ -60,7 +60,7 @@ class FakeModel:
         self.dispatcher = self
         self.signature = SimpleNamespace(built=None)
         self.metadata = SimpleNamespace(request=self.request_metadata, reject=self.reject_metadata_requests)
-        self.frontend: RequestRouter
+        self.router: RequestRouter
         self.waiting: list[Request] = []
         self.waiters: list[MetadataRequest] = []
         self.turned_away: list[str] = []
@@ -77,7 +77,7 @@ class FakeModel:
     def shed(self, should_reject: Callable[[Request], bool], error: RequestError, now: float) -> None:
         for request in [each for each in self.waiting if should_reject(each)]:
             self.waiting.remove(request)
-            self.frontend.responses.reply_request_error(request, error)
+            self.router.responses.reply_request_error(request, error)
 
     def request_metadata(self, waiter: MetadataRequest) -> None:
         self.waiters.append(waiter)
@@ -125,7 +125,7 @@ class RouterHarness:
         self.accounts = UsageTable()
         self.tenants = TenantResolver(tenants)
         self.memory_budget = MemoryBudget(3 * kept, self._user_of)
-        self.frontend = RequestRouter(
+        self.router = RequestRouter(
             self.loop,
             self.registry,
             self.memory_budget,
@@ -134,25 +134,27 @@ class RouterHarness:
             user_limits=UserConnectionLimits(),
             authorizer=Authorizer(self.tenants, self.accounts, {}),
         )
-        self.model.frontend = self.frontend
+        self.model.router = self.router
 
     def _user_of(self, client: bytes) -> str:
-        return self.frontend.user_of(client)
+        return self.router.user_of(client)
 
     def client(
-        self, *, may_operate: bool = False, is_near: bool = False, uid: int | None = None, gids: tuple[int, ...] = ()
+        self, *, may_operate: bool = False, is_direct: bool = False, uid: int | None = None, gids: tuple[int, ...] = ()
     ) -> Peer:
         ours, theirs = socket.socketpair()
-        near = f"process {len(self._peers)}"
+        peer_name = f"process {len(self._peers)}"
         credential = PeerCredential(uid, gids, is_operator=may_operate)
-        self.frontend.adopt(ours, ClientIdentity(ClientOrigin(near, near), is_direct=is_near, credential=credential))
+        self.router.adopt(
+            ours, ClientIdentity(ClientOrigin(peer_name, peer_name), is_direct=is_direct, credential=credential)
+        )
         self._peers.append(Peer(theirs))
         return self._peers[-1]
 
     def close(self) -> None:
         for each in self._peers:
             each.stream.close()
-        self.frontend.close()
+        self.router.close()
         self.loop.close()
 
     def ask(self, client: Peer, request_id: str) -> None:
@@ -177,7 +179,7 @@ class RouterHarness:
 
 
 def test_router_handles_every_client_message(harness: RouterHarness) -> None:
-    assert {*vars(harness.frontend)["_handlers"]} == {*FROM_CLIENT.values()}
+    assert {*vars(harness.router)["_handlers"]} == {*FROM_CLIENT.values()}
 
 
 @pytest.fixture
@@ -216,26 +218,24 @@ def test_partial_results_count_for_memory_of_request(harness: RouterHarness) -> 
     harness.ask(harness.client(), "in parts")
     harness.until(lambda: harness.model.waiting)
     [request] = harness.model.waiting
-    harness.frontend.responses.reserve_partial_result(request, NBYTES)
+    harness.router.responses.reserve_partial_result(request, NBYTES)
     with pytest.raises(ResourceExhausted, match="max_memory_bytes"):
-        harness.frontend.responses.reserve_partial_result(request, harness.memory_budget.max_bytes)
+        harness.router.responses.reserve_partial_result(request, harness.memory_budget.max_bytes)
     assert harness.memory_budget.used_bytes == request.buffered_bytes > 2 * NBYTES
-    harness.frontend.responses.reply_request_error(request, InvalidArgument("it is wrong"))
+    harness.router.responses.reply_request_error(request, InvalidArgument("it is wrong"))
     assert harness.memory_budget.used_bytes == 0
 
 
 def test_connection_is_busy_while_requests_are_pending(harness: RouterHarness) -> None:
     client = harness.client()
-    [connection] = harness.frontend._connections  # pyright: ignore[reportPrivateUsage]
+    [connection] = harness.router._connections  # pyright: ignore[reportPrivateUsage]
     for count, name in enumerate(("answered", "refused", "wrong")):
         harness.ask(client, name)
         harness.until(lambda: len(harness.model.waiting) == count + 1 or client.has_message())  # noqa: B023
     counts = [connection.pending_requests]
-    harness.frontend.responses.reply_result(
-        harness.model.waiting[0], PredictResult(1, ResponseDescription("m", ())), ()
-    )
+    harness.router.responses.reply_result(harness.model.waiting[0], PredictResult(1, ResponseDescription("m", ())), ())
     counts.append(connection.pending_requests)
-    harness.frontend.responses.reply_request_error(harness.model.waiting[1], InvalidArgument("as a test"))
+    harness.router.responses.reply_request_error(harness.model.waiting[1], InvalidArgument("as a test"))
     counts.append(connection.pending_requests)
     assert counts == [2, 1, 0]
     assert not connection.is_busy
@@ -246,10 +246,8 @@ def test_frees_memory_of_completed_requests(harness: RouterHarness) -> None:
     harness.ask(client, "answered")
     harness.ask(client, "refused")
     harness.until(lambda: len(harness.model.waiting) == 2)
-    harness.frontend.responses.reply_result(
-        harness.model.waiting[0], PredictResult(1, ResponseDescription("m", ())), ()
-    )
-    harness.frontend.responses.reply_request_error(harness.model.waiting[1], InvalidArgument("as a test"))
+    harness.router.responses.reply_result(harness.model.waiting[0], PredictResult(1, ResponseDescription("m", ())), ())
+    harness.router.responses.reply_request_error(harness.model.waiting[1], InvalidArgument("as a test"))
     harness.ask(client, "wrong")
     harness.until(client.has_message)
     assert harness.memory_budget.used_bytes == 0
@@ -285,12 +283,12 @@ def audited(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_audit_log_records_denied_operations(caplog: pytest.LogCaptureFixture) -> None:
     harness = RouterHarness({"ann": TenantConfig(user_ids=(1001,), may=("status",))})
-    client, stranger = harness.client(is_near=True, uid=1001), harness.client(is_near=True, uid=1002)
+    client, unknown_client = harness.client(is_direct=True, uid=1001), harness.client(is_direct=True, uid=1002)
     for message in (Update("u", "m\n", "/m.onnx"), Infer("i", RequestDescription("m", ())), Reload("r")):
         client.stream.send(encode(message))
         assert [code for _, code in harness.refusals(client, 1)] == ["PERMISSION_DENIED"]
-    stranger.stream.send(encode(ServerReady("s")))
-    assert [code for _, code in harness.refusals(stranger, 1)] == ["UNAUTHENTICATED"]
+    unknown_client.stream.send(encode(ServerReady("s")))
+    assert [code for _, code in harness.refusals(unknown_client, 1)] == ["UNAUTHENTICATED"]
     first, second = audited(caplog)
     begin = 'audit action="update" result="refused" user="process 0" tenant="ann" model="m\\n" path="/m.onnx" detail="'
     assert first.startswith(begin)
@@ -302,25 +300,25 @@ def test_audit_log_records_update_on_completion(caplog: pytest.LogCaptureFixture
     caplog.set_level(logging.INFO)
     harness = RouterHarness()
     begun: list[str] = []
-    client = harness.client(may_operate=True, is_near=True)
+    client = harness.client(may_operate=True, is_direct=True)
     harness.model.update = lambda client, request_id, *_, **__: begun.append(request_id)  # type: ignore[method-assign]
     for request_id in ("one", "two", "two"):
         client.stream.send(encode(Update(request_id, "m", "/m.onnx")))
     # The audit log also records a request that reuses the id of a pending update.
     assert harness.refusals(client, 1) == [("two", "INVALID_ARGUMENT")]
     assert begun == ["one", "two"]
-    [key] = {key for key, _ in harness.frontend.admin._pending_operations}
-    harness.frontend.admin.reply_updated(key, UpdateResponse("one", "m", (1,), "/m.onnx", "", "/old.onnx"))
-    harness.frontend.admin.reply_failed(key, "two", Unavailable("not updated: no room"))
+    [key] = {key for key, _ in harness.router.admin._pending_operations}
+    harness.router.admin.reply_updated(key, UpdateResponse("one", "m", (1,), "/m.onnx", "", "/old.onnx"))
+    harness.router.admin.reply_failed(key, "two", Unavailable("not updated: no room"))
     assert re.findall(r'result="(\w+)"', "".join(audited(caplog))) == ["refused", "ok", "failed"]
     assert audited(caplog)[2].endswith('path="/m.onnx" detail="not updated: no room"')
-    assert not harness.frontend.admin._pending_operations
+    assert not harness.router.admin._pending_operations
     harness.close()
 
 
 def test_update_uses_file_grant_of_tenant() -> None:
     harness = RouterHarness({"default": TenantConfig(may=("operate",), model_directories=("/models",))})
-    client = harness.client(is_near=True, uid=1001, gids=(7,))
+    client = harness.client(is_direct=True, uid=1001, gids=(7,))
     client.stream.send(encode(Update("u", "m", "/m.onnx")))
     assert harness.refusals(client, 1) == [("u", "UNAVAILABLE")]
     assert harness.model.grant == Grant(1001, (7,), ("/models",))
@@ -328,7 +326,7 @@ def test_update_uses_file_grant_of_tenant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "rights", "may_operate", "is_near", "code"),
+    ("message", "rights", "may_operate", "is_direct", "code"),
     [
         (Events("e"), ("infer", "operate"), False, False, "PERMISSION_DENIED"),
         (Events("e"), ("status",), False, False, "UNAVAILABLE"),
@@ -342,7 +340,7 @@ def test_update_uses_file_grant_of_tenant() -> None:
     ],
 )
 def test_events_and_logs_require_rights(
-    message: ClientMessage, rights: tuple[str, ...], may_operate: bool, is_near: bool, code: str
+    message: ClientMessage, rights: tuple[str, ...], may_operate: bool, is_direct: bool, code: str
 ) -> None:
     def sent(*_: object) -> NoReturn:
         raise Unavailable("the daemon was called")
@@ -350,7 +348,7 @@ def test_events_and_logs_require_rights(
     harness = RouterHarness({"default": TenantConfig(may=rights, models=("m", "other"))})
     harness.daemon.report_events = harness.daemon.report_logs = sent
     harness.models["hidden"] = harness.model
-    client = harness.client(may_operate=may_operate, is_near=is_near)
+    client = harness.client(may_operate=may_operate, is_direct=is_direct)
     client.stream.send(encode(message))
     assert harness.refusals(client, 1) == [("e", code)]
     harness.close()
@@ -530,8 +528,8 @@ def test_usage_is_counted_per_tenant_and_model(harness: RouterHarness) -> None:
     client.stream.send(encode(ModelMetadata("elsewhere", "n")))
     harness.refusals(client, 3)
     answered, refused = harness.model.waiting[:2]
-    harness.frontend.responses.reply_result(answered, PredictResult(1, ResponseDescription("m", ())), [bytes(7)])
-    harness.frontend.responses.reply_request_error(refused, InvalidArgument("as a test"))
+    harness.router.responses.reply_result(answered, PredictResult(1, ResponseDescription("m", ())), [bytes(7)])
+    harness.router.responses.reply_request_error(refused, InvalidArgument("as a test"))
     account = harness.accounts.usage_of("default", "m")
     assert account is answered.usage
     assert (account.requests, account.served, account.in_flight) == (4, 1, 1)
@@ -546,10 +544,10 @@ def test_rejects_metadata_request_after_loss_of_access() -> None:
     try:
         harness.client().stream.send(encode(ModelMetadata("1", "m")))
         harness.until(lambda: harness.model.waiters)
-        harness.frontend.on_tenants_changed()
+        harness.router.on_tenants_changed()
         assert harness.model.turned_away == []
         harness.tenants.configure({"default": TenantConfig(models=("n",))})
-        harness.frontend.on_tenants_changed()
+        harness.router.on_tenants_changed()
         assert harness.model.turned_away == ["1"]
     finally:
         harness.close()

@@ -270,7 +270,7 @@ class GenerationMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def one_sends_anything(self, data: st.DataObject) -> None:
-        name = data.draw(st.sampled_from([*sorted(self.names), "stranger"]))
+        name = data.draw(st.sampled_from([*sorted(self.names), "unknown"]))
         wrong = Hello("1", "6" * 64, {"weightd": VERSION}, self.traits)
         messages: list[Message] = [
             self.hello(name),
@@ -286,9 +286,9 @@ class GenerationMachine(RuleBasedStateMachine):
         ]
         self.deliver(name, data.draw(st.sampled_from(messages)))
 
-    @rule(data=st.data(), error=st.sampled_from(["", "nobody else"]))
+    @rule(data=st.data(), error=st.sampled_from(["", "not supported"]))
     def one_replies_allowed(self, data: st.DataObject, error: str) -> None:
-        self.reply_allowed(data.draw(st.sampled_from([*sorted(self.names), "stranger"])), error)
+        self.reply_allowed(data.draw(st.sampled_from([*sorted(self.names), "unknown"])), error)
 
     @precondition(lambda self: self.processes)
     @rule(data=st.data(), useful=st.booleans())

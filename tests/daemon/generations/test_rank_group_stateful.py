@@ -173,7 +173,7 @@ class RankGroupMachine(RuleBasedStateMachine):
     def behave(self, chosen: int, times: int = 1) -> None:
         """Some processes do the next thing that a correct process does."""
         if not self.spawned:
-            self.pin()
+            self.snapshot_completes()
         for _ in range(times):
             ready = [name for name, each in self.processes.items() if each.stopping and not each.killed]
             ready += [name for name, each in self.processes.items() if each.phase in _NEXT and self.is_active(name)]
@@ -202,7 +202,7 @@ class RankGroupMachine(RuleBasedStateMachine):
                     self.send_reconnected(name, 8)
 
     @rule()
-    def pin(self) -> None:
+    def snapshot_completes(self) -> None:
         self.rank_group.on_snapshot_taken(SHA, self.now, slice_digests=tuple(map(digest, range(self.size))))
         self.perform()
 

@@ -166,7 +166,7 @@ def test_spares_remain_spares() -> None:
 
 def test_only_recorded_workers_reconnect_once() -> None:
     harness = GenerationHarness().serving().resumed()
-    assert harness.reconnected(HOLDER, worker(9), "stranger") == []
+    assert harness.reconnected(HOLDER, worker(9), "unknown") == []
     assert harness.reconnected(W1, W1) == [AddSlot(W1)]
     harness.reconnected(W2)
     harness.exits(W2)

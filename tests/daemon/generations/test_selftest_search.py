@@ -89,7 +89,7 @@ def test_waits_for_exit_of_failed_holder() -> None:
     search = SearchHarness(on_card=True)
     search.begin()
     search.announce(x(1))
-    assert holder(HOLDER2) not in search.reports_failure(HOLDER, "it does not run on the canary")
+    assert holder(HOLDER2) not in search.reports_failure(HOLDER, "it cannot run the self-test")
     assert search.exits(HOLDER) == [holder(HOLDER2)]
     assert search.begin(HOLDER2).failed_cases == (x(1),)
 
@@ -199,6 +199,6 @@ def test_search_starts_with_known_cases() -> None:
 
 def test_ignores_announcements_of_other_processes() -> None:
     search = SearchHarness()
-    for name in (W1, HOLDER, "stranger"):
+    for name in (W1, HOLDER, "unknown"):
         search.generation.on_message(name, AnnounceSelfTest((x(1),), ()), search.now)
     assert search.take_actions() == []

@@ -301,9 +301,8 @@ def test_leaving_worker_is_replaced_at_once() -> None:
     assert harness.leaves(W1) == [RemoveSlot(W1), stop(W1), spawn(W2)]
     assert harness.exits(W1, end=ExitCause(75)) == []
     assert (harness.cause, list(harness.generation.children)) == ("", [HOLDER, W2])
-    assert (
-        harness.leaves(HOLDER) + harness.leaves(W2) + harness.leaves("nobody") == []
-    )  # Only a worker that is READY can leave.
+    # Only a worker that is READY can leave.
+    assert harness.leaves(HOLDER) + harness.leaves(W2) + harness.leaves("unknown") == []
 
 
 def test_log_tail_of_hung_worker_is_added_after_exit(caplog: pytest.LogCaptureFixture) -> None:

@@ -393,7 +393,7 @@ def test_unready_required_model_stops_watchdog() -> None:
     assert watchdog_times(harness, 30.0) == []
     harness.models.pop()
     assert watchdog_times(harness, 3.0)
-    other.why_unready = "nobody there"
+    other.why_unready = "no worker"
     assert watchdog_times(harness, 3.0)
     two.why_unready = "no worker has answered for 31 s"
     assert watchdog_times(harness, 30.0) == []

@@ -12,7 +12,7 @@ from weightd_daemon.models.deployment_state import (
 
 def reachable(start: DeploymentState) -> set[DeploymentState]:
     found = {start}
-    while more := {after for (stage, _), after in DEPLOYMENT_TRANSITIONS.items() if stage in found} - found:
+    while more := {after for (state, _), after in DEPLOYMENT_TRANSITIONS.items() if state in found} - found:
         found |= more
     return found
 
@@ -20,7 +20,7 @@ def reachable(start: DeploymentState) -> set[DeploymentState]:
 def test_all_states_are_reachable_and_only_stop_is_final() -> None:
     assert reachable(DeploymentState.INITIAL) == set(DeploymentState)
     assert (
-        {stage for stage, _ in DEPLOYMENT_TRANSITIONS}
+        {state for state, _ in DEPLOYMENT_TRANSITIONS}
         == LOADING_STATES | {DeploymentState.VACATED, DeploymentState.FAILED}
         == set(DeploymentState) - {DeploymentState.STOPPING}
     )

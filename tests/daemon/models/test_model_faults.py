@@ -292,10 +292,8 @@ def test_client_that_crashes_workers_is_confined_to_one() -> None:
     restart_workers(harness)
     given = dict(harness.host.predicts())
     [culprit] = [worker for worker, number in given.items() if number in hostile]
-    assert (len(given), harness.model.dispatcher._scheduler.slots.in_flight(culprit)) == (
-        4,
-        1,
-    )  # no request waits behind it
+    # No request waits behind the one of the confined client.
+    assert (len(given), harness.model.dispatcher._scheduler.slots.in_flight(culprit)) == (4, 1)
     assert harness.model.dispatcher._scheduler.queue.count == len(hostile) + len(good) - 1 - 6
     assert not harness.model.readiness.has_failed
 

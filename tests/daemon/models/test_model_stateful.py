@@ -392,8 +392,8 @@ class ModelMachine(RuleBasedStateMachine):
                 self.deliver(process, PredictResult(number, ResponseDescription("m", (SPEC,))))
             case Stop():
                 self.exit_process(process)
-            case Ping(canary):
-                self.deliver(process, Pong("digest" if canary else ""))
+            case Ping(run_selftest):
+                self.deliver(process, Pong("digest" if run_selftest else ""))
             case _:
                 pass
 

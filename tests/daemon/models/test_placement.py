@@ -80,7 +80,7 @@ def test_process_memory_estimate_only_grows() -> None:
     device.reserve("m.1", NEED)
     for seen, each in [(5, 10), (50, 50)]:
         device.set_process_bytes("m.1", seen * MIB)
-        device.set_process_bytes("nobody.1", seen * MIB)
+        device.set_process_bytes("unknown.1", seen * MIB)
         assert (list(device.reserved), device.reserved_bytes) == (["m.1"], (102 + 4 * each) * MIB)
     # More memory is used than the capacity; the free memory is reported as 0, not as a negative number.
     assert "0 MiB of 150 MiB are free" in device.reserve("m.2", NEED)

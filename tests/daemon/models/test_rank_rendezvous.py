@@ -98,7 +98,7 @@ class RankModelHarness:
         self.model.deployments.process_events.on_message(child, message, (), self.now)
         return self
 
-    def greet(self, generation: int = 1, source: int = 1) -> RankModelHarness:
+    def connect(self, generation: int = 1, source: int = 1) -> RankModelHarness:
         for name in self.processes_of(generation):
             hello = Hello("1", "broker", {"weightd": VERSION}, CPU)
             if ".rank" in name:
@@ -113,7 +113,7 @@ class RankModelHarness:
         return self
 
     def loads(self, generation: int = 1, source: int = 1) -> RankModelHarness:
-        self.greet(generation, source).join(generation)
+        self.connect(generation, source).join(generation)
         for name in self.ranks(generation):
             self.deliver(name, SELFTEST_DONE)
         return self
@@ -184,7 +184,7 @@ def test_all_processes_of_group_know_broker_port() -> None:
 def test_ranks_join_and_run_selftest_before_they_serve() -> None:
     harness = RankModelHarness().started()
     submitted = harness.submit_request()
-    harness.greet().join()
+    harness.connect().join()
     assert harness.host.orders_of(JoinGroup) == [(R0, JoinGroup()), (R1, JoinGroup())]
     assert harness.host.orders_of(RunSelfTest) == [(R0, RunSelfTest()), (R1, RunSelfTest())]
     harness.deliver(R1, SELFTEST_DONE)
@@ -413,7 +413,7 @@ def test_update_path_needs_rank_placeholder(path: str) -> None:
 def test_incompatible_model_does_not_take_over() -> None:
     harness = RankModelHarness(dataclasses.replace(ON_CARDS, device_ports=(1, 2))).serving()
     harness.model.update(b"o", "u", harness.now, path="/new{rank}.mindir", weights="", rollback=False, grant=OPERATOR)
-    harness.snapshot_taken().greet(2, 2).join(2, TensorSignature("y", "FP32", (-1, 4)))
+    harness.snapshot_taken().connect(2, 2).join(2, TensorSignature("y", "FP32", (-1, 4)))
     assert "is not compatible with the serving one" in harness.host.errors[0][2]
     assert harness.model.readiness.main_generation.label == "big.1"
 
@@ -431,7 +431,7 @@ def test_several_groups_share_queue() -> None:
 
 
 def test_free_memory_is_reported_per_card() -> None:
-    harness = RankModelHarness().started().greet().join(device=DeviceMemory(100 * MIB, 50 * MIB))
+    harness = RankModelHarness().started().connect().join(device=DeviceMemory(100 * MIB, 50 * MIB))
     assert [harness.devices[f"ascend:{rank}"].free_bytes for rank in range(2)] == [50 * MIB] * 2
 
 

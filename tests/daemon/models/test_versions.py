@@ -122,9 +122,9 @@ class FakeSnapshots(Snapshots):
     def __init__(self) -> None:
         self.disk: list[ModelSource] = []
         self.expected = ""
-        super().__init__(self.pin, self.disk.remove)
+        super().__init__(self.take, self.disk.remove)
 
-    def pin(self, source: ModelSource, expected: str) -> None:
+    def take(self, source: ModelSource, expected: str) -> None:
         self.disk.append(source)
         self.expected = expected
 
