@@ -22,7 +22,7 @@ for _ in range(10):
         os._exit(not process.Identity(directory, 0).start <= listed)
     os.read(started[0], 1)
     listed = process.now()
-    time.sleep(0.02)  # two ticks of the kernel: those that the process started in have ended
+    time.sleep(0.02)  # This is two ticks of the kernel's clock, so the tick of the start is over.
     os.write(used[1], repr(listed).encode())
     if os.waitpid(child, 0)[1]:
         sys.exit("listed after it started, and yet before")

@@ -479,7 +479,7 @@ def test_cancel_during_a_read(client: Client, daemon: FakeDaemon) -> None:
         before = dict(readers)
         pending.cancel()
         connection.send = send
-        assert readers == before, "another one may read beside this one"
+        assert readers == before, "two threads read at the same time"
         return receive()
 
     connection.receive = collecting  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Tests of arrays in shared memory: who owns each block, and how long."""
+"""Tests of arrays in shared memory: the owner of each block, and its lifetime."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ class ArenaMachine(RuleBasedStateMachine):
         self.arena.retire(self.arena.regions)
 
     @invariant()
-    def keeps_what_was_written(self) -> None:
+    def keeps_contents(self) -> None:
         """Check that no two arrays overlap."""
         for array, value in self.held:
             assert (array == value).all()
 
     @invariant()
-    def finds_what_lies_in_it(self) -> None:
+    def finds_array_by_address(self) -> None:
         """Check that a lookup by address finds the memory of the array, aligned."""
         for array, _ in self.held:
             found = self.arena.find(array)
@@ -174,17 +174,17 @@ def test_fork_keeps_arrays() -> None:
     arena = ShmArena()
     array = arena.empty((_PAGE,), np.uint8)
     array[:] = 1
-    told, tells = os.pipe()
+    ready_read, ready_write = os.pipe()
     pid = os.fork()
     if not pid:
-        os.read(told, 1)
+        os.read(ready_read, 1)
         os._exit(int(array.sum()) != _PAGE)
     del array
     arena.empty((_PAGE,), np.uint8)[:] = 2
-    os.write(tells, b"x")
+    os.write(ready_write, b"x")
     assert os.waitpid(pid, 0)[1] == 0
-    os.close(told)
-    os.close(tells)
+    os.close(ready_read)
+    os.close(ready_write)
 
 
 def test_fork_separates_new_arrays() -> None:
@@ -267,7 +267,7 @@ class FreeListMachine(RuleBasedStateMachine):
         del self.taken[begin]
 
     @invariant()
-    def tells_whether_it_is_free(self) -> None:
+    def reports_whether_it_is_free(self) -> None:
         """Check that the list reports whether all memory is free; only then a region may be released."""
         assert self.space.is_unused == (not self.taken)
 

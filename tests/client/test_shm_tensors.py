@@ -28,7 +28,7 @@ class SharedMemorySession:
     def __init__(self) -> None:
         self.core = ClientCore()
         self.regions: Dict[str, int] = {}
-        self.said: List[Any] = []
+        self.sent: List[Any] = []
         self.refuses = False
         self.core.shm_tensors.on_connected(can_share=True)
 
@@ -36,7 +36,7 @@ class SharedMemorySession:
         call, frames = self.core.prepare_infer("m", {"x": x}, 1.0, out=out)
         frames = self.core.track(call, frames)
         for message, region in self.core.shm_tensors.take_region_messages():
-            self.said.append(message)
+            self.sent.append(message)
             if isinstance(message, Register) and region is not None:
                 self.register(message.id, region.descriptor)
         request = decode(frames, FROM_CLIENT)
@@ -119,7 +119,7 @@ def test_requests_do_not_wait_for_registration(session: SharedMemorySession) -> 
         assert not y.flags.writeable
         shared.append(is_shared(request))
     assert shared == [(False, False), (True, True), (True, True)]
-    assert [type(each) for each in session.said] == [Register]
+    assert [type(each) for each in session.sent] == [Register]
 
 
 def test_populates_output_array_before_request(session: SharedMemorySession) -> None:
@@ -142,7 +142,7 @@ def test_uses_frames_if_sharing_is_rejected(session: SharedMemorySession) -> Non
     session.refuses = True
     for _ in range(3):
         assert is_shared(session.infer(bytes_of(N))[1]) == (False, False)
-    assert len(session.said) == 1
+    assert len(session.sent) == 1
     session.core.shm_tensors.on_connected(can_share=False)
     assert is_shared(session.infer(bytes_of(N))[1]) == (False, False)
 
@@ -254,12 +254,12 @@ def test_late_write_hits_no_other_tensor(session: SharedMemorySession) -> None:
 
 def test_abandoned_request_keeps_its_memory(session: SharedMemorySession) -> None:
     session.warm(bytes_of(N))
-    call, given_up, _ = session.ask(bytes_of(N))
+    call, abandoned, _ = session.ask(bytes_of(N))
     del call
     gc.collect()
-    assert not overlap(given_up, session.infer(bytes_of(N))[1])
-    session.answer(given_up, bytes_of(N))
-    assert overlap(given_up, session.infer(bytes_of(N))[1])
+    assert not overlap(abandoned, session.infer(bytes_of(N))[1])
+    session.answer(abandoned, bytes_of(N))
+    assert overlap(abandoned, session.infer(bytes_of(N))[1])
 
 
 def test_copies_answer_that_may_still_be_written(session: SharedMemorySession) -> None:
@@ -286,12 +286,12 @@ def test_new_connection_uses_new_regions(session: SharedMemorySession) -> None:
     assert again is not None
     assert is_shared(decode(again, FROM_CLIENT)) == (False, False)  # type: ignore[arg-type]
     assert bytes(again[2]) == x.tobytes()
-    session.said.clear()
+    session.sent.clear()
     outputs = [session.infer(x) for _ in range(3)]
     assert is_shared(outputs[-1][1])[1]
     session.write(late, bytes_of(N, 66))
     assert all((y == 2).all() for y, _ in outputs)
-    assert [type(each) for each in session.said] == [Register]
+    assert [type(each) for each in session.sent] == [Register]
     assert not {*before} & {*session.core.shm_tensors.arena.regions}
 
 
@@ -302,16 +302,16 @@ def test_unregisters_region_without_requests(session: SharedMemorySession) -> No
     arena.before_fork()
     arena.after_fork(in_child=False)
     session.infer(bytes_of(N))
-    assert Unregister not in map(type, session.said)
+    assert Unregister not in map(type, session.sent)
     del question
     gc.collect()
     session.infer(bytes_of(N))
-    assert [each.region for each in session.said if isinstance(each, Unregister)] == ["r0"]
+    assert [each.region for each in session.sent if isinstance(each, Unregister)] == ["r0"]
 
 
 def test_unregisters_released_regions(session: SharedMemorySession) -> None:
     session.warm(bytes_of(N))
     gc.collect()
     session.warm(bytes_of(17 << 20))
-    assert [type(each) for each in session.said[:3]] == [Register, Unregister, Register]
-    assert session.said[1].region == "r0"
+    assert [type(each) for each in session.sent[:3]] == [Register, Unregister, Register]
+    assert session.sent[1].region == "r0"

@@ -260,7 +260,7 @@ class ElectionMachine(RuleBasedStateMachine):
             self._leave()
 
     @rule(stuck=st.integers(0, 2))
-    def others_are_stuck(self, stuck: int) -> None:
+    def block_other_threads(self, stuck: int) -> None:
         self.turns.blocked_count = stuck
 
     def _leave(self) -> None:
@@ -283,7 +283,7 @@ class ElectionMachine(RuleBasedStateMachine):
         assert self._reading() or all(turn.call.done for turn in self.waiting)
 
     @invariant()
-    def who_has_a_reason_is_awake(self) -> None:
+    def thread_with_a_reason_is_awake(self) -> None:
         for turn in self.waiting:
             assert (turn.is_reader or turn.call.done) == turn.is_awake
 

@@ -44,8 +44,8 @@ class FakeService:
         if isinstance(message, ModelReady):
             return [encode(ReadyResponse(message.id, self.ready, "" if self.ready else "m: attaching 0/2"))]
         if isinstance(message, Metrics):
-            told = looks.metrics(1.0, looks.counted("m", sha256=self.sha256))
-            return [encode(type(told)(**{**vars(told), "id": message.id}))]
+            metrics = looks.metrics(1.0, looks.counted("m", sha256=self.sha256))
+            return [encode(type(metrics)(**{**vars(metrics), "id": message.id}))]
         return fakedaemon.echo(message, tensors)
 
     def run(self, what: Callable[[Replica], Awaitable[Any]], **more: Any) -> Any:

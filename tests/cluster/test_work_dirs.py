@@ -1,4 +1,4 @@
-"""Tests of replicas' working directories: one each, and the next replica removes those of killed ones."""
+"""Tests of replicas' working directories: one each; the next replica removes the directories of killed replicas."""
 
 from __future__ import annotations
 

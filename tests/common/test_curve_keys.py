@@ -89,9 +89,9 @@ def test_secret_key_must_be_private(file: Path, monkeypatch: pytest.MonkeyPatch)
         assert read_secret(file) == KEY
     for mode in (0o640, 0o604, 0o610, 0o602):
         file.chmod(mode)
-        told = refusal(read_secret, file)
-        assert told.startswith(f"expected mode 0600 or 0400, got 0{mode:o}: ")
-        assert told.endswith("chmod 0600 it")
+        reason = refusal(read_secret, file)
+        assert reason.startswith(f"expected mode 0600 or 0400, got 0{mode:o}: ")
+        assert reason.endswith("chmod 0600 it")
     file.chmod(0o600)
     if os.geteuid() == 0:
         os.chown(str(file), 4711, -1)

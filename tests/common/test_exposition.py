@@ -231,8 +231,8 @@ def test_documentation_lists_each_metric() -> None:
         each.name: [*dict.fromkeys(label for sample in each.samples(RESPONSE) for label, _ in sample.labels)]
         for each in FAMILIES
     }
-    told = {name: ", ".join(label for label in listed if label != "le") for name, listed in labels.items()}
-    assert lines == [f"| `{each.name}` | {told[each.name]} | {each.help} |" for each in FAMILIES]
+    documented_labels = {name: ", ".join(label for label in listed if label != "le") for name, listed in labels.items()}
+    assert lines == [f"| `{each.name}` | {documented_labels[each.name]} | {each.help} |" for each in FAMILIES]
     # The page derives the kind of a metric from the end of its name.
     [counter, *histogram] = re.findall(r"`(_\w+)`", re.findall(r"^Counters end in .*", section, re.MULTILINE)[0])
     for each in FAMILIES:

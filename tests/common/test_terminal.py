@@ -81,7 +81,7 @@ def test_raises_swallowed_interrupt_again(capfd: pytest.CaptureFixture[str]) -> 
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-@pytest.mark.skipif(not HAS_UNRAISABLEHOOK, reason="Python 3.7 tells nobody what it swallows")
+@pytest.mark.skipif(not HAS_UNRAISABLEHOOK, reason="Python 3.7 has no hook for swallowed exceptions")
 def test_reports_other_swallowed_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda each: reported.append(each.exc_type))

@@ -42,8 +42,8 @@ class Ctl:
             status: Any = main(["--socket", self._address, *arguments])
         except SystemExit as ended:
             status = ended.code
-        said = self._capsys.readouterr()
-        return Ran(status, said.out, said.err)
+        captured = self._capsys.readouterr()
+        return Ran(status, captured.out, captured.err)
 
 
 @pytest.fixture

@@ -78,8 +78,8 @@ class Install:
 
     def __call__(self, *arguments: str) -> Tuple[int, str, str]:
         status = main(["install-units", "--prefix", str(self._root), *arguments])
-        said = self._capsys.readouterr()
-        return status, said.out, said.err
+        captured = self._capsys.readouterr()
+        return status, captured.out, captured.err
 
     def states(self, *arguments: str) -> Dict[str, str]:
         """Return the state of each file by its path below the root."""
@@ -171,8 +171,8 @@ def test_each_file_has_a_marker_comment(units: Path, manual: Path) -> None:
         first = each.content.decode().splitlines()[0]
         assert plan.is_ours(each.content)
         comment = '.\\"' if "/man/" in str(each.path) else "#"
-        says = "From the examples of" if "/examples/" in str(each.path) else "Written by"
-        assert first.startswith(f"{comment} {says} weightctl install-units")
+        marker = "From the examples of" if "/examples/" in str(each.path) else "Written by"
+        assert first.startswith(f"{comment} {marker} weightctl install-units")
         assert ("systemctl edit" in first) == (each.path.parent.name == "system")
 
 
@@ -302,9 +302,9 @@ def test_dry_run_writes_nothing(install: Install, root: Path) -> None:
     assert (status, states[UNIT], {*states.values()}, root.exists()) == (exit_codes.OK, "new", {"new"}, False)
     assert "nothing was changed" in err
     assert install()[1] == out
-    told = json.loads(install("--json")[1])
-    assert "systemctl daemon-reload" in told["next"]
-    assert [note for note in told["notes"] if "cannot access" in note]
+    result = json.loads(install("--json")[1])
+    assert "systemctl daemon-reload" in result["next"]
+    assert [note for note in result["notes"] if "cannot access" in note]
 
 
 def test_without_permission(install: Install, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

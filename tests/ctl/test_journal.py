@@ -57,9 +57,9 @@ def test_events_have_a_line_each(ctl: Ctl, daemon: FakeDaemon) -> None:
 @pytest.mark.parametrize("more", [["--since", "1h"], ["--since=4000"], ["-n", "1"]])
 def test_recent_events(ctl: Ctl, daemon: FakeDaemon, more: List[str]) -> None:
     daemon.handle = event_pages(((OLD, NEW), 0, 0))
-    told = json.loads(ctl("events", "--json", *more).out)
-    assert [each["number"] for each in told["events"]] == [6]
-    assert (told["events"][0]["child"], told["missed"]) == ("m.1.w1", 0)
+    result = json.loads(ctl("events", "--json", *more).out)
+    assert [each["number"] for each in result["events"]] == [6]
+    assert (result["events"][0]["child"], result["missed"]) == ("m.1.w1", 0)
 
 
 def test_follows_events_across_restart(
@@ -107,8 +107,8 @@ def test_logs_have_process_names(ctl: Ctl, daemon: FakeDaemon) -> None:
     asked, _ = daemon.next()
     assert isinstance(asked, Logs)
     assert (asked.model_name, asked.process, asked.lines) == ("m", "p", 7)
-    told = json.loads(ctl("logs", "m", "--json").out)
-    assert (told["logs"][1]["text"], told["omitted"]) == (LOG.text, 2)
+    result = json.loads(ctl("logs", "m", "--json").out)
+    assert (result["logs"][1]["text"], result["omitted"]) == (LOG.text, 2)
     daemon.handle = lambda message, _: [encode(LogsResponse(message.id, ()))]
     assert ctl("logs", "m").out == "no process has output\n"
 
@@ -124,8 +124,8 @@ def test_unknown_process_lists_processes(ctl: Ctl, daemon: FakeDaemon, more: Lis
     daemon.handle = tails
     ran = ctl("logs", "m", "--process", "w9", *more)
     assert ran.status == exit_codes.ERROR
-    told = json.loads(ran.out)["error"]["text"] if more else ran.err.strip().partition("NOT_FOUND: ")[2]
-    assert told == "no process 'w9' with output; there are: m.1.holder, m.1.w1 and 3 more"
+    error = json.loads(ran.out)["error"]["text"] if more else ran.err.strip().partition("NOT_FOUND: ")[2]
+    assert error == "no process 'w9' with output; there are: m.1.holder, m.1.w1 and 3 more"
 
 
 def test_unknown_model_lists_models(ctl: Ctl, daemon: FakeDaemon) -> None:

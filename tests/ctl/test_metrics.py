@@ -15,7 +15,7 @@ def test_prints_metrics_as_text_or_json(ctl: Ctl, daemon: FakeDaemon) -> None:
     assert ran.out.endswith('weightd_build_info{version="9.9"} 1\n')
     ran = ctl("metrics", "--json")
     assert (json.loads(ran.out)["version"], ran.out[-1]) == ("9.9", "\n")
-    daemon.handle = fails("UNAUTHENTICATED", "who are you")
-    assert ctl("metrics") == (exit_codes.ERROR, "", "UNAUTHENTICATED: who are you\n")
+    daemon.handle = fails("UNAUTHENTICATED", "unknown user")
+    assert ctl("metrics") == (exit_codes.ERROR, "", "UNAUTHENTICATED: unknown user\n")
     daemon.handle = silent
     assert ctl("--timeout", "0.2", "metrics").status == exit_codes.UNAVAILABLE

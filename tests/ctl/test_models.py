@@ -40,7 +40,7 @@ class Models:
             one, two = (ModelStatus(name, "fake", "/m", state, 0, 0, 0, ()) for name, state in STATES)
             return [encode(StatusResponse(message.id, "9.9", "running", 1, 1.0, 1, (one, two)))]
         if isinstance(message, ModelMetadata):
-            assert message.model_name == "one", "nobody waits for what loads"
+            assert message.model_name == "one", "unexpected request for a loading model"
             return [encode(ModelMetadataResponse(message.id, "one", "fake", self.inputs, (Y,), example=self.example))]
         return echo(message, tensors)
 
@@ -119,13 +119,13 @@ def test_printed_command_names_other_daemon(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], daemon: FakeDaemon, directory: Any
 ) -> None:
     daemon.handle = Models(MASK)
-    for variable, said in ((daemon.address, f" --socket {daemon.address}"), (None, "")):
+    for variable, option in ((daemon.address, f" --socket {daemon.address}"), (None, "")):
         default(monkeypatch, daemon.address, variable)
         assert main(["--tenant", "a b", "metadata", "one"]) == exit_codes.OK
         head, command, program = parts(capsys.readouterr().out)
         assert head == "one: fake\n  inputs\n    mask  BOOL  [2]\n  outputs\n    y  FP32  [-1, 10]"
-        assert command == f"weightctl{said} --tenant 'a b' predict one --random"
-        assert ("with Client(tenant='a b') as client:" in program) is (not said)
+        assert command == f"weightctl{option} --tenant 'a b' predict one --random"
+        assert ("with Client(tenant='a b') as client:" in program) is (not option)
 
 
 def default(monkeypatch: pytest.MonkeyPatch, address: str, variable: Optional[str]) -> None:

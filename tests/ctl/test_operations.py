@@ -60,13 +60,13 @@ def test_update_reports_serving_and_configured_file(ctl: Ctl, daemon: FakeDaemon
     assert ctl("update", "m", str(new)) == (exit_codes.OK, f"m: generation 3 now serving, {new}\n{back}", "")
     daemon.handle = updates("/models/m.onnx")
     assert ctl("update", "m", "--rollback") == (exit_codes.OK, "m: generation 3 now serving, /models/m.onnx\n", "")
-    told = {"model_name": "m", "generations": [3], "weights": ""}
-    told.update(path="/models/m.onnx", configured_path="/models/m.onnx")
-    assert json.loads(ctl("--json", "update", "m", "--rollback").out) == told
+    expected = {"model_name": "m", "generations": [3], "weights": ""}
+    expected.update(path="/models/m.onnx", configured_path="/models/m.onnx")
+    assert json.loads(ctl("--json", "update", "m", "--rollback").out) == expected
     np.savez(str(tmp_path / "w.npz"), w=X)
     daemon.handle = updates("/models/m.onnx", "/w.npz")
-    said = f"m: generation 3 now serving, /models/m.onnx with /w.npz\n{back}"
-    assert ctl("update-weights", "m", str(tmp_path / "w.npz")).out == said
+    text = f"m: generation 3 now serving, /models/m.onnx with /w.npz\n{back}"
+    assert ctl("update-weights", "m", str(tmp_path / "w.npz")).out == text
 
 
 @pytest.mark.parametrize("content", [b"", b"\x08\x07\x12\x04onnx", b"\x93NUMPY", b"\x80\x04."])

@@ -22,7 +22,7 @@ ANY = TensorSignature("any", "FP32", None)
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said", "rows", "made", "number"),
+    ("inputs", "shapes", "rows", "made", "number"),
     [
         ([X, IDS], [], None, [(1, 3, 1), (1,)], 1),
         ([X, IDS], [("x", (2, 3, 8))], None, [(2, 3, 8), (1,)], None),
@@ -34,18 +34,18 @@ ANY = TensorSignature("any", "FP32", None)
 )
 def test_free_dimensions_are_1_or_as_given(
     inputs: Sequence[TensorSignature],
-    said: Sequence[Tuple[str, Shape]],
+    shapes: Sequence[Tuple[str, Shape]],
     rows: Optional[int],
     made: Sequence[Shape],
     number: Optional[int],
 ) -> None:
-    specs = request_inputs.specify(inputs, said, rows)
+    specs = request_inputs.specify(inputs, shapes, rows)
     assert [spec.shape for spec in specs] == made
     assert request_inputs.count_rows(inputs, specs) == number
 
 
 @pytest.mark.parametrize(
-    ("inputs", "said", "rows", "text"),
+    ("inputs", "shapes", "rows", "text"),
     [
         ([X], [("x", (1, 4, 1))], None, "--shape: input x takes [-1, 3, -1], got [1, 4, 1]"),
         ([X], [("x", (1, 3))], None, "takes [-1, 3, -1], got [1, 3]"),
@@ -57,10 +57,10 @@ def test_free_dimensions_are_1_or_as_given(
     ],
 )
 def test_error_names_input_that_does_not_fit(
-    inputs: Sequence[TensorSignature], said: Sequence[Tuple[str, Shape]], rows: Optional[int], text: str
+    inputs: Sequence[TensorSignature], shapes: Sequence[Tuple[str, Shape]], rows: Optional[int], text: str
 ) -> None:
     with pytest.raises(WrongShape) as caught:
-        request_inputs.specify(inputs, said, rows)
+        request_inputs.specify(inputs, shapes, rows)
     assert text in str(caught.value)
 
 

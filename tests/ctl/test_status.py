@@ -323,7 +323,7 @@ def test_json_has_response_and_total() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("shown", "expected"),
     [
         ([megabytes(None), megabytes(0), megabytes(1_234_560_000)], ["-", "0.0", "1,234.6"]),
         ([milliseconds(None), milliseconds(0.4), milliseconds(1_500_000.0)], ["-", "0.00", "1,500.00"]),
@@ -334,5 +334,5 @@ def test_json_has_response_and_total() -> None:
         ([count(1, "process"), count(2, "process")], ["1 process", "2 processes"]),
     ],
 )
-def test_units(said: List[str], expected: List[str]) -> None:
-    assert said == expected
+def test_units(shown: List[str], expected: List[str]) -> None:
+    assert shown == expected

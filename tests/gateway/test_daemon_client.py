@@ -33,14 +33,14 @@ def fake(directory: Path) -> Iterator[FakeDaemon]:
     fake.stop()
 
 
-Told = Callable[[DaemonClient], Coroutine[Any, Any, Any]]
+Call = Callable[[DaemonClient], Coroutine[Any, Any, Any]]
 
 
-def asked(fake: FakeDaemon, what: Told, timeout: float = 30.0) -> Any:
+def asked(fake: FakeDaemon, call: Call, timeout: float = 30.0) -> Any:
     async def ask() -> Any:
         service = DaemonClient(fake.address, timeout, AdmissionControl(10, 2**20))
         try:
-            return await what(service)
+            return await call(service)
         finally:
             await service.close()
 
@@ -96,7 +96,7 @@ def test_echo_returns_the_same_arrays(fake: FakeDaemon) -> None:
     assert asked(fake, infer)["x"].tobytes() == array.tobytes()
 
 
-NOTHING_TO_SEND: list[Told] = [
+NOTHING_TO_SEND: list[Call] = [
     lambda service: service.metadata(ITSELF, "m" * 300),
     lambda service: service.infer(ITSELF, InferenceRequest("m", {"x": np.array(["text"])})),
     lambda service: service.infer(ITSELF, InferenceRequest("m", {"x" * 300: np.zeros(1)})),
@@ -105,10 +105,10 @@ NOTHING_TO_SEND: list[Told] = [
 ]
 
 
-@pytest.mark.parametrize("what", NOTHING_TO_SEND)
-def test_unsendable_request_is_an_error_with_a_code(fake: FakeDaemon, what: Told) -> None:
+@pytest.mark.parametrize("call", NOTHING_TO_SEND)
+def test_unsendable_request_is_an_error_with_a_code(fake: FakeDaemon, call: Call) -> None:
     with pytest.raises(InvalidArgument):
-        asked(fake, what)
+        asked(fake, call)
     assert fake.seen.empty()
 
 
@@ -121,7 +121,7 @@ def test_unresponsive_and_absent_daemon(fake: FakeDaemon) -> None:
         asked(fake, lambda service: service.ready(ITSELF))
 
 
-def test_a_request_after_close_is_unavailable(fake: FakeDaemon) -> None:
+def test_request_after_close_is_unavailable(fake: FakeDaemon) -> None:
     async def request_after_close(service: DaemonClient) -> None:
         await service.server(ITSELF)
         await service.close()

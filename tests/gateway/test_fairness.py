@@ -36,65 +36,65 @@ class LoopSim:
 
 
 def test_runs_work_while_pass_has_time() -> None:
-    world = LoopSim()
+    sim = LoopSim()
     for _ in range(3):
-        world.want("a", SLICE_S / 2)
-    assert world.done == ["a"] * 2
-    world.one_pass()
-    assert world.done == ["a"] * 3
+        sim.want("a", SLICE_S / 2)
+    assert sim.done == ["a"] * 2
+    sim.one_pass()
+    assert sim.done == ["a"] * 3
 
 
 def test_busy_peer_delays_others_by_one_item() -> None:
-    world = LoopSim()
+    sim = LoopSim()
     for _ in range(100):
-        world.want("a", SLICE_S)
-    world.want("b", SLICE_S)
+        sim.want("a", SLICE_S)
+    sim.want("b", SLICE_S)
     for _ in range(2):
-        world.one_pass()
-    assert world.done == ["a", "a", "b"]
+        sim.one_pass()
+    assert sim.done == ["a", "a", "b"]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 3 * SLICE_S)), max_size=50))
 def test_runs_all_work_in_bounded_passes(wanted: list[tuple[str, float]]) -> None:
-    world = LoopSim()
+    sim = LoopSim()
     for key, seconds in wanted:
-        world.want(key, seconds)
-    while world.next:
-        before = world.now
-        world.one_pass()
-        assert world.now - before <= SLICE_S + max(seconds for _, seconds in wanted) + 1e-9
-    assert sorted(world.done) == sorted(key for key, _ in wanted)
+        sim.want(key, seconds)
+    while sim.next:
+        before = sim.now
+        sim.one_pass()
+        assert sim.now - before <= SLICE_S + max(seconds for _, seconds in wanted) + 1e-9
+    assert sorted(sim.done) == sorted(key for key, _ in wanted)
 
 
 def test_failed_work_keeps_the_rest() -> None:
-    world = LoopSim()
+    sim = LoopSim()
 
     def fail() -> None:
         raise ValueError
 
-    world.want("a", SLICE_S)
-    world.turns.run("a", fail)
-    world.want("a", 0.0)
+    sim.want("a", SLICE_S)
+    sim.turns.run("a", fail)
+    sim.want("a", 0.0)
     try:
-        world.one_pass()
+        sim.one_pass()
     except ValueError:
-        world.one_pass()
-    assert world.done == ["a", "a"]
+        sim.one_pass()
+    assert sim.done == ["a", "a"]
 
 
 def test_starts_pipelined_requests_slowly() -> None:
-    world = LoopSim()
+    sim = LoopSim()
     for key in "aaab":
-        world.turns.pipelined.run(key, partial(world.done.append, key))
-    begun = [len(world.done)]
+        sim.turns.pipelined.run(key, partial(sim.done.append, key))
+    begun = [len(sim.done)]
     for _ in range(4 * PIPELINE_PASSES):
-        world.one_pass()
-        begun.append(len(world.done))
+        sim.one_pass()
+        begun.append(len(sim.done))
     assert begun == [1] * PIPELINE_PASSES + [2] * PIPELINE_PASSES + [3] * PIPELINE_PASSES + [4] * (PIPELINE_PASSES + 1)
-    assert world.done == ["a", "a", "b", "a"]
-    assert not world.next, "an idle loop has nothing to do"
-    world.turns.pipelined.run("b", partial(world.done.append, "b"))
-    assert world.done[-1] == "b"
+    assert sim.done == ["a", "a", "b", "a"]
+    assert not sim.next, "an idle loop has nothing to do"
+    sim.turns.pipelined.run("b", partial(sim.done.append, "b"))
+    assert sim.done[-1] == "b"
 
 
 def test_new_users_alternate() -> None:

@@ -45,38 +45,38 @@ class HandshakeSim:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.0, 0.01)), min_size=1, max_size=50))
 def test_runs_all_work_within_its_share_of_time(wanted: list[tuple[str, float]]) -> None:
-    world = HandshakeSim()
+    sim = HandshakeSim()
     for key, seconds in wanted:
-        world.want(key, seconds)
-    while world.due:
-        world.step()
-        assert world.busy <= LOOP_SHARE * world.now + 0.01
-    assert sorted(world.done) == sorted(key for key, _ in wanted)
+        sim.want(key, seconds)
+    while sim.due:
+        sim.step()
+        assert sim.busy <= LOOP_SHARE * sim.now + 0.01
+    assert sorted(sim.done) == sorted(key for key, _ in wanted)
 
 
 def test_busy_peer_delays_others_by_one_handshake() -> None:
-    world = HandshakeSim()
+    sim = HandshakeSim()
     for _ in range(100):
-        world.want("a", 0.001)
-    world.step()
-    world.want("b", 0.001)
-    world.step()
-    assert world.done == ["a", "a", "b"]
+        sim.want("a", 0.001)
+    sim.step()
+    sim.want("b", 0.001)
+    sim.step()
+    assert sim.done == ["a", "a", "b"]
 
 
 def test_failed_work_keeps_the_rest() -> None:
-    world = HandshakeSim()
-    world.want("a", 0.001)
+    sim = HandshakeSim()
+    sim.want("a", 0.001)
 
     def fail() -> None:
         raise KeyError
 
-    world.pace.run("a", fail)
-    world.want("a", 0.001)
+    sim.pace.run("a", fail)
+    sim.want("a", 0.001)
     with pytest.raises(KeyError):
-        world.step()
-    world.step()
-    assert world.done == ["a", "a"]
+        sim.step()
+    sim.step()
+    assert sim.done == ["a", "a"]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
@@ -104,7 +104,7 @@ def test_limiter_is_fair_and_loses_no_place(steps: list[tuple[str, bool]]) -> No
             places.release(*mine[-1])
         assert len(has) <= 8
         assert all(any(key == each for each, _ in has) for key, _ in waits), (
-            "the first of a peer waits for no other peer"
+            "the first handshake of a peer waits for no other peer"
         )
     for each in [*has]:
         has.remove(each)
@@ -149,13 +149,13 @@ class Client:
         self.incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self.tls = context.wrap_bio(self.incoming, self._outgoing, server_hostname="localhost")
 
-    def sends(self) -> bytes:
+    def handshake_bytes(self) -> bytes:
         """Return the next bytes of the handshake."""
         with contextlib.suppress(ssl.SSLWantReadError):
             self.tls.do_handshake()
         return self._outgoing.read()
 
-    def says(self, data: bytes) -> bytes:
+    def encrypt(self, data: bytes) -> bytes:
         """Return the data, encrypted."""
         self.tls.write(data)
         return self._outgoing.read()
@@ -163,20 +163,20 @@ class Client:
 
 @pytest.mark.parametrize("size", [1, 100_000])
 def test_data_behind_handshake_reaches_protocol(contexts: tuple[ssl.SSLContext, ssl.SSLContext], size: int) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         loop, client, handshakes = asyncio.get_running_loop(), Client(contexts[1]), Handshakes()
         far, task = connected(handshakes, A, contexts[0])
         with far:
-            hello = client.sends()
+            hello = client.handshake_bytes()
             for begin in range(0, len(hello), size):
                 await loop.sock_sendall(far, hello[begin : begin + size])
                 await asyncio.sleep(0)
             flight = b""
             while not flight:
                 client.incoming.write(await loop.sock_recv(far, 65536))
-                flight = client.sends()
+                flight = client.handshake_bytes()
             assert handshakes.in_progress == 1
-            await loop.sock_sendall(far, flight + client.says(b"ping"))
+            await loop.sock_sendall(far, flight + client.encrypt(b"ping"))
             await task
             assert handshakes.in_progress == 0
             answer = b""
@@ -186,11 +186,11 @@ def test_data_behind_handshake_reaches_protocol(contexts: tuple[ssl.SSLContext, 
                     answer = client.tls.read()
             assert answer == b"ping"
 
-    asyncio.run(asyncio.wait_for(story(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_limits_running_handshakes_of_a_peer(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         handshakes = Handshakes(8)
         many = [connected(handshakes, A, contexts[0]) for _ in range(10)]
         await asyncio.sleep(0)
@@ -207,15 +207,15 @@ def test_limits_running_handshakes_of_a_peer(contexts: tuple[ssl.SSLContext, ssl
         await asyncio.gather(task, *(each for _, each in many), return_exceptions=True)
         assert handshakes.in_progress == 0
 
-    asyncio.run(asyncio.wait_for(story(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_unfinished_handshake_does_not_delay_other_peers(
     contexts: tuple[ssl.SSLContext, ssl.SSLContext],
 ) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         loop, handshakes, client = asyncio.get_running_loop(), Handshakes(100, 8), Client(contexts[1])
-        hello = client.sends()
+        hello = client.handshake_bytes()
         many = [connected(handshakes, A, contexts[0]) for _ in range(50)]
         for far, _ in many:
             far.send(hello)
@@ -223,7 +223,7 @@ def test_unfinished_handshake_does_not_delay_other_peers(
         other, task = connected(handshakes, B, contexts[0])
         await loop.sock_sendall(other, hello)
         client.incoming.write(await loop.sock_recv(other, 65536))
-        await loop.sock_sendall(other, client.sends())
+        await loop.sock_sendall(other, client.handshake_bytes())
         await task
         assert not any(each.done() for _, each in many)
         for far, _ in many:
@@ -231,18 +231,18 @@ def test_unfinished_handshake_does_not_delay_other_peers(
         await asyncio.gather(*(each for _, each in many), return_exceptions=True)
         other.close()
 
-    asyncio.run(asyncio.wait_for(story(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_skips_handshake_of_disconnected_client(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
-    async def story() -> None:
+    async def scenario() -> None:
         far, task = connected(Handshakes(), A, contexts[0])
         with far:
-            far.send(Client(contexts[1]).sends())
+            far.send(Client(contexts[1]).handshake_bytes())
             far.shutdown(socket.SHUT_WR)
             with pytest.raises(OSError):  # noqa: PT011 - asyncio decides on the kind
                 await task
             with contextlib.suppress(ConnectionResetError):
                 assert await asyncio.get_running_loop().sock_recv(far, 1) == b""
 
-    asyncio.run(asyncio.wait_for(story(), 30))
+    asyncio.run(asyncio.wait_for(scenario(), 30))

@@ -78,7 +78,7 @@ class Copy:
         self._python = ["env", "-C", str(directory), f"PYTHONPATH={paths}", sys.executable]
 
     def run(self, module: Path, mutations: Sequence[MutationSpec]) -> list[str]:
-        """Try mutations of a module; return the diffs of those that survive."""
+        """Test mutations of a module; return the diffs of the survivors."""
         tests = tests_of(module)
         if not tests:
             raise Failure("no tests belong to it")

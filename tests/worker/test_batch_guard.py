@@ -51,34 +51,34 @@ class GuardedModel:
 
 
 def test_runs_new_forms_alone() -> None:
-    world = GuardedModel()
-    assert world.run(1, 2, 0, 3) == [1, 2, 3]
+    guarded = GuardedModel()
+    assert guarded.run(1, 2, 0, 3) == [1, 2, 3]
     # The form is the total number of rows.
-    assert world.run(4, 2) == []
-    assert world.run(1, 4) == [1, 4]
-    assert world.run(1, 4, width=3) == [1, 4]
-    assert world.run(0, 0) == []
-    assert world.run(1, 2, 3) == []
+    assert guarded.run(4, 2) == []
+    assert guarded.run(1, 4) == [1, 4]
+    assert guarded.run(1, 4, width=3) == [1, 4]
+    assert guarded.run(0, 0) == []
+    assert guarded.run(1, 2, 3) == []
 
 
 def test_skips_forms_compared_by_holder() -> None:
-    world = GuardedModel(rows=1, compared=3)
+    guarded = GuardedModel(rows=1, compared=3)
     for counts, width, alone in (((1, 2), 2, []), ((2, 2), 2, [2, 2]), ((1, 2), 3, [1, 2])):
-        joint, inputs = world.joint(*counts, width=width)
-        assert world.trials.can_batch(joint)
-        assert world.check(joint, inputs) == alone
+        joint, inputs = guarded.joint(*counts, width=width)
+        assert guarded.trials.can_batch(joint)
+        assert guarded.check(joint, inputs) == alone
 
 
 def test_runs_unknown_dimensions_alone_several_times() -> None:
-    world = GuardedModel()
-    joint, inputs = world.joint(60, 7, width=3)
-    assert [world.check(joint, inputs) for _ in range(4)] == [[60, 7]] * 3 + [[]]
-    assert [world.run(1, 1, width=3) for _ in range(2)] == [[1, 1], []]
+    guarded = GuardedModel()
+    joint, inputs = guarded.joint(60, 7, width=3)
+    assert [guarded.check(joint, inputs) for _ in range(4)] == [[60, 7]] * 3 + [[]]
+    assert [guarded.run(1, 1, width=3) for _ in range(2)] == [[1, 1], []]
 
 
 def test_does_not_compare_padding() -> None:
-    world = GuardedModel(sizes=(2, 8))
-    assert world.run(1, 2, 1, together=lambda x: np.concatenate([-x[:4], x[4:]])) == [2, 2, 2]
+    guarded = GuardedModel(sizes=(2, 8))
+    assert guarded.run(1, 2, 1, together=lambda x: np.concatenate([-x[:4], x[4:]])) == [2, 2, 2]
 
 
 Function = Callable[[Any], Any]
@@ -92,10 +92,10 @@ DIFFERENT: List[Tuple[Function, Function, str]] = [
 
 @pytest.mark.parametrize(("alone", "together", "note"), DIFFERENT)
 def test_unequal_form_stays_unknown(alone: Function, together: Function, note: str) -> None:
-    world = GuardedModel(alone=alone)
+    guarded = GuardedModel(alone=alone)
     for _ in range(2):
         with pytest.raises(NotBatchable, match=note):
-            world.run(1, 2, together=together)
+            guarded.run(1, 2, together=together)
 
 
 def odd(x: Any) -> Any:
@@ -124,53 +124,53 @@ def coupled(x: Any) -> Any:
 def test_finds_principals_with_unequal_rows(
     model: Function, values: Sequence[List[float]], principal_ids: Tuple[int, ...], guilty: List[int]
 ) -> None:
-    world = GuardedModel(alone=model)
+    guarded = GuardedModel(alone=model)
     arrays = [np.repeat(np.array(each, np.float32)[:, None], 2, 1) for each in values]
     joint = BatchLayout([describe_request("m", {"x": array}) for array in arrays])
     inputs = joint.merge_inputs([[frame_of(array)] for array in arrays])
     with pytest.raises(RowsDiffer, match="rows that were batched differ") as caught:
-        world.trials.check(joint, inputs, {"y": model(inputs["x"])}, principal_ids)
+        guarded.trials.check(joint, inputs, {"y": model(inputs["x"])}, principal_ids)
     assert [*caught.value.principal_ids] == guilty
 
 
 @pytest.mark.parametrize(("rows", "most"), [(8, 64), (70, 70)])
 def test_limits_number_of_forms(rows: int, most: int) -> None:
-    world = GuardedModel(rows)
-    joints = [world.joint(1, 1, width=width) for width in range(1, most + 2)]
+    guarded = GuardedModel(rows)
+    joints = [guarded.joint(1, 1, width=width) for width in range(1, most + 2)]
     for joint, inputs in joints[:most]:
-        assert world.trials.can_batch(joint)
-        world.check(joint, inputs)
-    assert not world.trials.can_batch(joints[-1][0])
-    assert world.trials.can_batch(joints[0][0])
-    assert world.trials.can_batch(world.joint(1, 1, width=1)[0])
+        assert guarded.trials.can_batch(joint)
+        guarded.check(joint, inputs)
+    assert not guarded.trials.can_batch(joints[-1][0])
+    assert guarded.trials.can_batch(joints[0][0])
+    assert guarded.trials.can_batch(guarded.joint(1, 1, width=1)[0])
 
 
 def test_rechecks_one_of_a_thousand_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = GuardedModel()
-    joint, inputs = world.joint(1, 2)
+    guarded = GuardedModel()
+    joint, inputs = guarded.joint(1, 2)
     for _ in range(1000):
-        world.check(joint, inputs)
-    due = [world.trials.is_due]
-    world.trials.recheck()
-    assert len(world.engine.received_inputs) == 2
-    world.check(joint, inputs)
-    due.append(world.trials.is_due)
-    world.trials.recheck()
-    due.append(world.trials.is_due)
-    assert (len(world.engine.received_inputs), due) == (4, [False, True, False])
+        guarded.check(joint, inputs)
+    due = [guarded.trials.is_due]
+    guarded.trials.recheck()
+    assert len(guarded.engine.received_inputs) == 2
+    guarded.check(joint, inputs)
+    due.append(guarded.trials.is_due)
+    guarded.trials.recheck()
+    due.append(guarded.trials.is_due)
+    assert (len(guarded.engine.received_inputs), due) == (4, [False, True, False])
     monkeypatch.setattr(trials_module, "_RECHECK_INTERVAL", 1)
     monkeypatch.setattr(trials_module, "_MAX_SAMPLE_BYTES", 2 * 3 * 2 * 4)
     for size, is_kept in ((3, True), (4, False)):
-        world = GuardedModel()
+        guarded = GuardedModel()
         for _ in range(2):
-            world.run(size - 1, 1)
-            joint, inputs = world.joint(size - 1, 1)
-            world.check(joint, inputs)
-            world.check(joint, inputs, np.positive)
-        assert world.trials.is_due == is_kept
-    world = GuardedModel()
-    world.check(joint, inputs)
+            guarded.run(size - 1, 1)
+            joint, inputs = guarded.joint(size - 1, 1)
+            guarded.check(joint, inputs)
+            guarded.check(joint, inputs, np.positive)
+        assert guarded.trials.is_due == is_kept
+    guarded = GuardedModel()
+    guarded.check(joint, inputs)
     monkeypatch.setattr(trials_module, "_MAX_SAMPLE_BYTES", 1000)
-    world.check(joint, inputs, np.abs)
+    guarded.check(joint, inputs, np.abs)
     with pytest.raises(NotBatchable, match="differ"):
-        world.trials.recheck()
+        guarded.trials.recheck()

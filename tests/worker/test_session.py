@@ -205,9 +205,9 @@ def test_worker_repeats_selftest_before_attach() -> None:
 
 
 def test_answers_do_not_change_after_attach() -> None:
-    _, spoilt_by_attach = play(fake(sequence(ZEROS, ZEROS, ONES, ONES)), ATTACH, STOP)
+    _, corrupted_by_attach = play(fake(sequence(ZEROS, ZEROS, ONES, ONES)), ATTACH, STOP)
     _, right = play(fake(sequence(*[ZEROS] * 4)), ATTACH, STOP)
-    assert only(Attached, spoilt_by_attach).selftest_digest != only(Attached, right).selftest_digest
+    assert only(Attached, corrupted_by_attach).selftest_digest != only(Attached, right).selftest_digest
 
 
 def test_model_without_selftest_has_a_note() -> None:

@@ -20,8 +20,8 @@ CONNECT_S = 140 * _SECOND
 EXEC_S = 68 * _SECOND
 
 
-def impatient(host: Host) -> None:
-    """Shorten the time-outs. Before that they are so long that they do not expire on a busy machine."""
+def shorten_timeouts(host: Host) -> None:
+    """Shorten the time-outs, which otherwise do not expire even on a busy machine."""
     host.switch(hccl_second=_SECOND)
 
 

@@ -16,7 +16,7 @@ from ascendsim.program import Program, ProgramError
 from ascendsim.ranks import Slices
 
 from ..support import Start, errors_of
-from .support import CONNECT_S, EXEC, EXEC_S, World, assert_right, connected, impatient, predict
+from .support import CONNECT_S, EXEC, EXEC_S, World, assert_right, connected, predict, shorten_timeouts
 
 # --- in step ----------------------------------------------------------------------------------------------------
 
@@ -115,7 +115,7 @@ def test_skipped_request_shifts_all_answers(world: World, host: Host, cut: Slice
         programs[1].begin("predict(x)", x=x * number)
         assert not np.array_equal(programs[0].result(), cut.answers(x * (number - 1))[0])
         if number == 3:
-            impatient(host)
+            shorten_timeouts(host)
         programs[0].begin("predict(x)", x=x * number)
     with pytest.raises(ProgramError, match="predict failed!"):
         programs[0].result()
@@ -124,7 +124,7 @@ def test_skipped_request_shifts_all_answers(world: World, host: Host, cut: Slice
 
 def test_predict_after_timeout_uses_stale_numbers(world: World, host: Host, cut: Slices, x: Any) -> None:
     programs = connected(world, cut, x)
-    impatient(host)
+    shorten_timeouts(host)
     assert programs[0].refusal("predict(x)").text == "predict failed!"
     answer = programs[1].refusal("predict(x * 2)")  # The second AllReduce has no data.
     assert answer.text == "predict failed!"
@@ -137,7 +137,7 @@ def test_predict_after_timeout_uses_stale_numbers(world: World, host: Host, cut:
 def test_missing_rank_times_out_first_predict(world: World, host: Host, x: Any) -> None:
     """hccl HCCL_CONNECT_TIMEOUT.md: EI0006 after 120 s and 20 s; the rank cannot join later."""
     programs = world()
-    impatient(host)
+    shorten_timeouts(host)
     begin = time.monotonic()
     assert programs[0].refusal("predict(x)", x=x).text == "predict failed!"
     assert time.monotonic() - begin >= CONNECT_S
@@ -149,7 +149,7 @@ def test_missing_rank_times_out_first_predict(world: World, host: Host, x: Any) 
 def test_dead_or_hung_rank_causes_execution_timeout(world: World, host: Host, cut: Slices, x: Any, number: int) -> None:
     """hccl HCCL_EXEC_TIMEOUT.md, task_exec_stage.md; heartbeat.h:37: LOST is only a log line and ends no wait."""
     programs = connected(world, cut, x)
-    impatient(host)
+    shorten_timeouts(host)
     os.kill(programs[1].pid, number)
     begin = time.monotonic()
     assert programs[0].refusal("predict(x)").text == "predict failed!"
@@ -164,7 +164,7 @@ def test_dead_or_hung_rank_causes_execution_timeout(world: World, host: Host, cu
 @pytest.mark.parametrize(("action", "at"), [("crash", "start"), ("hang", "start"), ("crash", "sent")])
 def test_rank_dies_during_predict(world: World, host: Host, cut: Slices, x: Any, action: str, at: str) -> None:
     programs = connected(world, cut, x)
-    impatient(host)
+    shorten_timeouts(host)
     host.fault("predict", action, rank=1, at=at)
     programs[1].begin("predict(x)", x=x)
     assert programs[0].refusal("predict(x)").text == "predict failed!"
@@ -186,7 +186,7 @@ def test_waits_for_slow_rank(world: World, host: Host, cut: Slices, x: Any) -> N
 
 def test_failed_rank_blocks_the_others(world: World, host: Host, cut: Slices, x: Any) -> None:
     programs = connected(world, cut, x)
-    impatient(host)
+    shorten_timeouts(host)
     host.fault("predict", "fail", rank=1, times=1)
     assert predict(programs, x) == ["predict failed!"] * 2
     assert "EI0002" in programs[0].errors()[-2]
@@ -204,7 +204,7 @@ def test_table_mismatch_appears_at_first_predict(world: World, host: Host, cut: 
 def test_predict_after_sync_timeout_blocks_forever(world: World, host: Host, x: Any, cut: Slices) -> None:
     """ge davinci_model.cc:5659: the model's run loop has ended."""
     programs = connected(world, cut, x, config={"ge_session_options": {"stream_sync_timeout": "67000"}})
-    impatient(host)
+    shorten_timeouts(host)
     assert programs[0].refusal("predict(x)").text == "predict failed!"
     assert "stream sync timeout" in programs[0].errors()[-2]
     programs[0].begin("predict(x)")

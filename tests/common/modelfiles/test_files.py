@@ -186,7 +186,7 @@ def overwrite_unnoticed(file: Path) -> None:
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def replaced_by_others(file: Path) -> None:
+def replace_file(file: Path) -> None:
     twin = file.with_name("twin")
     shutil.copy2(file, twin)
     twin.rename(file)
@@ -200,8 +200,8 @@ def cut_short(file: Path) -> None:
     ("change", "name"),
     [
         (overwrite_unnoticed, "b.bin"),
-        (replaced_by_others, "b.bin"),
-        (replaced_by_others, "model.onnx"),
+        (replace_file, "b.bin"),
+        (replace_file, "model.onnx"),
         (cut_short, "b.bin"),
     ],
 )

@@ -81,15 +81,15 @@ def relayed(monkeypatch: pytest.MonkeyPatch) -> Http2Filter:
     return Http2Filter(Path("/nowhere"), GatewayConnectionLimiter(100, 0.0), 5.0, Handshakes())
 
 
-def run(story: Any) -> None:
+def run(scenario: Any) -> None:
     async def within() -> None:
-        story()
+        scenario()
 
     asyncio.run(within())
 
 
 def test_limits_rate_of_empty_calls_per_peer(relayed: Http2Filter) -> None:
-    def story() -> None:
+    def scenario() -> None:
         first, second = Connected(relayed, PEER), Connected(relayed, PEER)
         first.client.data_received(RESET_CALL * 3000)
         assert CALLS_BURST <= first.calls <= CALLS_BURST + STEP
@@ -103,22 +103,22 @@ def test_limits_rate_of_empty_calls_per_peer(relayed: Http2Filter) -> None:
         first.client._retry_held()
         assert CALLS_BURST + CALLS_PER_S - STEP <= first.calls <= CALLS_BURST + CALLS_PER_S + STEP
 
-    run(story)
+    run(scenario)
 
 
 def test_does_not_limit_rate_of_calls_with_messages(relayed: Http2Filter) -> None:
-    def story() -> None:
+    def scenario() -> None:
         connected = Connected(relayed, PEER)
         for _ in range(100):
             connected.client.data_received(frame(http2_frames.HEADERS, b"\x82", END_HEADERS) * 100)
             connected.client.on_library_data(frame(http2_frames.DATA, bytes(5)) * 100)
         assert connected.calls == 10_000
 
-    run(story)
+    run(scenario)
 
 
 def test_passes_held_bytes_in_order(relayed: Http2Filter) -> None:
-    def story() -> None:
+    def scenario() -> None:
         connected = Connected(relayed, PEER)
         sent = b"".join(frame(http2_frames.HEADERS, bytes([0x82, n & 127]), END_HEADERS) for n in range(4000))
         connected.client.data_received(sent)
@@ -130,7 +130,7 @@ def test_passes_held_bytes_in_order(relayed: Http2Filter) -> None:
         assert connected.far.written == PREFACE + sent + RESET_CALL
         assert not connected.near.is_paused
 
-    run(story)
+    run(scenario)
 
 
 END_STREAM = 1
@@ -145,7 +145,7 @@ def data(stream: int, nbytes: int = 16 * 1024) -> bytes:
 
 
 def test_limits_unexpected_messages(relayed: Http2Filter) -> None:
-    def story() -> None:
+    def scenario() -> None:
         connected = Connected(relayed, PEER)
         sent = calls(1, 3) + data(1) * 100 + data(3) * 100
         connected.client.data_received(sent)
@@ -164,14 +164,14 @@ def test_limits_unexpected_messages(relayed: Http2Filter) -> None:
         connected.client.expect(-1)
         assert connected.far.written == PREFACE + sent + data(1) * 100
 
-    run(story)
+    run(scenario)
 
 
 @pytest.mark.parametrize(
     "end", [frame(http2_frames.HEADERS, b"\x88", END_HEADERS | END_STREAM, 1), frame(3, bytes(4), 0, 1)]
 )
 def test_ended_call_has_no_pending_bytes(relayed: Http2Filter, end: bytes) -> None:
-    def story() -> None:
+    def scenario() -> None:
         connected = Connected(relayed, PEER)
         connected.client.data_received(calls(1, 3) + data(1) * 100)
         assert connected.near.is_paused
@@ -180,11 +180,11 @@ def test_ended_call_has_no_pending_bytes(relayed: Http2Filter, end: bytes) -> No
         connected.client.on_library_data(end)
         assert (connected.far.written, connected.near.is_paused) == (PREFACE + calls(1, 3) + data(1) * 100, False)
 
-    run(story)
+    run(scenario)
 
 
 def test_never_limits_short_messages(relayed: Http2Filter) -> None:
-    def story() -> None:
+    def scenario() -> None:
         connected = Connected(relayed, PEER)
         streams = [*range(1, 101, 2)]
         connected.client.data_received(calls(*streams) + b"".join(data(each, 60_000) for each in streams))
@@ -194,7 +194,7 @@ def test_never_limits_short_messages(relayed: Http2Filter) -> None:
             connected.client.on_library_data(data(1, 5))
         assert not connected.near.is_paused
 
-    run(story)
+    run(scenario)
 
 
 def test_stop_delivers_pending_answer(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_stop_delivers_pending_answer(tmp_path: Path) -> None:
         writer.write(answer)
         writer.close()
 
-    async def story() -> None:
+    async def scenario() -> None:
         relay = Http2Filter(tmp_path / "grpc", GatewayConnectionLimiter(100, 0.0), 5.0, Handshakes())
         near, far = socket.socketpair()
         near.setblocking(False)
@@ -224,7 +224,7 @@ def test_stop_delivers_pending_answer(tmp_path: Path) -> None:
             writer.close()
 
     connected, stopped = asyncio.Event(), asyncio.Event()
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
 async def _stop(relay: Http2Filter) -> None:

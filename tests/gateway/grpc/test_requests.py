@@ -160,10 +160,10 @@ def test_reads_only_allowed_number_of_dimensions() -> None:
 
 
 def test_counts_memory_of_decoded_values() -> None:
-    seats = AdmissionControl(1, 1000)
+    admission = AdmissionControl(1, 1000)
     content = request(inputs=[tensor("x", "INT64", [200], contents={"int64_contents": [0] * 200})])
-    with seats.admit(CALLER) as seat, pytest.raises(ResourceExhausted, match="max_memory_bytes"):
-        decode_message(content, CALL._replace(permit=seat))
+    with admission.admit(CALLER) as permit, pytest.raises(ResourceExhausted, match="max_memory_bytes"):
+        decode_message(content, CALL._replace(permit=permit))
 
 
 def test_decodes_outputs_and_parameters() -> None:

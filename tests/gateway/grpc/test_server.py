@@ -407,7 +407,7 @@ def test_limits_calls_with_unread_answers(monkeypatch: pytest.MonkeyPatch, metho
         until(is_limit_reached, "the limit is reached")
         for each in unread:
             each.cancel()
-        until(lambda: not ask_another(), "there is room again")
+        until(lambda: not ask_another(), "a free permit")
 
 
 def test_limits_messages_without_tensors(server: Served) -> None:
@@ -525,7 +525,7 @@ def test_token_identifies_caller() -> None:
         with pytest.raises(InferenceServerException, match="token"):
             client.get_server_metadata(headers=BEARER)
         assert client.is_server_live(), "a probe has no token"
-        assert client.is_server_live(headers={"authorization": "Basic no"}), "or one that nobody reads"
+        assert client.is_server_live(headers={"authorization": "Basic no"}), "a token of a probe is not checked"
 
 
 def _asks(*numbers: str) -> list[bytes]:

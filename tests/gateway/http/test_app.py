@@ -60,10 +60,10 @@ def test_binary_data_keeps_its_bits(echo: HttpGateway, datatype: str, shape: Seq
     if datatype == "BOOL":
         array = array.view(np.uint8).__and__(1).view(np.bool_)
     body, headers = binary({"x": array, "y": np.arange(3)})
-    status, answer, told = echo.ask("POST", INFER, body, headers)
+    status, answer, response_headers = echo.ask("POST", INFER, body, headers)
     assert status == 200
-    assert told["Content-Type"] == "application/octet-stream"
-    length = int(told[LENGTH])
+    assert response_headers["Content-Type"] == "application/octet-stream"
+    length = int(response_headers[LENGTH])
     x, y = json.loads(answer[:length])["outputs"]
     assert (x["datatype"], x["shape"]) == (datatype, list(shape))
     size = x["parameters"]["binary_data_size"]
@@ -89,8 +89,8 @@ def test_json_values_and_mixed_forms(echo: HttpGateway) -> None:
 def test_large_body_is_not_copied(echo: HttpGateway) -> None:
     array = np.random.default_rng(2).standard_normal((300, 300))
     body, headers = binary({"x": array})
-    _, answer, told = echo.ask("POST", INFER, body, headers)
-    assert answer[int(told[LENGTH]) :] == array.tobytes()
+    _, answer, response_headers = echo.ask("POST", INFER, body, headers)
+    assert answer[int(response_headers[LENGTH]) :] == array.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -142,9 +142,9 @@ def test_header_length_refers_to_decompressed_body(echo: HttpGateway, encoding: 
     body, headers = binary({"x": array})
     small = compress(body)
     assert len(small) < len(body) / 10
-    status, answer, told = echo.ask("POST", INFER, small, {**headers, "Content-Encoding": encoding})
+    status, answer, response_headers = echo.ask("POST", INFER, small, {**headers, "Content-Encoding": encoding})
     assert status == 200
-    assert answer[int(told[LENGTH]) :] == array.tobytes()
+    assert answer[int(response_headers[LENGTH]) :] == array.tobytes()
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_limits_anonymous_probes_of_hanging_daemon(fake: FakeDaemon, monkeypatch
         assert gateway.ask("GET", "/v2/health/live")[0] == 200
         waiting.close()
         fake.handle = ready
-        until(lambda: gateway.ask("GET", "/v2/health/ready")[0] == 200, "there is room again")
+        until(lambda: gateway.ask("GET", "/v2/health/ready")[0] == 200, "a free permit")
 
 
 def test_connection_serves_several_requests(echo: HttpGateway) -> None:

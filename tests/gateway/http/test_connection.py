@@ -39,7 +39,7 @@ class ConnectionSim:
             self.now = min(now, self.now + SWEEP_S)
             self.crowd.sweep()
 
-    def comes(self, peer: Peer = A) -> HttpConnection:
+    def connect(self, peer: Peer = A) -> HttpConnection:
         """Return a new connection without a socket."""
         connection = HttpConnection(ConnectionParts(mock.Mock(), self.crowd, mock.Mock(), memoryview(b"")), peer)
         transport = mock.Mock(**{"get_extra_info.return_value": None})
@@ -51,126 +51,126 @@ class ConnectionSim:
 TRANSPORTS: WeakKeyDictionary[HttpConnection, mock.Mock] = WeakKeyDictionary()
 
 
-def gone(connection: HttpConnection) -> bool:
+def is_closed(connection: HttpConnection) -> bool:
     return bool(TRANSPORTS[connection].abort.called)
 
 
 @pytest.mark.parametrize(("phase", "limit"), [*LIMITS.items()])
 def test_closes_connection_after_timeout(phase: ConnectionPhase, limit: float) -> None:
-    world = ConnectionSim()
-    slow, other = world.comes(), world.comes()
-    world.runs_until(1.0)
+    sim = ConnectionSim()
+    slow, other = sim.connect(), sim.connect()
+    sim.runs_until(1.0)
     slow.set_phase(phase)
     other.set_phase(ConnectionPhase.ANSWER)
-    world.runs_until(1.0 + limit)
-    assert not gone(slow)
-    world.now += 0.1
-    world.crowd.sweep()
-    assert gone(slow)
-    assert not gone(other)
+    sim.runs_until(1.0 + limit)
+    assert not is_closed(slow)
+    sim.now += 0.1
+    sim.crowd.sweep()
+    assert is_closed(slow)
+    assert not is_closed(other)
 
 
 def test_answer_has_no_timeout() -> None:
-    world = ConnectionSim()
-    busy = world.comes()
+    sim = ConnectionSim()
+    busy = sim.connect()
     busy.set_phase(ConnectionPhase.ANSWER)
-    world.now = 1e9
-    world.crowd.sweep()
-    assert not gone(busy)
+    sim.now = 1e9
+    sim.crowd.sweep()
+    assert not is_closed(busy)
 
 
 def test_time_while_stopped_does_not_count() -> None:
     """Bytes that callers send in this time wait in their sockets."""
-    world = ConnectionSim()
-    slow = world.comes()
+    sim = ConnectionSim()
+    slow = sim.connect()
     slow.set_phase(ConnectionPhase.HEADER)
     for _ in range(2):
-        world.runs_until(world.now + 4.0)
-        world.now += 3600.0
-        world.crowd.sweep()
-        assert not gone(slow)
-    world.runs_until(world.now + 3.0)
-    assert gone(slow)
+        sim.runs_until(sim.now + 4.0)
+        sim.now += 3600.0
+        sim.crowd.sweep()
+        assert not is_closed(slow)
+    sim.runs_until(sim.now + 3.0)
+    assert is_closed(slow)
 
 
 def test_closes_longest_idle_connection() -> None:
-    world = ConnectionSim(3)
-    first, second, third = (world.comes() for _ in range(3))
+    sim = ConnectionSim(3)
+    first, second, third = (sim.connect() for _ in range(3))
     first.set_phase(ConnectionPhase.ANSWER)
     first.set_phase(ConnectionPhase.IDLE)
-    world.comes()
-    assert [gone(each) for each in (first, second, third)] == [False, True, False]
+    sim.connect()
+    assert [is_closed(each) for each in (first, second, third)] == [False, True, False]
 
 
 def test_partial_header_counts_as_idle() -> None:
-    world = ConnectionSim(2)
-    slow, other = world.comes(), world.comes()
+    sim = ConnectionSim(2)
+    slow, other = sim.connect(), sim.connect()
     slow.set_phase(ConnectionPhase.HEADER)
-    world.comes()
-    assert [gone(each) for each in (slow, other)] == [True, False]
+    sim.connect()
+    assert [is_closed(each) for each in (slow, other)] == [True, False]
 
 
 def test_closes_new_connection_if_all_are_busy() -> None:
-    world = ConnectionSim(2)
-    busy = [world.comes(), world.comes()]
+    sim = ConnectionSim(2)
+    busy = [sim.connect(), sim.connect()]
     for each in busy:
         each.set_phase(ConnectionPhase.ANSWER)
-    last = world.comes()
-    assert gone(last)
-    assert not any(map(gone, busy))
-    assert len(world.crowd) == 2
+    last = sim.connect()
+    assert is_closed(last)
+    assert not any(map(is_closed, busy))
+    assert len(sim.crowd) == 2
 
 
 def test_closes_slowest_reader() -> None:
-    world = ConnectionSim(3)
-    slow, slower, busy = (world.comes() for _ in range(3))
+    sim = ConnectionSim(3)
+    slow, slower, busy = (sim.connect() for _ in range(3))
     busy.set_phase(ConnectionPhase.ANSWER)
     slower.set_phase(ConnectionPhase.READING)
-    world.now = 1.0
+    sim.now = 1.0
     slow.set_phase(ConnectionPhase.READING)
-    assert gone(world.comes()), "an answer takes a moment to be read"
-    world.now = 1.1
-    last = world.comes()
-    assert [gone(each) for each in (slow, slower, busy, last)] == [False, True, False, False]
+    assert is_closed(sim.connect()), "an answer takes a moment to be read"
+    sim.now = 1.1
+    last = sim.connect()
+    assert [is_closed(each) for each in (slow, slower, busy, last)] == [False, True, False, False]
 
 
 def test_closes_as_many_as_open() -> None:
-    world = ConnectionSim(2)
-    came = [world.comes() for _ in range(6)]
-    assert [gone(each) for each in came] == [True] * 4 + [False] * 2
-    assert len(world.crowd) == 2
+    sim = ConnectionSim(2)
+    came = [sim.connect() for _ in range(6)]
+    assert [is_closed(each) for each in came] == [True] * 4 + [False] * 2
+    assert len(sim.crowd) == 2
 
 
 def test_many_peers_do_not_close_active_connections() -> None:
-    world = ConnectionSim(64)
-    own = [world.comes(B) for _ in range(2)]
+    sim = ConnectionSim(64)
+    own = [sim.connect(B) for _ in range(2)]
     for number in range(300):
         # One connection is idle between two requests, the other one has a running request.
         own[0].set_phase(ConnectionPhase.ANSWER)
         own[0].set_phase(ConnectionPhase.IDLE)
         own[1].set_phase(ConnectionPhase.ANSWER)
-        other = world.comes(Peer(f"host 10.1.0.{number}"))
+        other = sim.connect(Peer(f"host 10.1.0.{number}"))
         other.set_phase(ConnectionPhase.HEADER if number % 2 else ConnectionPhase.IDLE)
-    assert not any(map(gone, own))
+    assert not any(map(is_closed, own))
     # If the other peers send requests, too, the new connection closes.
-    for each in [*world.crowd._all]:  # pyright: ignore[reportPrivateUsage]
+    for each in [*sim.crowd._all]:  # pyright: ignore[reportPrivateUsage]
         each.set_phase(ConnectionPhase.ANSWER)
-    assert gone(world.comes(Peer("host 10.2.0.1")))
-    assert not any(map(gone, own))
+    assert is_closed(sim.connect(Peer("host 10.2.0.1")))
+    assert not any(map(is_closed, own))
 
 
 def test_peer_closes_only_its_own_connections() -> None:
-    world = ConnectionSim(3)
-    quiet = world.comes(B)
-    many = [world.comes(A) for _ in range(5)]
-    assert [gone(each) for each in many] == [True] * 3 + [False] * 2
-    assert not gone(quiet)
+    sim = ConnectionSim(3)
+    quiet = sim.connect(B)
+    many = [sim.connect(A) for _ in range(5)]
+    assert [is_closed(each) for each in many] == [True] * 3 + [False] * 2
+    assert not is_closed(quiet)
     # If all connections of that peer are busy, its new connection closes.
     for each in many[3:]:
         each.set_phase(ConnectionPhase.ANSWER)
-    last = world.comes(A)
-    assert gone(last)
-    assert not gone(quiet)
+    last = sim.connect(A)
+    assert is_closed(last)
+    assert not is_closed(quiet)
 
 
 def receive(connection: HttpConnection, sent: bytes) -> None:
@@ -203,7 +203,7 @@ def test_buffer_is_never_empty(sizes: tuple[int, ...], ahead: int) -> None:
         await send(start)
         await send({"type": "http.response.body"})
 
-    async def story() -> None:
+    async def scenario() -> None:
         runner = mock.Mock()
         runner.run = runner.pipelined.run = run_now
         crowd = HttpConnections(1, LIMITS, lambda: 0.0)
@@ -220,4 +220,4 @@ def test_buffer_is_never_empty(sizes: tuple[int, ...], ahead: int) -> None:
         assert (connection.phase, bytes(connection.unparsed)) == (ConnectionPhase.IDLE, b"")
         transport.abort.assert_not_called()
 
-    asyncio.run(story())
+    asyncio.run(scenario())

@@ -86,7 +86,7 @@ def test_closes_connection_that_does_not_read(fake: FakeDaemon) -> None:
         connection.connect(("127.0.0.1", gateway.port))
         connection.sendall(request)
         seats = gateway.gateway.daemon_client.admission
-        until(lambda: not seats.in_flight and seats.reserved_bytes > 4_000_000, "the answer waits to be read")
+        until(lambda: not seats.in_flight and seats.reserved_bytes > 4_000_000, "an unread answer")
         until(lambda: not len(gateway.connections), "it is hung up")
         until(lambda: not seats.reserved_bytes, "nothing is kept of it")
 

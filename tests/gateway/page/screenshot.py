@@ -59,8 +59,8 @@ def make_overview() -> Overview:
         web = looks.account("resnet50", 610 * second, {"max_rate": 2 * second}, in_flight=7, queued=5)
         research = looks.account("bert-base", 230 * second, in_flight=6, queued=1)
         tenants = [looks.tenant("web", web, weight=2, share=0.71), looks.tenant("research", research, share=0.29)]
-        told = looks.metrics(998_430.0 + second, *there, tenants=tenants)
-        history.on_metrics(replace(told, seconds_bounds=(0.002, 0.01, 0.05)))
+        metrics = looks.metrics(998_430.0 + second, *there, tenants=tenants)
+        history.on_metrics(replace(metrics, seconds_bounds=(0.002, 0.01, 0.05)))
     loading_status = looks.model("translator", progress="attaching 0/2")
     history.on_status(looks.status(1.0, *map(_status, MODELS), loading_status))
     return history.overview()

@@ -175,7 +175,7 @@ def test_reports_free_card_memory_after_each_build(card: Card) -> None:
     assert (card.host.card_state(0).allocations, card.host.copies_of_weights(1)) == ((), 1)
 
 
-def test_a_model_without_a_free_dimension(card: Card, tmp_path: Path) -> None:
+def test_model_without_free_dimension(card: Card, tmp_path: Path) -> None:
     fixed = models.mlp(tmp_path / "fixed.mindir", batch=3)
     built = card.pair(model=fixed)
     assert (built.inputs[0].shape, built.selftest_cases) == ((3, 64), ({"x": (3, 64)},))

@@ -194,7 +194,7 @@ def test_strips_names_and_rejects_unsupported_datatypes() -> None:
 def test_selftest_finds_shape_of_dynamic_output(name: str, shape: Any, built: Built) -> None:
     engine = built(name)
     assert engine.signature.outputs[0].shape is None
-    known = cases.found(engine, rebuild=lambda: pytest.fail("nothing is spoilt"))
+    known = cases.found(engine, rebuild=lambda: pytest.fail("the model is intact"))
     assert selftest.with_observed_outputs(engine.signature, known).outputs[0].shape == shape
 
 

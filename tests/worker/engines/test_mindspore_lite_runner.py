@@ -122,7 +122,7 @@ def test_library_repeats_old_answer_after_failure(bare: Any, fresh: Built) -> No
     assert bare_predict(runner, ones(2, 4), ones(2, 4))[0].shape == (2, 4)
     with pytest.raises(RuntimeError, match="predict failed!"):
         bare_predict(runner, ones(2, 4), ones(3, 4))
-    assert bare_predict(runner, ones(5, 4), ones(5, 4))[0].shape == (2, 4), "that is not what was asked"
+    assert bare_predict(runner, ones(5, 4), ones(5, 4))[0].shape == (2, 4), "the answer belongs to the request before"
     engine.predict({"a": ones(2, 4), "b": ones(2, 4)})
     with pytest.raises(ModelCorrupted):
         engine.predict({"a": ones(2, 4), "b": ones(3, 4)})

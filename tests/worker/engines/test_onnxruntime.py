@@ -24,7 +24,7 @@ Model = Callable[[str], Path]
 
 
 def never() -> None:
-    pytest.fail("nothing is spoilt")
+    pytest.fail("the model is intact")
 
 
 def ones(*shape: int, dtype: Any = np.float32) -> Any:
@@ -113,9 +113,9 @@ def test_finds_random_nodes_in_file(built: Built, name: str, draws: bool) -> Non
 def test_node_with_two_types_counts_as_random(model: Model, tmp_path: Path) -> None:
     """The library uses the last type."""
     content, path = model("random_output").read_bytes(), tmp_path / "two.onnx"
-    said, both = b"\x22\x11RandomUniformLike", b"\x22\x04Relu\x22\x0bMultinomial"
-    assert content.count(said) == 1
-    path.write_bytes(content.replace(said, both))
+    declared, both = b"\x22\x11RandomUniformLike", b"\x22\x04Relu\x22\x0bMultinomial"
+    assert content.count(declared) == 1
+    path.write_bytes(content.replace(declared, both))
     assert engine_module.is_stochastic(path)
 
 
@@ -201,17 +201,17 @@ def test_releases_arena_memory(fresh: Callable[[str], Engine]) -> None:
 @pytest.mark.parametrize("name", ["scalar", "integers", "two_batches", "any_rank", "filled"])
 def test_releases_memory_without_a_predict(name: str, fresh: Callable[[str], Engine]) -> None:
     engine: Any = fresh(name)
-    said: List[str] = []
+    errors: List[str] = []
 
     class Session:
         def run(self, *arguments: Any) -> None:
             try:
                 session.run(*arguments)
             except Exception as error:
-                said.append(str(error))
+                errors.append(str(error))
                 raise
 
     session, engine._session = engine._session, Session()
     engine.release_cached_memory()
-    assert len(said) == 1
-    assert "terminate" in said[0]
+    assert len(errors) == 1
+    assert "terminate" in errors[0]

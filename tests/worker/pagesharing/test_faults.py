@@ -114,7 +114,7 @@ def test_keeps_existing_file(spawn: Spawn, path: Path) -> None:
     assert path.read_text() == "mine"
 
 
-def says(answer: object) -> Callable[..., object]:
+def returning(answer: object) -> Callable[..., object]:
     def call(*_: object) -> object:
         if isinstance(answer, Exception):
             raise answer
@@ -126,10 +126,10 @@ def says(answer: object) -> Callable[..., object]:
 @pytest.mark.parametrize(
     ("owner", "name", "value", "reason"),
     [
-        (os, "confstr", says(None), "another C library"),
-        (os, "confstr", says("musl 1.2"), "another C library"),
-        (os, "confstr", says(ValueError("unrecognized configuration name")), "another C library"),
-        (platform, "machine", says("riscv64"), "x86_64 or aarch64, this is riscv64"),
+        (os, "confstr", returning(None), "another C library"),
+        (os, "confstr", returning("musl 1.2"), "another C library"),
+        (os, "confstr", returning(ValueError("unrecognized configuration name")), "another C library"),
+        (platform, "machine", returning("riscv64"), "x86_64 or aarch64, this is riscv64"),
         (sys, "byteorder", "big", "little-endian"),
         (sys, "platform", "darwin", "needs Linux, this is darwin"),
     ],

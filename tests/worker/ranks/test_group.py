@@ -61,13 +61,13 @@ class Group:
 
     def hear(self, kind: Type[M]) -> List[M]:
         """Wait until both ranks have sent a message of this type; return the messages."""
-        said: Dict[str, Any] = {}
-        while len(said) < 2:
+        replies: Dict[str, Any] = {}
+        while len(replies) < 2:
             peer, *frames = self.daemon.socket.recv_multipart()
             message = decode(frames, FROM_CHILD)
             assert isinstance(message, kind), message
-            said[peer.decode()] = message
-        return [said["r0"], said["r1"]]
+            replies[peer.decode()] = message
+        return [replies["r0"], replies["r1"]]
 
     def tell(self, order: object, *frames: Any) -> None:
         for name in ("r0", "r1"):
@@ -90,15 +90,15 @@ class Group:
 
     def answers(self) -> List[Any]:
         """Return each rank's reply to the last request: its output, or another message."""
-        said: Dict[str, Any] = {}
-        while len(said) < 2:
+        replies: Dict[str, Any] = {}
+        while len(replies) < 2:
             peer, *frames = self.daemon.socket.recv_multipart()
             message: Any = decode(frames, FROM_CHILD)
             if isinstance(message, PredictResult):
                 (spec,) = message.description.outputs
                 message = np.frombuffer(frames[2], np.float32).reshape(spec.shape)
-            said[peer.decode()] = message
-        return [said["r0"], said["r1"]]
+            replies[peer.decode()] = message
+        return [replies["r0"], replies["r1"]]
 
     def stop(self) -> List[int]:
         return [self.daemon.stop(name) for name in ("r0", "r1")]
@@ -176,10 +176,10 @@ def test_selftest_reveals_duplicate_slice(group: Group) -> None:
     group.tell(JoinGroup())
     group.hear(JoinedGroup)
     group.tell(RunSelfTest())
-    said = group.answers()
-    assert isinstance(said[0], SelfTestDone)
-    assert isinstance(said[1], ProcessFailed)
-    assert "the answer to the self-test is wrong: output output_0: it differs by " in said[1].reason
+    replies = group.answers()
+    assert isinstance(replies[0], SelfTestDone)
+    assert isinstance(replies[1], ProcessFailed)
+    assert "the answer to the self-test is wrong: output output_0: it differs by " in replies[1].reason
 
 
 def test_rank_times_out_after_other_is_killed(group: Group) -> None:
