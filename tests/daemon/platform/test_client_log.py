@@ -44,7 +44,7 @@ def test_counts_suppressed_lines_per_period() -> None:
     assert harness.log_line("uid 1", "refused") == ["refused"]
     assert [harness.log_line("uid 1", "refused") for _ in range(600)] == [[]] * 600
     assert harness.log_line("uid 2", "refused") == ["refused"]
-    assert harness.log_line("uid 1", "hung up") == ["hung up"]
+    assert harness.log_line("uid 1", "disconnected") == ["disconnected"]
     harness.now += WINDOW_S
     assert harness.log_line("uid 1", "refused") == ["refused (600 more of uid 1 suppressed)"]
     harness.now += WINDOW_S

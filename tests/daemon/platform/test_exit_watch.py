@@ -49,7 +49,7 @@ def test_reports_exit_and_leaves_the_status(system: str, child: subprocess.Popen
     assert not os.get_inheritable(descriptor)
     assert not exit_watch.has_exited(descriptor)
     exit_watch.send_signal(descriptor, child.pid, signal.SIGTERM)
-    until(lambda: exit_watch.has_exited(descriptor), f"it is seen: {system}")
+    until(lambda: exit_watch.has_exited(descriptor), f"the exit is reported: {system}")
     exit_watch.send_signal(descriptor, child.pid, signal.SIGKILL)  # has no effect on a zombie
     assert os.waitpid(child.pid, 0) == (child.pid, signal.SIGTERM)
     assert exit_watch.has_exited(descriptor)
@@ -70,7 +70,7 @@ def test_does_not_signal_a_reused_pid(
     child.kill()
     # The process is reaped here, possibly before the watch sees the exit.
     child.wait()
-    until(lambda: exit_watch.has_exited(descriptor), f"it is seen: {system}")
+    until(lambda: exit_watch.has_exited(descriptor), f"the exit is reported: {system}")
     monkeypatch.setattr(os, "kill", mock.Mock(side_effect=AssertionError))
     exit_watch.send_signal(descriptor, child.pid, signal.SIGKILL)
     os.close(descriptor)
@@ -80,7 +80,7 @@ def test_reports_exit_before_the_watch(system: str) -> None:
     with subprocess.Popen(["true"]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         descriptor = exit_watch.watch_exit(child.pid)
-        until(lambda: exit_watch.has_exited(descriptor), f"it is seen: {system}")
+        until(lambda: exit_watch.has_exited(descriptor), f"the exit is reported: {system}")
     assert child.returncode == 0
     os.close(descriptor)
 

@@ -113,7 +113,7 @@ def test_keeps_descriptors_until_a_thread_can_start(
     assert caplog.text.count("the limit of processes and threads is reached") == 1
     # Nothing else is closed; `is_backlogged` itself starts the thread.
     assert closing.is_backlogged("a")
-    until(lambda: not closing.is_backlogged("a"), "they are closed")
+    until(lambda: not closing.is_backlogged("a"), "all are closed")
     for descriptor in descriptors[:1]:
         with pytest.raises(OSError, match="Bad file"):
             os.fstat(descriptor)

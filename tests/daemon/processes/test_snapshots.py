@@ -128,7 +128,7 @@ def test_reads_each_file_with_the_grant_of_its_user(harness: SnapshotHarness, mo
 
 def test_rejects_files_that_the_user_cannot_read(harness: SnapshotHarness) -> None:
     if os.geteuid():
-        pytest.skip("for this user every file is its own")
+        pytest.skip("needs root to read files as another user")
     Path(harness.config.path).chmod(0o600)
     harness.source = replace(harness.source, grant=Grant(61001))
     harness.take()

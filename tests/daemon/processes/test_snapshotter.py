@@ -152,7 +152,7 @@ def test_copies_again_after_writes_to_a_mapping(
     )
 
 
-@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="there is no file system in memory")
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="/dev/shm is missing")
 def test_never_reuses_snapshots_of_files_in_memory(
     model: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -350,7 +350,7 @@ def test_does_not_spawn_if_files_are_missing(harness: SupervisorHarness, tmp_pat
     owner: Any = SimpleNamespace(on_exit=lambda name, end, now: ends.append(end))
     generation = Generation(GenerationSetup("x.1", GenerationSpec(1, 5.0)))
     program = WorkerProgram(
-        harness.table.python, "mindspore_lite", harness.snapshot.path, "cpu", spawn_reason="it is a test"
+        harness.table.python, "mindspore_lite", harness.snapshot.path, "cpu", spawn_reason="for this test"
     )
     files = GenerationFiles(harness.private_dir / "x.1")
 
@@ -363,7 +363,7 @@ def test_does_not_spawn_if_files_are_missing(harness: SupervisorHarness, tmp_pat
     files.store.write_bytes(b"pages")
     harness.supervisor.storage.on_exported(generation)
     assert spawn(Role.WORKER)
-    # Missing logs are created anew, but no worker can attach without the shared weights.
+    # Missing logs are created again, but no worker can attach without the shared weights.
     shutil.rmtree(harness.private_dir)
     assert spawn(Role.HOLDER)
     assert (harness.private_dir.stat().st_mode & 0o777, files.directory.is_dir()) == (0o700, True)

@@ -456,7 +456,7 @@ class RanksMachine(RuleBasedStateMachine, IgnoringSink):
             self.report_exit(min(self.dying), ExitInitiator.DAEMON)
         self.dispatcher.hand_over()
         assert self.answers.keys() == self.sent.keys()
-        # Clients of the previous daemon are gone, so nothing reports the end of writes.
+        # Clients of the previous daemon have disconnected, so nothing reports the end of writes.
         for group in list(self.groups.values()):
             if data.draw(st.booleans()):
                 self.run_step(group)

@@ -51,7 +51,7 @@ class DispatcherHarness(IgnoringSink):
         self.harness = harness
         self.policy = policy
         self.answers: dict[int, str] = {}
-        self.asked: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}
 
     def reply_result(self, request: Request, result: PredictResult, frames: Sequence[Any]) -> None:
         assert request.number not in self.answers
@@ -84,7 +84,7 @@ class DispatcherHarness(IgnoringSink):
         origin = ClientOrigin(f"client {self.index}", f"user {self.index}")
         request = Request(number, b"c", f"id{number}", ASKED, [b"x"], self.harness.now, deadline, 1, origin)
         request.digest = b"%d" % number
-        self.asked[number] = request
+        self.requests[number] = request
         self.dispatcher.infer(request, self.harness.now)
         self.run_turns()
         return number
@@ -144,11 +144,11 @@ def test_crash_blames_only_the_running_batch() -> None:
     one, other = made.models
     for _ in range(2):
         name = made.add_process()
-        if not one.asked:
+        if not one.requests:
             one.ask()
             other.ask()
         made.end(name, CRASH)
-    [killer], [innocent] = one.asked.values(), other.asked.values()
+    [killer], [innocent] = one.requests.values(), other.requests.values()
     assert (killer.deaths, innocent.deaths, one.answers) == (2, 0, {killer.number: "INTERNAL"})
     assert (innocent.lost_slots, other.answers) == (0, {})
     assert not any(each.offenders for each in other.dispatcher._isolator._offenses.tables)
@@ -180,7 +180,7 @@ def test_exiting_process_gets_no_further_batch() -> None:
     one.dispatcher.results.on_batch_failed(name, PredictFailed(number, "INTERNAL", "spoilt", is_exiting=True), made.now)
     assert (one.answers, made.ran) == ({number: "INTERNAL"}, [0])
     made.end(name, CRASH)
-    assert other.asked[number + 1].deaths == 0
+    assert other.requests[number + 1].deaths == 0
 
 
 def test_new_dispatcher_waits_for_its_turn() -> None:
@@ -253,7 +253,7 @@ class SharedProcessMachine(RuleBasedStateMachine):
             try:
                 model.ask(self.harness.now + wait)
             except RequestError:
-                model.asked.popitem()  # rejected because of earlier crashes of the client
+                model.requests.popitem()  # rejected because of earlier crashes of the client
 
     @rule(data=st.data(), count=st.integers(1, 6))
     def serve(self, data: st.DataObject, count: int) -> None:
@@ -276,7 +276,7 @@ class SharedProcessMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
         model = data.draw(st.sampled_from(self.harness.models))
-        for number, request in model.asked.items():
+        for number, request in model.requests.items():
             if number % 3 == 0 and number not in model.answers:
                 model.dispatcher.cancel(request.client, request.id, self.harness.now)
 
@@ -315,7 +315,7 @@ class SharedProcessMachine(RuleBasedStateMachine):
             for name in [*self.harness.processes]:
                 self.harness.serve(name)
         for model in self.harness.models:
-            assert model.answers.keys() == model.asked.keys()
+            assert model.answers.keys() == model.requests.keys()
             assert model.dispatcher.is_idle
 
 

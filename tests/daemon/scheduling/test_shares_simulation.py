@@ -120,7 +120,7 @@ class Simulation:
         self.now = 100.0
         self.workers: dict[str, SimulatedWorker] = {}
         self.models: list[Model] = []
-        self.asked: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}
         self.seconds: dict[int, float] = {}
         self.model_of: dict[int, Model] = {}
         self.started: list[int] = []
@@ -192,7 +192,7 @@ class Simulation:
             tenant=owner,
             priority_level=level,
         )
-        self.asked[number], self.seconds[number], self.model_of[number] = request, seconds, model
+        self.requests[number], self.seconds[number], self.model_of[number] = request, seconds, model
         if then is not None:
             self.on_end[number] = then
         owner.quota.add_request(owner.config, request.description, request.nbytes)
@@ -227,7 +227,7 @@ class Simulation:
         self.started += batch
         self.batches.append([*batch])
         for number in batch:
-            self.waited[number] = self.now - self.asked[number].arrived_at
+            self.waited[number] = self.now - self.requests[number].arrived_at
         worker.since, worker.ends = self.now, self.now + sum(self.seconds[number] for number in batch)
         self.call_at(worker.ends, lambda: self.finish(name, batch))
 
@@ -237,7 +237,7 @@ class Simulation:
             return
         worker.batches.popleft()
         for number in batch:
-            self.used[self.asked[number].tenant.name] += self.seconds[number]  # type: ignore[assignment]
+            self.used[self.requests[number].tenant.name] += self.seconds[number]  # type: ignore[assignment]
         if worker.batches:
             self.begin(name, worker)
         for number in batch:
@@ -247,7 +247,7 @@ class Simulation:
     def die(self, name: str, end: ExitCause = CRASH) -> None:
         worker = self.workers.pop(name)
         for number in worker.batches[0] if worker.batches else ():
-            self.used[self.asked[number].tenant.name] += self.now - worker.since  # type: ignore[assignment]
+            self.used[self.requests[number].tenant.name] += self.now - worker.since  # type: ignore[assignment]
         worker.model.dispatcher.results.on_exit(name, end, self.now)
         worker.model.dispatcher.dispatch(self.now)
 
@@ -261,7 +261,7 @@ class Simulation:
 
     def unfinished(self, owner: Tenant) -> tuple[int, int, int]:
         """Return the number of a tenant's unfinished requests, and the number and bytes of those not started."""
-        there = [each for number, each in self.asked.items() if each.tenant is owner and number not in self.answers]
+        there = [each for number, each in self.requests.items() if each.tenant is owner and number not in self.answers]
         waiting = [each.nbytes for each in there if not each.has_started]
         return len(there), len(waiting), sum(waiting)
 
@@ -289,7 +289,7 @@ class Simulation:
             total = sum(self.seconds[number] for number in worker.batches[0]) if worker.batches else 0.0
             for number in worker.batches[0] if worker.batches else ():
                 share = self.seconds[number] / total
-                used[self.asked[number].tenant.name] += (self.now - worker.since) * share  # type: ignore[assignment]
+                used[self.requests[number].tenant.name] += (self.now - worker.since) * share  # type: ignore[assignment]
         return used
 
     def is_work_conserving(self) -> bool:
@@ -461,7 +461,7 @@ def test_lost_slot_is_charged_until_its_exit() -> None:
     sim.keep_in_flight(model, b, constant(0.01), 20)
     sim.ask(model, a, 1000.0)
     sim.run(0.1)
-    victim = next(name for name, worker in sim.workers.items() if sim.asked[worker.batches[0][0]].tenant is a)
+    victim = next(name for name, worker in sim.workers.items() if sim.requests[worker.batches[0][0]].tenant is a)
     sim.run(1.0)
     sim.die(victim)
     sim.add_worker(model, "cpu")
@@ -510,7 +510,7 @@ def test_requeued_request_of_an_inactive_tenant_runs() -> None:
         sim.add_worker(model, "cpu")
     sim.run(2000.0)
     assert {*sim.answers.values()} == {""}
-    assert len(sim.answers) == len(sim.asked)
+    assert len(sim.answers) == len(sim.requests)
     assert len(sim.clocks.clock_of("cpu")) == 0
 
 
@@ -526,7 +526,7 @@ def test_running_batch_is_charged_once() -> None:
     sim.run(200.0)
     sim.ask(model, a, 0.01)
     sim.run(1.0)
-    assert len(sim.answers) == len(sim.asked)
+    assert len(sim.answers) == len(sim.requests)
     assert len(sim.clocks.clock_of("cpu")) == 0
 
 
@@ -540,7 +540,7 @@ def test_batch_of_several_tenants_is_charged_by_rows() -> None:
     sim.keep_in_flight(model, b, constant(0.002), 64)
     used = sim.run(SHARES_FOR_S)
     assert share_error(used, {"a": 1.0, "b": 3.0}) < ERROR
-    assert any(len({sim.asked[number].tenant for number in batch}) == 2 for batch in sim.batches)
+    assert any(len({sim.requests[number].tenant for number in batch}) == 2 for batch in sim.batches)
 
 
 def test_batches_are_short_while_another_tenant_is_active() -> None:
@@ -554,7 +554,7 @@ def test_batches_are_short_while_another_tenant_is_active() -> None:
     sim.batches.clear()
     sim.run(2.0)
     # Also batches that begin while B has no request waiting, shortly after its answer.
-    assert len({sim.asked[number].tenant for batch in sim.batches for number in batch}) == 2
+    assert len({sim.requests[number].tenant for batch in sim.batches for number in batch}) == 2
     assert max(map(len, sim.batches)) <= 3
 
 
@@ -664,7 +664,7 @@ def test_long_requests_get_all_workers_without_other_tenants(workers: int) -> No
     model.dispatcher.dispatch(sim.now)
     assert sum(bool(worker.batches) for worker in sim.workers.values()) == workers
     sim.finish_all()
-    assert len(sim.answers) == len(sim.asked)
+    assert len(sim.answers) == len(sim.requests)
 
 
 def test_rare_requests_find_a_free_worker() -> None:
@@ -699,15 +699,15 @@ def test_expected_duration_is_computed_once_per_request(monkeypatch: pytest.Monk
     for owner in (a, b) * 2:
         sim.ask(model, owner, 0.5)
     sim.run(10.0)
-    asked: list[str] = []
+    requests: list[str] = []
 
     def expected(_: object, owner: Tenant, nbytes: int) -> float:
-        asked.append(owner.name)
+        requests.append(owner.name)
         return 0.0
 
     monkeypatch.setattr(Durations, "expected_s", expected)
     sim.ask(model, a, 0.5)
-    assert asked == ["a"]
+    assert requests == ["a"]
 
 
 def test_short_requests_pass_long_ones_of_their_tenant() -> None:
@@ -826,10 +826,10 @@ def test_random_operations_keep_the_invariants(seed: int, merges: bool, tenants:
                 sim.add_worker(model, rng.choice(DEVICES), policy)
             case 1 if sim.workers:
                 sim.die(rng.choice([*sim.workers]), ExitCause(-signal.SIGKILL))
-            case 2 if sim.asked:
-                number = rng.choice([*sim.asked])
+            case 2 if sim.requests:
+                number = rng.choice([*sim.requests])
                 if number not in sim.answers:
-                    each = sim.asked[number]
+                    each = sim.requests[number]
                     sim.model_of[number].dispatcher.cancel(each.client, each.id, sim.now)
             case 3:
                 sim.run(rng.choice([0.5, 5.0, 20.0]))
@@ -844,7 +844,7 @@ def test_random_operations_keep_the_invariants(seed: int, merges: bool, tenants:
     for model in made:
         sim.add_worker(model, DEVICES[0], policy)
     sim.finish_all()
-    assert sim.answers.keys() == sim.asked.keys()
+    assert sim.answers.keys() == sim.requests.keys()
     assert all(quota_counts(each) == (0, 0, 0) for each in owner)
     assert all(model.dispatcher.is_idle for model in made)
     for model in made:
@@ -863,17 +863,17 @@ def test_single_tenant_is_served_in_order(events: Iterable[str], is_second: bool
         sim.ask(model, tenant("b"), 0.01)
         sim.run(20.0)
         sim.ordered.clear()
-    asked: list[int] = []
+    requests: list[int] = []
     for event in events:
         match event:
             case "ask":
-                asked.append(sim.ask(model, a, 0.05).number)
+                requests.append(sim.ask(model, a, 0.05).number)
             case "run":
                 sim.run(0.05)
             case _:
                 sim.add_worker(model, "cpu")
     sim.run(100.0)
-    assert sim.ordered == asked
+    assert sim.ordered == requests
     for _ in range(2):
         sim.ask(model, a, 0.05)
         sim.run(20.0)

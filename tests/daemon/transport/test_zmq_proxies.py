@@ -569,7 +569,7 @@ def test_forgets_closed_connections(
 ) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 16_384:
-        pytest.skip("too few descriptors are allowed")
+        pytest.skip("needs a limit of 16,384 descriptors")
     daemon = serve()
     [proxy] = daemon.zmq_proxies.proxies
     client = connect()

@@ -417,7 +417,7 @@ def test_one_shim_per_directory(start_shim: Callable[..., ShimClient], directory
     shim.close()
 
 
-@pytest.mark.parametrize("how", ["killed", "let go"])
+@pytest.mark.parametrize("how", ["killed", "closed"])
 def test_directory_is_free_after_the_shim_exits(
     start_shim: Callable[..., ShimClient], directory: Path, tmp_path: Path, how: str
 ) -> None:

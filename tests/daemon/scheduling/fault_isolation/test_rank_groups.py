@@ -189,7 +189,7 @@ def test_externally_killed_process_is_not_held_against_requests(who: str) -> Non
     request = harness.ask()
     for _ in range(4):
         name = harness.add_group()
-        # Rank 0 fails because the other process is gone, and its message arrives first.
+        # Rank 0 fails because the other process has exited, and its message arrives first.
         assert (
             harness.dispatcher.results.on_batch_failed(
                 f"{name}.rank0", PredictFailed(1, "INTERNAL", "lost", is_exiting=True), harness.now
