@@ -99,7 +99,7 @@ class AsyncTransport:
         """Start a call, connecting first if necessary, and wait until its message has been sent completely."""
         session = self._session
         if self._core.calls and not self._is_corked:
-            # Responses arrive together, so the next requests are made together: send them together, too.
+            # Responses often arrive together, and their tasks then send requests one after another: join these sends.
             self._is_corked = True
             session.connection.cork()
             self.running_loop().call_soon(self._uncork, session.connection)

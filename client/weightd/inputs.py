@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     Inputs = Union[Mapping[str, Value], Value]
     """Inputs of a request: an array, list or number for each input name, or a single one if the model has one input."""
 
-# numpy scalars count as values too: `list(array)` consists of them.
+# These include numpy scalars, because the elements of `list(array)` are numpy scalars.
 UNTYPED_TYPES = (bool, int, float, list, tuple, range, np.generic)
 """Types without a datatype, or with one that the caller has not chosen."""
 

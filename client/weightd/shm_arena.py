@@ -92,7 +92,7 @@ class MemfdRegion:
         end = offset + nbytes
         pages = self._is_populated[offset // mmap.PAGESIZE : -(-end // mmap.PAGESIZE)]
         if not pages.all():
-            # Reading one byte is enough, and does not disturb a process that writes there.
+            # Reading one byte of each page allocates it, and cannot overwrite the data of another process.
             self._bytes[offset : end : mmap.PAGESIZE].max()
             self._bytes[end - 1].max()
             pages[:] = True

@@ -165,7 +165,7 @@ class Replica:
             try:
                 self._is_verified = await self._check_ready() and starts == self._start_count
             except FailedPrecondition:
-                # Otherwise the error came from a previous daemon.
+                # If the daemon has been restarted meanwhile, the error came from the previous one: try again.
                 if starts == self._start_count:
                     raise
             if self._daemon.failure:

@@ -159,5 +159,5 @@ def check_name(kind: str, name: str) -> Iterator[FieldError]:
     if not _NAME_PATTERN.fullmatch(name):
         yield FieldError(
             f"expected a {kind} name of 1 to {limits.MAX_MODEL_NAME_BYTES} ASCII letters, digits, '_', '.' and '-', "
-            "the last two not first"
+            "which does not begin with '.' or '-'"
         )

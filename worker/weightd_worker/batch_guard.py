@@ -300,10 +300,11 @@ class ShadowChecks:
             raise RowsDiffer(found, self._differing_principals(sample, batched, alone))
 
     def _differing_principals(self, sample: _BatchSample, batched: Arrays, alone: Arrays) -> Sequence[int]:
-        """Return the principals whose rows differ, whatever they run with.
+        """Return the principals whose own rows cause the difference; empty if rows of others may have caused it.
 
-        Each principal's rows run again in a batch where they also replace the rows of all others. If they do not differ
-        then, rows of others have changed the answers, and may change the answers to any principal, so none is returned.
+        The rows of each principal whose results differ run again, in a batch that consists only of copies of them. If
+        the results are then correct, rows of other principals have changed them. Because these may change the results
+        of any principal, the method returns none.
         """
         layouts = [{name: (array.dtype, array.shape) for name, array in each.items()} for each in (batched, alone)]
         if not sample.principal_ids or layouts[0] != layouts[1]:

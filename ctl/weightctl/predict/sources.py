@@ -33,7 +33,7 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _MAX_TEXT_BYTES = 64 * 2**20
 _START_BYTES = 16
 
-# An alias, as in `numbers`.
+# An alias, because type checkers infer a map of unknown elements from isinstance(value, dict).
 _MAP: Type[Any] = dict
 
 # First characters of a number.

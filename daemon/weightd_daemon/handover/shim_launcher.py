@@ -80,7 +80,7 @@ class ShimLauncher:
             return self._shim.start(self._with_parent(process_spec))
         except ShimLost as error:
             # The children of the shim have died with it, which their pidfds report. Later children need a new shim.
-            _log.error("%s: starting another one", error)
+            _log.error("%s; starting another shim", error)
             self._is_lost = True
             self._shim.kill()
             self._replace_shim()

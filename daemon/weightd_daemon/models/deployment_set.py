@@ -150,7 +150,7 @@ class DeploymentSet:
         self.reconcile(now)
 
     def drain(self, now: float, *, timeout_s: float = 0.0) -> None:
-        """Shut down once every model is draining; running batches may take `timeout_s` seconds more."""
+        """Drain the deployments if all models of the process are draining; batches may run for `timeout_s` seconds."""
         if all(each.is_draining for each in self._use.models):
             for deployment in self._deployments:
                 deployment.drain(now, timeout_s=timeout_s)

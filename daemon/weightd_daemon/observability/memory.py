@@ -231,7 +231,7 @@ class MemoryScan:
         self._remaining_pids = list(pids)
 
     def step(self) -> bool:
-        """Measure one process, and take further ones from the cache; return whether all are done."""
+        """Measure one process, besides processes with a cached result; return whether all are done."""
         is_known = True
         while self._remaining_pids and is_known:
             pid = self._remaining_pids.pop()

@@ -175,7 +175,7 @@ def _spawn(link: socket.socket, order: _Order) -> int:
 def _unshare() -> None:
     """Give this thread a private copy of the process's descriptor table."""
     libc = ctypes.CDLL(None, use_errno=True)
-    # The range begins above all descriptors, so close_range closes nothing.
+    # close_range also unshares the table. The range begins above all descriptors, so it closes none.
     nothing = ctypes.c_uint(_MAX_DESCRIPTOR)
     if libc.unshare(_CLONE_FILES) and libc.syscall(_CLOSE_RANGE, nothing, nothing, _CLOSE_RANGE_UNSHARE):
         number = ctypes.get_errno()

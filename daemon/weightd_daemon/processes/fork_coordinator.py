@@ -168,6 +168,6 @@ class ForkCoordinator:
         """Kill the processes whose replies are overdue. `on_parent_exit` then reports their requests as failed."""
         late = self._pending_forks.overdue_parents(now)
         for parent in late:
-            _log.warning("%s did not fork in time; killing it", parent)
+            _log.warning("%s has not forked a process in time; killing it", parent)
             self._process_table.kill(parent)
         self._timer.set(now + _RECHECK_INTERVAL_S if late else self._pending_forks.next_deadline)

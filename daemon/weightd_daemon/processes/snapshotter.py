@@ -248,7 +248,7 @@ def take_snapshot(
         progress.start_model(sum(file.nbytes for file in original.files))
         digests = [_copy_file(original.open(file), directory / file.name, progress) for file in original.files]
         original.check_unchanged()
-        # Processes follow the file names in the copy: these must be the files that were copied.
+        # A model file may name further files. Processes read the names in the copy, so check that they are the same.
         copies = model_files(copy, is_own_copy=True)
         original.check_same(copies)
         if copy.suffix == ".mindir":

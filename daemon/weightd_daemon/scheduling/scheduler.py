@@ -298,7 +298,7 @@ class Scheduler:
     def end_of_client(self, client: bytes, request_id: str | None = None) -> list[Request]:
         """End and return the requests of a client, or those with this id, without a look at other requests."""
         running = self.running.end_matching(lambda each: each.client == client and request_id in (None, each.id))
-        # This comes first, because it removes the other rows of a running split request from the queue.
+        # End running split requests first, because this removes their other parts from the queue.
         for request, _ in running:
             self.end_split(request)
         waiting = self.queue.take_of_client(client, request_id)

@@ -137,7 +137,7 @@ def error_prefix(message: bytes) -> bytes:
 
 
 def error_frame(prefix: bytes, text: str) -> bytes:
-    """Return an encoded error with this text of at most 65,535 bytes, which is appended as msgpack encodes it."""
+    """Return an encoded error: `prefix` and the text, of at most 65,535 bytes, as a string of msgpack."""
     encoded = text.encode()
     return prefix + b"\xda" + len(encoded).to_bytes(2, "big") + encoded
 

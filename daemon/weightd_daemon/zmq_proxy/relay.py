@@ -292,7 +292,7 @@ class Relay:
         if side is client.client_socket:
             self._remove_client(client)
         elif client not in self._close_deadlines:
-            # The client still gets what the daemon has sent before, if it reads in time.
+            # The client still receives earlier responses of the daemon, if it reads them in time.
             self._close_gracefully(client)
 
     def _reject(self, client: ProxyClient, reason: str) -> None:

@@ -272,7 +272,8 @@ class Inbox:
         elif isinstance(order, BeginBatch):
             raise RemoteProtocolError(f"type: expected predict, {self._missing_count} more, got begin_batch")
         else:
-            # The items before may name a region that this order unmaps. Other orders do not come over this channel.
+            # An order to unmap a region waits until the batch is complete, because its items may use the region. Other
+            # orders are not sent on this channel.
             self._deferred.append((order, tensors))
 
     def _close_batch(self, batch: BeginBatch) -> None:

@@ -64,7 +64,7 @@ class ConcurrentSession(WorkerSession):
         return self._status
 
     def _next_order(self) -> Entry:
-        """Submit predicts to the threads; return another order in its turn, or Stop after a fatal failure."""
+        """Submit queued predicts to the threads, and return the next other order, or Stop after a fatal failure."""
         if self._status != exit_codes.OK:
             return super()._next_order()
         while True:
