@@ -152,7 +152,7 @@ def test_judges_environment_of_service_instead_of_shell(
         return doctor({**shell, "PATH": variables["PATH"]}, "--model", model.with_name("missing.mindir"))
 
     done = judged(environment(host), dict(os.environ))
-    assert done.text("service").startswith("pass: the environment of weightd.service was judged: user root")
+    assert done.text("service").startswith("pass: checked the environment of weightd.service: user root")
     assert done.findings["devices"]["result"] == "pass"
     assert "No such file or directory" in done.text(BUILD)
     not_reached(done)
@@ -185,7 +185,7 @@ def test_reports_how_daemon_detects_process_exits() -> None:
         doctor(dict(os.environ), under=each).text(PROCESS_EXITS) for each in ((), surroundings.command("ENOSYS"))
     )
     assert re.fullmatch(r"pass: Linux \S+: pidfds -> ", pidfds)
-    assert re.search(r"for lack of pidfds: pidfd_open: Function not implemented", other)
+    assert re.search(r"because pidfds are unavailable: pidfd_open: Function not implemented", other)
 
 
 @pytest.mark.parametrize("python", [sys.executable, "/nonexistent/python"])
