@@ -1,4 +1,4 @@
-"""Start of `weightd`: Python version, zygote, argument errors and Ctrl-C during the imports."""
+"""Start of `weightd`: Python version, zygote, argument errors and Ctrl-C."""
 
 from __future__ import annotations
 

@@ -102,8 +102,8 @@ def test_names_the_limit_and_the_setting_to_raise(tmp_path: Path, limited: bool,
     assert ("RLIMIT_AS 1009" in found["memory"]) is limited
 
 
-# Runs as another user, since RLIMIT_NPROC does not apply to root; changes the user after the imports, since
-# installed
+# Becomes another user, since RLIMIT_NPROC does not apply to root. The imports come first, since packages may be
+# readable by root only.
 _UNDER_A_LIMIT = """
 import os, resource, sys, time
 sys.path[:] = {path!r}

@@ -43,5 +43,5 @@ def test_lower_priority_waits_a_bounded_time() -> None:
     high = [request(number, PRIORITY_LEVEL_S * number / 4, 0) for number in range(1, 9)]
     for each in (*high, low):
         queue.append(each)
-    # At equal effective arrival, the request of the lower priority arrived first.
+    # At equal effective arrival times, the request that arrived first goes first.
     assert [queue.take().number for _ in range(5)] == [1, 2, 3, 0, 4]
