@@ -155,7 +155,7 @@ def test_daemon_reaps_adopted_orphans(
     config = place.config({"mlp": {"path": mlp, "workers": 2}})
     with Weightd(tmp_path / "log", "--verbose", "serve", config, under=_adopting(how, seconds)) as daemon:
         if how == "subreaper":
-            # The daemon still learns the exit status of its own child.
+            # The daemon still learns the exit status of the worker that it started.
             assert_serves_and_replaces_worker(daemon, place, questions[0])
             assert_reaps_and_stops(daemon, how, seconds, PROCESS_DIED)
         else:

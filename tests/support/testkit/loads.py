@@ -181,7 +181,7 @@ def ask_until_stopped(
 def keep(
     hands: ProcessContext, model: str, inputs: Sequence[Arrays], in_flight: int, warm_up: int = 1, address: str = ""
 ) -> LoadResult:
-    """Keep a number of requests in flight until stopped, and abandon those that remain.
+    """Keep a number of requests in flight until stopped, and abandon the remaining ones.
 
     The function reports once `warm_up` requests have ended, with 0 at once; its result covers only later requests. It
     repeats rejected requests at once. The requests go to `address` if it is given.
@@ -307,7 +307,7 @@ def connect_from(
         address: address of the listener.
         source: the address to connect from; None: the kernel chooses.
         device: name of the interface that the socket is bound to; "" for none.
-        ends: what happens after the byte is sent: "half" sends a FIN, "close" closes the socket.
+        ends: action after the byte is sent: "half" sends a FIN, "close" closes the socket.
         linger_s: how long the kernel keeps a closed socket that waits for the FIN of the other end; 0 for its default.
     """
     with socket.socket(_family(address)) as peer:

@@ -312,7 +312,7 @@ class NativeModel:
             text = "The graph does not have exactly one node of the type Custom."
             return "extendrt/session/single_op_session.cc:280", "CompileGraph", text
         if not placement.is_own and not is_ge:
-            return f"{_IMPL}:420", "Build", "The device info of the context is that of another model of the group."
+            return f"{_IMPL}:420", "Build", "The device info of the context belongs to another model of the group."
         return None
 
     def _provider(self, placement: Placement) -> str:
