@@ -272,4 +272,4 @@ class FreeListMachine(RuleBasedStateMachine):
         assert self.space.is_unused == (not self.taken)
 
 
-TestSpace = FreeListMachine.TestCase
+TestFreeList = FreeListMachine.TestCase

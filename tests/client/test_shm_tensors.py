@@ -46,9 +46,9 @@ class SharedMemorySession:
     def register(self, request_id: str, descriptor: int) -> None:
         name = f"r{len(self.regions)}"
         self.regions[name] = descriptor
-        self.hear(Error(request_id, "RESOURCE_EXHAUSTED", "") if self.refuses else Registered(request_id, name))
+        self.receive(Error(request_id, "RESOURCE_EXHAUSTED", "") if self.refuses else Registered(request_id, name))
 
-    def hear(self, message: Any, *frames: Any) -> None:
+    def receive(self, message: Any, *frames: Any) -> None:
         self.core.on_message([*encode(message), *frames])
 
     def read(self, request: Infer, frames: Sequence[Any]) -> Any:
@@ -78,7 +78,7 @@ class SharedMemorySession:
         placed = self.write(request, y)
         description = ResponseDescription("m", (spec_of("y", y),))
         response = InferResponse(request.id, description, (0,) if placed else None, running)
-        self.hear(response, *([] if placed else [y.tobytes()]))
+        self.receive(response, *([] if placed else [y.tobytes()]))
 
     def infer(self, x: Any, out: Optional[Dict[str, Any]] = None) -> Tuple[Any, Infer]:
         call, request, frames = self.ask(x, out)
@@ -195,7 +195,7 @@ def test_larger_output_arrives_in_a_frame(session: SharedMemorySession) -> None:
 def test_unoffered_shared_output_breaks_protocol(session: SharedMemorySession, placed: Tuple[int, ...]) -> None:
     call, request, _ = session.ask(bytes_of(N))
     specs = tuple(TensorSpec(f"y{index}", "UINT8", (N,)) for index in placed)
-    session.hear(InferResponse(request.id, ResponseDescription("m", specs), placed))
+    session.receive(InferResponse(request.id, ResponseDescription("m", specs), placed))
     with pytest.raises(RemoteProtocolError, match="in memory that the request did not offer"):
         call.result()
 
@@ -204,7 +204,7 @@ def test_invalid_shared_bool_breaks_protocol(session: SharedMemorySession) -> No
     session.warm(bytes_of(N))
     call, request, _ = session.ask(bytes_of(N))
     assert session.write(request, bytes_of(N, 2))
-    session.hear(InferResponse(request.id, ResponseDescription("m", (TensorSpec("y", "BOOL", (N,)),)), (0,)))
+    session.receive(InferResponse(request.id, ResponseDescription("m", (TensorSpec("y", "BOOL", (N,)),)), (0,)))
     with pytest.raises(RemoteProtocolError, match="expected 0 or 1"):
         call.result()
 
@@ -239,7 +239,7 @@ def test_reuses_memory_without_owner(session: SharedMemorySession) -> None:
 def test_late_write_hits_no_other_tensor(session: SharedMemorySession) -> None:
     session.warm(bytes_of(N))
     call, late, _ = session.ask(bytes_of(N))
-    session.hear(Error(late.id, "CANCELLED", "", may_still_write=True))
+    session.receive(Error(late.id, "CANCELLED", "", may_still_write=True))
     with pytest.raises(Cancelled):
         call.result()
     del call
@@ -248,7 +248,7 @@ def test_late_write_hits_no_other_tensor(session: SharedMemorySession) -> None:
     session.write(late, bytes_of(N, 66))
     assert (y == 4).all()
     del y
-    session.hear(Released(late.id))
+    session.receive(Released(late.id))
     assert overlap(late, session.infer(bytes_of(N))[1])
 
 

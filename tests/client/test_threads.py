@@ -288,7 +288,7 @@ class ElectionMachine(RuleBasedStateMachine):
             assert (turn.is_reader or turn.call.done) == turn.is_awake
 
 
-TestTurns = ElectionMachine.TestCase
+TestElection = ElectionMachine.TestCase
 
 
 def test_interrupted_reader_reads_when_it_returns() -> None:

@@ -190,41 +190,41 @@ class Daemon:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
         self.children[name] = self.popen(command, self.directory / f"{name}.log", environment, arguments)
 
-    def tell(self, name: str, order: object, *frames: Any) -> None:
+    def send(self, name: str, order: object, *frames: Any) -> None:
         self.socket.send_multipart([name.encode(), *encode(order), *frames])
 
-    def hear(self, name: str, kind: Type[M]) -> Tuple[M, List[bytes]]:
+    def receive(self, name: str, kind: Type[M]) -> Tuple[M, List[bytes]]:
         """Wait for the next message and return it; it must have this type and come from this child."""
         peer, *frames = self.socket.recv_multipart()
         message = decode(frames, FROM_CHILD)
         if isinstance(message, AnnounceSelfTest):
             if message.cases:
-                self.tell(name, ContinueSelfTest())
-            return self.hear(name, kind)
+                self.send(name, ContinueSelfTest())
+            return self.receive(name, kind)
         assert (peer.decode(), type(message)) == (name, kind), message
         assert isinstance(message, kind)
         return message, frames[2:]
 
     def ask(self, name: str, number: int, **inputs: Any) -> None:
         specs = tuple(spec_of(key, array) for key, array in inputs.items())
-        self.tell(
+        self.send(
             name, Predict(number, RequestDescription("m", specs)), *(frame_of(array) for array in inputs.values())
         )
 
-    def hear_result(self, name: str) -> Tuple[PredictResult, List[bytes]]:
+    def receive_result(self, name: str) -> Tuple[PredictResult, List[bytes]]:
         """Wait for the result of a request; return it with the frames of its outputs in order."""
-        return self.hear(name, PredictResult)
+        return self.receive(name, PredictResult)
 
     def answer(self, name: str, number: int) -> Any:
         """Wait for the result of a request with one output and return that output."""
-        result, frames = self.hear_result(name)
+        result, frames = self.receive_result(name)
         assert result.request == number
         (spec,) = result.description.outputs
         return np.frombuffer(frames[0], NUMPY_DTYPE[spec.datatype]).reshape(spec.shape)
 
     def stop(self, name: str) -> int:
         """Send STOP to the child and return its exit status."""
-        self.tell(name, Stop())
+        self.send(name, Stop())
         status: int = self.children[name].wait(LIMIT_MS / 1000)
         return status
 

@@ -57,7 +57,7 @@ class Ends:
 
     def accept(self) -> Stream:
         """Receive the worker's RECONNECTED; return the last channel that it has connected."""
-        assert self.hear() == Reconnected()
+        assert self.receive() == Reconnected()
         assert self._listener is not None
         with contextlib.suppress(BlockingIOError):
             while True:
@@ -76,14 +76,14 @@ class Ends:
             channel.send([b"request"])
         return channel
 
-    def hear(self) -> Union[ChildMessage, Forked]:
+    def receive(self) -> Union[ChildMessage, Forked]:
         assert self._daemon is not None
         assert self._daemon.poll(LIMIT_MS)
         peer, *frames = self._daemon.recv_multipart()
         assert peer == b"w1"
         return decode(frames, FROM_CHILD)
 
-    def tell(self, order: bytes) -> None:
+    def send(self, order: bytes) -> None:
         assert self._daemon is not None
         self._daemon.send_multipart([b"w1", order])
 
@@ -136,7 +136,7 @@ def ends() -> Generator[Ends, None, None]:
     made = Ends(context, directory)
     made.replace()
     with made.waiting(b"one"):
-        made.tell(b"one")
+        made.send(b"one")
     yield made
     made.end()
     channel: Optional[Stream] = vars(made.connection)["_channel"]
@@ -151,7 +151,7 @@ def ends() -> Generator[Ends, None, None]:
 
 def test_first_connection_is_no_reconnection(ends: Ends) -> None:
     with ends.waiting(b"two"):
-        ends.tell(b"two")
+        ends.send(b"two")
     assert ends.silent()
 
 
@@ -159,30 +159,30 @@ def test_reports_each_new_daemon_once(ends: Ends) -> None:
     for number in (b"0", b"1", b"2"):
         with ends.waiting(number):
             ends.replace()
-            assert ends.hear() == Reconnected()
-            ends.tell(number)
+            assert ends.receive() == Reconnected()
+            ends.send(number)
         with ends.waiting(b"more"):
-            ends.tell(b"more")
+            ends.send(b"more")
         assert ends.silent()
 
 
 def test_reads_pending_messages_first(ends: Ends) -> None:
     # Another daemon connects while the worker computes.
     ends.replace()
-    ends.tell(b"two")
+    ends.send(b"two")
     with ends.waiting(b"two"):
         pass
     with ends.waiting(b"three"):
-        assert ends.hear() == Reconnected()
-        ends.tell(b"three")
+        assert ends.receive() == Reconnected()
+        ends.send(b"three")
 
 
 def test_tolerates_daemons_replaced_during_predict(ends: Ends) -> None:
     ends.replace()
     ends.replace()
     with ends.waiting(b"two"):
-        assert [ends.hear(), ends.hear()] == [Reconnected(), Reconnected()]
-        ends.tell(b"two")
+        assert [ends.receive(), ends.receive()] == [Reconnected(), Reconnected()]
+        ends.send(b"two")
     assert ends.silent()
 
 
@@ -194,7 +194,7 @@ def test_answers_requests_over_channel(ends: Ends) -> None:
         ends.replace(has_channel=True)
         channel = ends.accept()
         channel.send([b"predict"])
-        ends.tell(b"ping")
+        ends.send(b"ping")
     ends.connection.reply([b"result"])
     assert [message.frames for message in channel.receive()] == [[b"result"]]
     ends.connection.reply([b"another"], [b"and one"])
@@ -205,7 +205,7 @@ def test_answers_requests_over_channel(ends: Ends) -> None:
 def test_reads_channel_before_socket(ends: Ends) -> None:
     channel = ends.asked()
     channel.send([b"predict"])
-    ends.tell(b"stop")
+    ends.send(b"stop")
     assert ends.worker.poll(LIMIT_MS)
     # A send reads pending messages without waiting.
     ends.connection.send(encode(Reconnected()))
@@ -223,9 +223,9 @@ def test_reads_message_behind_a_large_request(ends: Ends) -> None:
 
 def test_answers_over_socket_without_channel(ends: Ends) -> None:
     with ends.waiting(b"predict"):
-        ends.tell(b"predict")
+        ends.send(b"predict")
     ends.connection.reply(encode(Reconnected()))
-    assert ends.hear() == Reconnected()
+    assert ends.receive() == Reconnected()
 
 
 def test_receives_after_wake_up(ends: Ends) -> None:
@@ -240,7 +240,7 @@ def test_receives_after_wake_up(ends: Ends) -> None:
             if order == b"by the channel":
                 channel.send([order])
             else:
-                ends.tell(order)
+                ends.send(order)
     for descriptor in (end, other):
         os.close(descriptor)
 
@@ -276,7 +276,7 @@ def test_uses_socket_after_channel_ends(ends: Ends) -> None:
         ends.replace(has_channel=True)
         channel = ends.accept()
         channel.close()
-        ends.tell(b"stop")
+        ends.send(b"stop")
     ends.connection.reply([b"result"])
     assert ends.silent()
 

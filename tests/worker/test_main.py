@@ -33,11 +33,11 @@ def serve(daemon: Daemon, model: Path) -> Tuple[Built, Attached]:
     """Start a holder "h" and attach a worker "w" to its weights."""
     for name in ("h", "w"):
         daemon.start(name, model)
-        daemon.hear(name, Hello)
-    daemon.tell("h", Build(()))
-    built, _ = daemon.hear("h", Built)
-    daemon.tell("w", Attach(built.handle, built.selftest_cases))
-    attached, _ = daemon.hear("w", Attached)
+        daemon.receive(name, Hello)
+    daemon.send("h", Build(()))
+    built, _ = daemon.receive("h", Built)
+    daemon.send("w", Attach(built.handle, built.selftest_cases))
+    attached, _ = daemon.receive("w", Attached)
     assert attached.selftest_digest == built.selftest_digest
     return built, attached
 
@@ -50,7 +50,7 @@ def test_life_cycle(daemon: Daemon, model: Model) -> None:
     try:
         for name, role, above in (("h", "holder", 200), ("w", "worker", 400)):
             daemon.start(name, path, "--role", role, "--origin-note", "spawned by the test")
-            hello, _ = daemon.hear(name, Hello)
+            hello, _ = daemon.receive(name, Hello)
             assert (hello.origin, hello.origin_note) == ("spawned", "spawned by the test")
             assert hello.engine_pid == str(daemon.children[name].pid)
             assert hello.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -63,18 +63,18 @@ def test_life_cycle(daemon: Daemon, model: Model) -> None:
             daemon.children[name].send_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
-    daemon.tell("h", Build(()))
-    built, _ = daemon.hear("h", Built)
+    daemon.send("h", Build(()))
+    built, _ = daemon.receive("h", Built)
     assert built.handle == str(daemon.directory / "store")
     assert (built.inputs[0].shape, built.outputs[0].shape) == ((-1, 1024), (-1, 1024))
     assert built.selftest_cases == ({"x": (1, 1024)}, {"x": (2, 1024)})
-    daemon.tell("w", Attach(built.handle, built.selftest_cases))
-    attached, _ = daemon.hear("w", Attached)
+    daemon.send("w", Attach(built.handle, built.selftest_cases))
+    attached, _ = daemon.receive("w", Attached)
     assert (attached.selftest_digest, attached.note) == (built.selftest_digest, "")
     assert built.shared_bytes >= attached.shared_bytes >= 4 * MIB - 64 * 1024
     # A store that cannot be trimmed causes only a warning.
     (daemon.directory / "store").unlink()
-    daemon.tell("h", TrimStore())
+    daemon.send("h", TrimStore())
 
     i, j = np.ogrid[:1024, :1024]
     weights = ((i + 3 * j) % 5 - 2).astype(np.float32)
@@ -92,9 +92,9 @@ def test_threads_stay_on_assigned_cores(daemon: Daemon, model: Model) -> None:
     # The daemon sets these variables: numpy, imported earlier, would start threads without them.
     alone = {"OPENBLAS_NUM_THREADS": "1", "ORT_DISABLE_TELEMETRY": "1"}
     daemon.start("w", model("wide"), "--threads", "2", "--cores", core, device="cpu:0", variables=alone)
-    hello, _ = daemon.hear("w", Hello)
-    daemon.tell("w", Build(()))
-    daemon.hear("w", Built)
+    hello, _ = daemon.receive("w", Hello)
+    daemon.send("w", Build(()))
+    daemon.receive("w", Built)
     status = [(task / "status").read_text("ascii") for task in Path(f"/proc/{hello.engine_pid}/task").iterdir()]
     assert len(status) > 1
     assert {re.findall(r"Cpus_allowed_list:\s*(.+)", each)[0] for each in status} == {core}
@@ -130,16 +130,16 @@ def test_unusable_store_costs_only_memory(daemon: Daemon, model: Model) -> None:
     assert (built.handle, built.shared_bytes, built.has_sharing_failed) == ("", 0, True)
     assert built.note.startswith("weights are not shared: sharing pages failed: ")
     daemon.start("late", model("wide"))
-    daemon.hear("late", Hello)
-    daemon.tell("late", Attach(str(daemon.directory / "store"), built.selftest_cases))
-    attached, _ = daemon.hear("late", Attached)
+    daemon.receive("late", Hello)
+    daemon.send("late", Attach(str(daemon.directory / "store"), built.selftest_cases))
+    attached, _ = daemon.receive("late", Attached)
     assert (attached.selftest_digest, attached.shared_bytes) == (built.selftest_digest, 0)
     assert attached.note.startswith("weights are not shared: ")
 
 
 def test_error_names_unreadable_model(daemon: Daemon, tmp_path: Path) -> None:
     daemon.start("h", tmp_path / "none.onnx")
-    broken, _ = daemon.hear("h", ProcessFailed)
+    broken, _ = daemon.receive("h", ProcessFailed)
     assert broken.reason.startswith(f"{tmp_path}/none.onnx: ")
     assert daemon.stop("h") == exit_codes.CANNOT_BUILD
 
@@ -147,7 +147,7 @@ def test_error_names_unreadable_model(daemon: Daemon, tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec(OTHER) is not None, reason="this interpreter has both engines")
 def test_missing_engine_has_a_hint(daemon: Daemon, tmp_path: Path) -> None:
     daemon.start("h", tmp_path, engine=OTHER)
-    broken, _ = daemon.hear("h", ProcessFailed)
+    broken, _ = daemon.receive("h", ProcessFailed)
     assert broken.reason.startswith(f"{sys.executable}: No module named '{OTHER}'; install ")
     assert daemon.stop("h") == exit_codes.NO_ENGINE
     assert "Traceback" not in daemon.log("h")
@@ -157,7 +157,7 @@ def test_reports_any_import_failure(daemon: Daemon, tmp_path: Path, monkeypatch:
     (tmp_path / f"{ENGINE}.py").write_text("raise ValueError('numpy.ndarray size changed')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     daemon.start("h", tmp_path)
-    broken, _ = daemon.hear("h", ProcessFailed)
+    broken, _ = daemon.receive("h", ProcessFailed)
     assert broken.reason == f"{sys.executable}: numpy.ndarray size changed"
     assert daemon.stop("h") == exit_codes.NO_ENGINE
     assert "Traceback" in daemon.log("h")
@@ -165,7 +165,7 @@ def test_reports_any_import_failure(daemon: Daemon, tmp_path: Path, monkeypatch:
 
 def test_protocol_violation_ends_child(daemon: Daemon, model: Model) -> None:
     daemon.start("h", model("relu"))
-    daemon.hear("h", Hello)
+    daemon.receive("h", Hello)
     daemon.socket.send_multipart([b"h", b"\xc1"])
     assert daemon.children["h"].wait(30) == exit_codes.FAILED
     assert "RemoteProtocolError" in daemon.log("h")
@@ -173,7 +173,7 @@ def test_protocol_violation_ends_child(daemon: Daemon, model: Model) -> None:
 
 def test_sigterm_ends_waiting_child(daemon: Daemon, model: Model) -> None:
     daemon.start("h", model("relu"))
-    daemon.hear("h", Hello)
+    daemon.receive("h", Hello)
     daemon.children["h"].terminate()
     assert daemon.children["h"].wait(30) == -signal.SIGTERM
 

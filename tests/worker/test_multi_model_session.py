@@ -57,18 +57,18 @@ class GroupProcess:
 
     def start(self, share: str = "workspace", **settings: Any) -> Hello:
         self.begin(share, **settings)
-        return self.daemon.hear("g", Hello)[0]
+        return self.daemon.receive("g", Hello)[0]
 
     def enter(self, share: str = "workspace", **settings: Any) -> SelfTestDone:
         self.start(share, **settings)
-        self.daemon.tell("g", JoinGroup())
-        self.daemon.hear("g", JoinedGroup)
-        self.daemon.tell("g", RunSelfTest())
-        return self.daemon.hear("g", SelfTestDone)[0]
+        self.daemon.send("g", JoinGroup())
+        self.daemon.receive("g", JoinedGroup)
+        self.daemon.send("g", RunSelfTest())
+        return self.daemon.receive("g", SelfTestDone)[0]
 
     def ask(self, member: int, x: Any, step: int = 0) -> None:
         order = Predict(7, RequestDescription("m", (spec_of("x", x),)), model_index=member, step=step)
-        self.daemon.tell("g", order, frame_of(x))
+        self.daemon.send("g", order, frame_of(x))
 
     @property
     def workspaces(self) -> int:
@@ -76,14 +76,14 @@ class GroupProcess:
         return [each.kind for each in self.host.card_state(0).allocations].count(driver_state.WORKSPACE)
 
     def broken(self, order: object) -> str:
-        self.daemon.tell("g", order)
-        broken, _ = self.daemon.hear("g", ProcessFailed)
+        self.daemon.send("g", order)
+        broken, _ = self.daemon.receive("g", ProcessFailed)
         assert self.daemon.stop("g") == exit_codes.CANNOT_BUILD
         return broken.reason
 
     def answer(self, member: int) -> List[Any]:
         self.ask(member, X)
-        _, frames = self.daemon.hear("g", PredictResult)
+        _, frames = self.daemon.receive("g", PredictResult)
         values: List[Any] = np.frombuffer(frames[0], np.float32).reshape(2, 64).tolist()
         return values
 
@@ -98,18 +98,18 @@ def test_each_model_answers_as_alone(group: GroupProcess, share: str) -> None:
     hello = group.start(share)
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in group.paths]
     assert hello.sha256 == joint_digest(digests)
-    group.daemon.tell("g", JoinGroup())
-    entered, _ = group.daemon.hear("g", JoinedGroup)
+    group.daemon.send("g", JoinGroup())
+    entered, _ = group.daemon.receive("g", JoinedGroup)
     assert [each.inputs for each in entered.members] == [(TensorSignature("x", "FP32", (2, 64)),)] * 2
     assert (entered.inputs, entered.outputs) == ((), ())
-    group.daemon.tell("g", RunSelfTest())
-    warmed, _ = group.daemon.hear("g", SelfTestDone)
+    group.daemon.send("g", RunSelfTest())
+    warmed, _ = group.daemon.receive("g", SelfTestDone)
     assert [each.selftest_cases for each in warmed.members] == [({"x": (2, 64)},)] * 2
     assert len({each.selftest_digest for each in warmed.members}) == 2
     for member in (0, 1, 1, 0):
         assert group.answer(member) == models.answer(group.paths[member], X).tolist()
-    group.daemon.tell("g", Ping(run_selftest=True))
-    assert group.daemon.hear("g", Pong)[0] == Pong()
+    group.daemon.send("g", Ping(run_selftest=True))
+    assert group.daemon.receive("g", Pong)[0] == Pong()
     assert group.daemon.stop("g") == exit_codes.OK
 
 
@@ -149,7 +149,7 @@ def test_reports_failed_build_and_attach(group: GroupProcess, tmp_path: Path) ->
 )
 def test_reports_invalid_group(group: GroupProcess, share: str, device: str, problem: str) -> None:
     group.begin(share, device=device)
-    broken, _ = group.daemon.hear("g", ProcessFailed)
+    broken, _ = group.daemon.receive("g", ProcessFailed)
     assert broken.reason == problem
     assert group.daemon.stop("g") == exit_codes.CANNOT_BUILD
 
@@ -158,7 +158,7 @@ def test_failed_predict_ends_process(group: GroupProcess) -> None:
     group.enter()
     group.host.fault("predict", "fail", times=1)
     group.ask(1, X)
-    failed, _ = group.daemon.hear("g", PredictFailed)
+    failed, _ = group.daemon.receive("g", PredictFailed)
     assert failed.is_exiting
     assert group.daemon.stop("g") == exit_codes.MODEL_CORRUPTED
 

@@ -64,15 +64,15 @@ class Card:
 
     def start(self, name: str, *more: str, **options: Any) -> Hello:
         self.begin(name, *more, **options)
-        return self.daemon.hear(name, Hello)[0]
+        return self.daemon.receive(name, Hello)[0]
 
     def build(self, *pids: str) -> Built:
-        self.daemon.tell("h", Build(pids))
-        return self.daemon.hear("h", Built)[0]
+        self.daemon.send("h", Build(pids))
+        return self.daemon.receive("h", Built)[0]
 
     def attach(self, name: str, built: Built) -> Attached:
-        self.daemon.tell(name, Attach(built.handle, built.selftest_cases))
-        return self.daemon.hear(name, Attached)[0]
+        self.daemon.send(name, Attach(built.handle, built.selftest_cases))
+        return self.daemon.receive(name, Attached)[0]
 
     def pair(self, *more: str, **options: Any) -> Built:
         """Start a holder and the worker "w"; build the model with "w" in the list of processes that may attach."""
@@ -87,13 +87,13 @@ class Card:
 
     def allow(self, *pids: str) -> str:
         """Have the holder allow more processes to attach; return the error, or an empty string."""
-        self.daemon.tell("h", AllowAttach(pids))
-        return self.daemon.hear("h", AttachAllowed)[0].error
+        self.daemon.send("h", AllowAttach(pids))
+        return self.daemon.receive("h", AttachAllowed)[0].error
 
     def refused(self, name: str, order: object, status: int = exit_codes.CANNOT_BUILD) -> str:
         """Return the reason why the child rejects the order; check that the child then exits with this status."""
-        self.daemon.tell(name, order)
-        broken, _ = self.daemon.hear(name, ProcessFailed)
+        self.daemon.send(name, order)
+        broken, _ = self.daemon.receive(name, ProcessFailed)
         assert self.daemon.stop(name) == status
         return broken.reason
 
@@ -106,7 +106,7 @@ class Card:
     def fails(self, name: str, number: int, **inputs: Any) -> PredictFailed:
         """Send a request that fails and return its error message."""
         self.daemon.ask(name, number, **inputs)
-        failed, _ = self.daemon.hear(name, PredictFailed)
+        failed, _ = self.daemon.receive(name, PredictFailed)
         assert failed.request == number
         return failed
 
@@ -300,10 +300,10 @@ def test_next_holder_continues_selftest_search(
     cause = card.refused("h", Build((pid,)))
     assert cause.startswith("the model does not run on the self-test input x [1, 64]: predict failed!")
     card.start("h2")
-    card.daemon.tell(
+    card.daemon.send(
         "h2", Build((pid,), failed_cases=tuple({"x": (size, 64)} for size in (1, 2, 4, 8, 16, 32, 48, 64)))
     )
-    built, _ = card.daemon.hear("h2", Built)
+    built, _ = card.daemon.receive("h2", Built)
     assert (built.selftest_cases, built.selftest_digest) == ((), "")
     assert built.selftest_note.startswith("the model runs on none of 9 inputs generated from its signature")
     assert card.attach("w", built).selftest_digest == ""
@@ -339,8 +339,8 @@ def test_full_card_is_reported_and_memory_freed(
 ) -> None:
     card.host.switch(**switch)
     card.start("w")
-    card.daemon.tell("w", order)
-    broken, _ = card.daemon.hear("w", ProcessFailed)
+    card.daemon.send("w", order)
+    broken, _ = card.daemon.receive("w", ProcessFailed)
     assert cause in broken.reason
     assert broken.is_out_of_memory == no_room
     assert card.daemon.stop("w") == exit_codes.CANNOT_BUILD
@@ -350,7 +350,7 @@ def test_full_card_is_reported_and_memory_freed(
 def test_reports_missing_driver_before_build(card: Card) -> None:
     card.host.switch(ascend=False)
     card.begin("h")
-    broken, _ = card.daemon.hear("h", ProcessFailed)
+    broken, _ = card.daemon.receive("h", ProcessFailed)
     assert broken.reason.startswith(f"{sys.executable}: the library has no pid for this process: ")
     assert "set_env.sh" in broken.reason
     assert broken.reason.endswith(": dlopen libascend_kernel_plugin.so failed")
@@ -439,8 +439,8 @@ def test_accepts_answers_within_tolerance(card: Card) -> None:
     card.host.switch(noise=1e-3)
     assert card.attach("far", built).selftest_digest != built.selftest_digest
     card.start("exact")
-    card.daemon.tell("exact", Build(()))
-    assert "selftest_tolerance is 0: raise it" in card.daemon.hear("exact", Built)[0].selftest_note
+    card.daemon.send("exact", Build(()))
+    assert "selftest_tolerance is 0: raise it" in card.daemon.receive("exact", Built)[0].selftest_note
 
 
 def test_rejects_inputs_of_different_batches(card: Card, tmp_path: Path) -> None:
@@ -451,7 +451,7 @@ def test_rejects_inputs_of_different_batches(card: Card, tmp_path: Path) -> None
     assert (failed.code, failed.is_exiting) == ("INVALID_ARGUMENT", False)
     assert failed.error == "inputs: expected one batch for all, got {'a': 2, 'b': 1}: the model has gears for it"
     card.daemon.ask("w", 2, a=a, b=a)
-    result, frames = card.daemon.hear("w", PredictResult)
+    result, frames = card.daemon.receive("w", PredictResult)
     right = {name: array.tobytes() for name, array in models.answers(path, {"a": a, "b": a}).items()}
     assert {each.name: bytes(frame) for each, frame in zip(result.description.outputs, frames)} == right
 
@@ -678,7 +678,7 @@ def test_weights_for_a_plain_model_are_a_build_error(card: Card, tmp_path: Path)
 )
 def test_invalid_options_name_their_key(text: str, cause: str, card: Card) -> None:
     card.begin("h", "--options", text)
-    broken, _ = card.daemon.hear("h", ProcessFailed)
+    broken, _ = card.daemon.receive("h", ProcessFailed)
     assert broken.reason.startswith(cause)
     assert card.daemon.stop("h") == exit_codes.CANNOT_BUILD
 

@@ -265,10 +265,10 @@ def serve(daemon: Daemon, model: Path, rows: int = 1, options: str = "{}") -> Tu
     """Start a holder "h" and attach a worker "w" to its weights."""
     for name in ("h", "w"):
         daemon.start(name, model, "--options", options)
-        daemon.hear(name, Hello)
-    daemon.tell("h", Build((), max_rows=rows))
-    built, _ = daemon.hear("h", Built)
-    daemon.tell(
+        daemon.receive(name, Hello)
+    daemon.send("h", Build((), max_rows=rows))
+    built, _ = daemon.receive("h", Built)
+    daemon.send(
         "w",
         Attach(
             built.handle,
@@ -279,7 +279,7 @@ def serve(daemon: Daemon, model: Path, rows: int = 1, options: str = "{}") -> Tu
             first_shapes=built.first_shapes,
         ),
     )
-    attached, _ = daemon.hear("w", Attached)
+    attached, _ = daemon.receive("w", Attached)
     assert attached.selftest_digest == built.selftest_digest != ""
     return built, attached
 
@@ -294,16 +294,16 @@ def test_worker_answers_like_a_fresh_process(
     order = np.random.RandomState(7).randint(0, len(CASES[name]), 20)
     for request, number in enumerate(order):
         daemon.ask("w", request, **values(CASES[name][number]))
-        _, frames = daemon.hear_result("w")
+        _, frames = daemon.receive_result("w")
         assert frames[0] == fresh_answers(name)[number].tobytes()
 
 
 @pytest.mark.parametrize("options", ["{}", '{"max_shape": {"x": [4, 3, 64, 64]}}'])
 def test_compares_single_selftest_with_smaller_shape(options: str, daemon: Daemon, model: Model) -> None:
     daemon.start("h", model("image"), "--options", options, "--sharer-count", "1")
-    daemon.hear("h", Hello)
-    daemon.tell("h", Build((), search_selftest=False, selftest_cases=({"x": (1, 3, 64, 64)},)))
-    built, _ = daemon.hear("h", Built)
+    daemon.receive("h", Hello)
+    daemon.send("h", Build((), search_selftest=False, selftest_cases=({"x": (1, 3, 64, 64)},)))
+    built, _ = daemon.receive("h", Built)
     assert built.rebuilds_per_shape
     assert "weights are not shared" in built.note
     assert "rebuilt at each change of shape" in built.note
@@ -338,16 +338,16 @@ def test_invalid_max_shape_fails_build(daemon: Daemon, model: Model) -> None:
     for number, (options, cause) in enumerate(expected.items()):
         name = f"h{number}"
         daemon.start(name, model("wide"), "--options", options)
-        daemon.hear(name, Hello)
-        daemon.tell(name, Build(()))
-        broken, _ = daemon.hear(name, ProcessFailed)
+        daemon.receive(name, Hello)
+        daemon.send(name, Build(()))
+        broken, _ = daemon.receive(name, ProcessFailed)
         assert broken.reason == cause
 
 
 def test_request_beyond_max_shape_keeps_worker(daemon: Daemon, model: Model) -> None:
     serve(daemon, model("wide"), options='{"max_shape": {"x": [4, 1024]}}')
     daemon.ask("w", 1, **values({"x": (5, 1024)}))
-    failed, _ = daemon.hear("w", PredictFailed)
+    failed, _ = daemon.receive("w", PredictFailed)
     assert (failed.code, failed.is_exiting) == ("INVALID_ARGUMENT", False)
     daemon.ask("w", 2, **values({"x": (4, 1024)}))
     assert daemon.answer("w", 2).shape == (4, 1024)

@@ -49,35 +49,35 @@ class ForkChannel:
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         self.pid: int = struct.unpack("3i", peer)[0]
         self.stream = Stream(connection)
-        self._heard: List[Any] = []
+        self._messages: List[Any] = []
         # The frames of the last message.
         self.frames: List[Any] = []
 
-    def tell(self, order: object, *frames: Any) -> None:
+    def send(self, order: object, *frames: Any) -> None:
         self.stream.send([*encode(order), *frames])
 
     def ask(self, number: int, **inputs: Any) -> Any:
         """Send a request; return its only output."""
         specs = tuple(spec_of(name, array) for name, array in inputs.items())
-        self.tell(Predict(number, RequestDescription("m", specs)), *map(frame_of, inputs.values()))
-        result = self.hear(PredictResult)
+        self.send(Predict(number, RequestDescription("m", specs)), *map(frame_of, inputs.values()))
+        result = self.receive(PredictResult)
         assert result.request == number
         (spec,) = result.description.outputs
         return np.frombuffer(self.frames[2], NUMPY_DTYPE[spec.datatype]).reshape(spec.shape)
 
-    def hear(self, kind: Type[M]) -> M:
+    def receive(self, kind: Type[M]) -> M:
         """Wait for the next message and return it; it must have this type."""
         readable = select.poll()
         readable.register(self.stream, select.POLLIN)
-        while not self._heard:
+        while not self._messages:
             assert readable.poll(LIMIT_MS)
-            self._heard += self.stream.receive()
-        self.frames = list(self._heard.pop(0).frames)
+            self._messages += self.stream.receive()
+        self.frames = list(self._messages.pop(0).frames)
         found = decode(self.frames, FROM_CHILD)
         if isinstance(found, AnnounceSelfTest):
             if found.cases:
-                self.tell(ContinueSelfTest())
-            return self.hear(kind)
+                self.send(ContinueSelfTest())
+            return self.receive(kind)
         assert isinstance(found, kind), found
         return found
 
@@ -125,8 +125,8 @@ class Forking:
         arguments += ("--address", self.address)
         self._by_name.pop(name, None)
         channel = of or self.server
-        channel.tell(Fork(name, arguments, str(self.daemon.directory / f"{name}.log")))
-        forked = channel.hear(Forked)
+        channel.send(Fork(name, arguments, str(self.daemon.directory / f"{name}.log")))
+        forked = channel.receive(Forked)
         assert (forked.name, forked.error) == (name, "")
         self.pids[name] = forked.pid
         return forked.pid

@@ -35,14 +35,14 @@ def ready(words, made):
             raise ValueError("as requested")
         return 3
     return live
-def tell(forked):
+def report(forked):
     print(forked.pid, flush=True)
     if fate == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
-    return fate != "unheard"
+    return fate != "unreported"
 forker = Forker(ProcessState(), ready)
 forker.freeze_memory()
-forker.fork(Fork("w", ("--some", "thing"), directory + "/log"), tell)
+forker.fork(Fork("w", ("--some", "thing"), directory + "/log"), report)
 print("lives")
 """
 
@@ -57,11 +57,11 @@ def fate(directory: Path, fate: str) -> Tuple[int, List[str]]:
 
 
 def test_child_uses_its_arguments_and_status(tmp_path: Path) -> None:
-    assert fate(tmp_path, "heard") == (3, ["lives"])
+    assert fate(tmp_path, "normal") == (3, ["lives"])
     assert (tmp_path / "words").read_text() == "--some thing"
 
 
-@pytest.mark.parametrize(("how", "printed"), [("unheard", ["lives"]), ("dies", [])])
+@pytest.mark.parametrize(("how", "printed"), [("unreported", ["lives"]), ("dies", [])])
 def test_unreported_child_is_killed(tmp_path: Path, how: str, printed: List[str]) -> None:
     assert fate(tmp_path, how) == (-signal.SIGKILL, printed)
     assert list(tmp_path.iterdir()) == []
@@ -76,12 +76,12 @@ def refused(monkeypatch: pytest.MonkeyPatch, reason: str) -> List[Forked]:
     """Return the messages of a forker that cannot fork for this reason."""
     messages: List[Forked] = []
 
-    def tell(forked: Forked) -> bool:
+    def report(forked: Forked) -> bool:
         messages.append(forked)
         return True
 
     monkeypatch.setattr(forking, "cannot_fork_reason", lambda: reason)
-    Forker(ProcessState(), lambda words, made: lambda: 0).fork(ORDER, tell)
+    Forker(ProcessState(), lambda words, made: lambda: 0).fork(ORDER, report)
     return messages
 
 

@@ -51,16 +51,16 @@ def test_forks_holder_and_workers(forking: Forking, model: Model) -> None:
     daemon, path = forking.daemon, model("wide")
     for name, role in (("h", "holder"), ("w1", "worker"), ("w2", "worker")):
         forking.fork(name, path, "--role", role)
-        hello = forking.channel(name).hear(Hello)
+        hello = forking.channel(name).receive(Hello)
         assert hello.origin == "forked"
-    forking.channel("h").tell(Build(()))
-    built = forking.channel("h").hear(Built)
+    forking.channel("h").send(Build(()))
+    built = forking.channel("h").receive(Built)
     assert (built.handle, built.is_template) == (str(daemon.directory / "store"), False)
     x = (np.arange(1024) % 7 - 3).astype(np.float32).reshape(1, 1024)
     i, j = np.ogrid[:1024, :1024]
     for number, name in enumerate(("w1", "w2")):
-        forking.channel(name).tell(Attach(built.handle, built.selftest_cases))
-        attached = forking.channel(name).hear(Attached)
+        forking.channel(name).send(Attach(built.handle, built.selftest_cases))
+        attached = forking.channel(name).receive(Attached)
         assert (attached.selftest_digest, attached.shared_bytes > 0.9 * built.shared_bytes) == (
             built.selftest_digest,
             True,
@@ -68,19 +68,19 @@ def test_forks_holder_and_workers(forking: Forking, model: Model) -> None:
         answer = forking.channel(name).ask(number, x=x)
         assert np.array_equal(answer, x @ ((i + 3 * j) % 5 - 2).astype(np.float32))
     for name in ("w1", "w2", "h"):
-        forking.channel(name).tell(Stop())
+        forking.channel(name).send(Stop())
         assert forking.wait(name) == exit_codes.OK
 
 
 def test_children_outlive_killed_server(served: Start, model: Model) -> None:
     with served() as forking:
         forking.fork("w", model("relu"))
-        forking.channel("w").hear(Hello)
+        forking.channel("w").receive(Hello)
         server = forking.daemon.children["server"]
         server.kill()
         server.wait()
-        forking.channel("w").tell(Ping(run_selftest=False))
-        forking.channel("w").hear(Pong)
+        forking.channel("w").send(Ping(run_selftest=False))
+        forking.channel("w").receive(Pong)
 
 
 def test_server_and_children_end_with_parent(served: Start, model: Model) -> None:
@@ -93,8 +93,8 @@ def test_server_and_children_end_with_parent(served: Start, model: Model) -> Non
             parent.stdin.flush()
             channel = forking.accept()
             arguments = (*forking.daemon.arguments("w", model("relu")), "--address", forking.address)
-            channel.tell(Fork("w", arguments, str(forking.daemon.directory / "w.log")))
-            pid = channel.hear(Forked).pid
+            channel.send(Fork("w", arguments, str(forking.daemon.directory / "w.log")))
+            pid = channel.receive(Forked).pid
             assert forking.accept().pid == pid
             assert alive(pid)
             assert alive(channel.pid)
@@ -108,7 +108,7 @@ def test_server_ends_by_stop_channel_or_wrong_order(served: Start, how: str) -> 
         if how == "channel":
             forking.server.stream.close()
         else:
-            forking.server.tell(Stop() if how == "stop" else Ping(run_selftest=False))
+            forking.server.send(Stop() if how == "stop" else Ping(run_selftest=False))
         status = exit_codes.FAILED if how == "order" else exit_codes.OK
         assert forking.daemon.children["server"].wait(30) == status
     words = "RemoteProtocolError: type: expected fork or stop, got ping"
@@ -136,22 +136,22 @@ def test_server_survives_thread_started_by_import(served: Start, tmp_path: Path)
     (tmp_path / ENGINE / "capi" / f"{ENGINE}_pybind11_state.py").write_text("")
     with served(PYTHONPATH=str(tmp_path)) as forking:
         for _ in range(2):
-            forking.server.tell(Fork("w", (), "/log"))
-            forked = forking.server.hear(Forked)
+            forking.server.send(Fork("w", (), "/log"))
+            forked = forking.server.receive(Forked)
             comm = Path(f"/proc/{forking.server.pid}/comm").read_text().strip()
             assert (forked.pid, forked.error) == (0, f"cannot fork: expected one thread, got 1 more: {comm}")
 
 
 def test_server_survives_wrong_arguments(forking: Forking) -> None:
     for _ in range(2):
-        forking.server.tell(Fork("none", ("--role", "king"), "/log"))
-        assert forking.server.hear(Forked) == Forked("none", 0, "cannot fork: invalid arguments: --role king")
+        forking.server.send(Fork("none", ("--role", "king"), "/log"))
+        assert forking.server.receive(Forked) == Forked("none", 0, "cannot fork: invalid arguments: --role king")
 
 
 def test_server_ignores_sigint(forking: Forking, model: Model) -> None:
     os.kill(forking.server.pid, signal.SIGINT)
     forking.fork("after", model("relu"))
-    forking.channel("after").hear(Hello)
+    forking.channel("after").receive(Hello)
 
 
 def command() -> List[str]:

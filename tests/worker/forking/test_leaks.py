@@ -46,7 +46,7 @@ def pair(leaky: Forking, tmp_path_factory: pytest.TempPathFactory) -> List[Forke
     born: List[ForkedProcess] = []
     for name in ("a", "b"):
         pid = leaky.fork(name, model, "--role", "worker")
-        hello = leaky.channel(name).hear(Hello)
+        hello = leaky.channel(name).receive(Hello)
         born.append(ForkedProcess(pid, hello, json.loads(hello.versions[ENGINE])))
     return born
 
@@ -123,6 +123,6 @@ def test_command_line_equals_spawned_process(pair: List[ForkedProcess], leaky: F
 def test_raises_oom_score_like_spawned_process(leaky: Forking, tmp_path: Path, role: str, above: int) -> None:
     (tmp_path / "model").write_bytes(b"any")
     pid = leaky.fork(role, tmp_path / "model", "--role", role)
-    leaky.channel(role).hear(Hello)
+    leaky.channel(role).receive(Hello)
     own, score = (int(Path(f"/proc/{each}/oom_score_adj").read_text("ascii")) for each in ("self", pid))
     assert score == min(own + above, 1000)

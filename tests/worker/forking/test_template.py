@@ -43,18 +43,18 @@ def holder(forking: Forking, model: Path, *more: str) -> Tuple[ForkChannel, Buil
     """Start a holder that may become a template and build its model."""
     forking.fork("h", model, "--role", "holder", "--template", *more)
     channel = forking.channel("h")
-    hello = channel.hear(Hello)
+    hello = channel.receive(Hello)
     assert (channel.pid, hello.engine_pid, hello.origin) == (forking.pids["h"], str(channel.pid), "forked")
-    channel.tell(Build(()))
-    return channel, channel.hear(Built)
+    channel.send(Build(()))
+    return channel, channel.receive(Built)
 
 
 def worker(forking: Forking, name: str, model: Path, built: Built, of: ForkChannel) -> Tuple[Hello, Attached]:
     """Fork a worker and attach it."""
     forking.fork(name, model, of=of)
-    hello = forking.channel(name).hear(Hello)
-    forking.channel(name).tell(Attach(built.handle, built.selftest_cases))
-    attached = forking.channel(name).hear(Attached)
+    hello = forking.channel(name).receive(Hello)
+    forking.channel(name).send(Attach(built.handle, built.selftest_cases))
+    attached = forking.channel(name).receive(Attached)
     assert attached.selftest_digest == built.selftest_digest
     return hello, attached
 
@@ -79,10 +79,10 @@ def test_forked_workers_share_model_and_answer_equally(served: Start, model: Mod
         # The workers continue without the template.
         os.kill(template.pid, signal.SIGKILL)
         forking.wait("h")
-        forking.channel("w0").tell(Ping(run_selftest=True))
-        pong = forking.channel("w0").hear(Pong)
+        forking.channel("w0").send(Ping(run_selftest=True))
+        pong = forking.channel("w0").receive(Pong)
         assert pong.selftest_digest == built.selftest_digest
-        forking.channel("w0").tell(Stop())
+        forking.channel("w0").send(Stop())
         assert forking.wait("w0") == exit_codes.OK
 
 
@@ -91,9 +91,9 @@ def test_template_obeys_next_daemon(served: Start, model: Model) -> None:
         template, built = holder(forking, model("wide"))
         template.stream.close()
         template = forking.accept()
-        template.hear(Reconnected)
+        template.receive(Reconnected)
         worker(forking, "w", model("wide"), built, template)
-        template.tell(Stop())
+        template.send(Stop())
         assert forking.wait("h") == exit_codes.OK
 
 
@@ -115,8 +115,8 @@ def test_conditions_that_rule_out_a_template(
         assert (built.shared_bytes > 4 * MIB - 64 * 1024) == shares
         words = "workers are not forked from this process: cannot fork: expected one thread, got 1 more: "
         assert (words in forking.daemon.log("h")) == shares
-        channel.tell(Fork("w", (), "/log"))
-        assert channel.hear(Forked) == Forked("w", 0, "this process is not a template")
+        channel.send(Fork("w", (), "/log"))
+        assert channel.receive(Forked) == Forked("w", 0, "this process is not a template")
 
 
 def test_random_model_has_no_template(served: Start, model: Model) -> None:
@@ -136,6 +136,6 @@ def test_random_model_has_no_template(served: Start, model: Model) -> None:
 def test_template_rejects_predict(served: Start, model: Model) -> None:
     with served() as forking:
         template, _ = holder(forking, model("wide"))
-        template.tell(Predict(1, RequestDescription("m", ())))
+        template.send(Predict(1, RequestDescription("m", ())))
         assert os.WEXITSTATUS(forking.wait("h")) == exit_codes.FAILED
         assert "expected no predict in a template" in forking.daemon.log("h")

@@ -59,7 +59,7 @@ class Group:
             variables=environment(self.host),
         )
 
-    def hear(self, kind: Type[M]) -> List[M]:
+    def receive(self, kind: Type[M]) -> List[M]:
         """Wait until both ranks have sent a message of this type; return the messages."""
         replies: Dict[str, Any] = {}
         while len(replies) < 2:
@@ -69,24 +69,24 @@ class Group:
             replies[peer.decode()] = message
         return [replies["r0"], replies["r1"]]
 
-    def tell(self, order: object, *frames: Any) -> None:
+    def send(self, order: object, *frames: Any) -> None:
         for name in ("r0", "r1"):
-            self.daemon.tell(name, order, *frames)
+            self.daemon.send(name, order, *frames)
 
     def enter(self, **options: Any) -> List[SelfTestDone]:
         """Start both ranks and run their self-test, so that they can serve."""
         for rank in (0, 1):
             self.start(rank, **options)
-        self.hear(Hello)
-        self.tell(JoinGroup())
-        self.hear(JoinedGroup)
-        self.tell(RunSelfTest())
-        return self.hear(SelfTestDone)
+        self.receive(Hello)
+        self.send(JoinGroup())
+        self.receive(JoinedGroup)
+        self.send(RunSelfTest())
+        return self.receive(SelfTestDone)
 
     def ask(self, x: Any) -> None:
         self.step += 1
         order = Predict(self.step, RequestDescription("m", (spec_of("x", x),)), step=self.step)
-        self.tell(order, frame_of(x))
+        self.send(order, frame_of(x))
 
     def answers(self) -> List[Any]:
         """Return each rank's reply to the last request: its output, or another message."""
@@ -113,7 +113,7 @@ def test_life_cycle(group: Group) -> None:
     daemon = group.daemon
     for rank in (0, 1):
         group.start(rank)
-    hellos = group.hear(Hello)
+    hellos = group.receive(Hello)
     own = int(Path("/proc/self/oom_score_adj").read_text("ascii"))
     for rank, hello in enumerate(hellos):
         assert hello.slice is not None
@@ -122,12 +122,12 @@ def test_life_cycle(group: Group) -> None:
         # Each rank has a working directory where libraries may write; the kernel kills it before the daemon.
         assert os.readlink(f"/proc/{hello.engine_pid}/cwd") == str(daemon.directory / f"r{rank}.files")
         assert int(Path(f"/proc/{hello.engine_pid}/oom_score_adj").read_text("ascii")) == min(own + 400, 1000)
-    group.tell(JoinGroup())
-    entered = group.hear(JoinedGroup)
+    group.send(JoinGroup())
+    entered = group.receive(JoinedGroup)
     assert entered[0].inputs == entered[1].inputs == INPUTS
     assert entered[0].outputs == entered[1].outputs
-    group.tell(RunSelfTest(8))
-    quiet, proven = group.hear(SelfTestDone)
+    group.send(RunSelfTest(8))
+    quiet, proven = group.receive(SelfTestDone)
     assert (quiet.selftest_digest, quiet.row_support) == ("", None)
     assert len(proven.selftest_digest) == 64
     assert proven.row_support is not None
@@ -172,10 +172,10 @@ def test_pipeline_stages_have_separate_groups(group: Group) -> None:
 def test_selftest_reveals_duplicate_slice(group: Group) -> None:
     for rank in (0, 1):
         group.start(rank, model=group.cut.paths[0])
-    group.hear(Hello)
-    group.tell(JoinGroup())
-    group.hear(JoinedGroup)
-    group.tell(RunSelfTest())
+    group.receive(Hello)
+    group.send(JoinGroup())
+    group.receive(JoinedGroup)
+    group.send(RunSelfTest())
     replies = group.answers()
     assert isinstance(replies[0], SelfTestDone)
     assert isinstance(replies[1], ProcessFailed)
@@ -188,8 +188,8 @@ def test_rank_times_out_after_other_is_killed(group: Group) -> None:
     group.daemon.children["r0"].wait()
     group.host.switch(hccl_second=0.003)
     order = Predict(1, RequestDescription("m", (spec_of("x", X),)), step=1)
-    group.daemon.tell("r1", order, frame_of(X))
-    failed, _ = group.daemon.hear("r1", PredictFailed)
+    group.daemon.send("r1", order, frame_of(X))
+    failed, _ = group.daemon.receive("r1", PredictFailed)
     assert failed.is_exiting
     assert "EI0002" in failed.error
     assert group.daemon.stop("r1") == exit_codes.MODEL_CORRUPTED
@@ -198,8 +198,8 @@ def test_rank_times_out_after_other_is_killed(group: Group) -> None:
 def test_rank_out_of_step_fails_before_predict(group: Group) -> None:
     group.enter()
     order = Predict(1, RequestDescription("m", (spec_of("x", X),)), step=2)
-    group.tell(order, frame_of(X))
-    assert group.hear(ProcessFailed) == [ProcessFailed("step: expected 1, got 2")] * 2
+    group.send(order, frame_of(X))
+    assert group.receive(ProcessFailed) == [ProcessFailed("step: expected 1, got 2")] * 2
     assert group.stop() == [exit_codes.MODEL_CORRUPTED] * 2
 
 
@@ -211,14 +211,14 @@ def test_sigterm_ends_rank(group: Group) -> None:
 
 def test_reports_failed_join_and_load(group: Group, tmp_path: Path) -> None:
     group.start(0, rank_table=str(tmp_path / "none.json"))
-    group.daemon.hear("r0", Hello)
-    group.daemon.tell("r0", JoinGroup())
-    broken, _ = group.daemon.hear("r0", ProcessFailed)
+    group.daemon.receive("r0", Hello)
+    group.daemon.send("r0", JoinGroup())
+    broken, _ = group.daemon.receive("r0", ProcessFailed)
     assert "none.json" in broken.reason
     assert group.daemon.stop("r0") == exit_codes.CANNOT_BUILD
     (tmp_path / "junk.mindir").write_bytes(b"junk")
     group.start(1, model=tmp_path / "junk.mindir")
-    broken, _ = group.daemon.hear("r1", ProcessFailed)
+    broken, _ = group.daemon.receive("r1", ProcessFailed)
     assert broken.reason == f"{tmp_path}/junk.mindir: expected a complete MindIR file"
     assert group.daemon.stop("r1") == exit_codes.CANNOT_BUILD
 
@@ -226,8 +226,8 @@ def test_reports_failed_join_and_load(group: Group, tmp_path: Path) -> None:
 def test_waits_for_port_in_use(group: Group) -> None:
     group.enter()
     group.start(0, name="late")
-    group.daemon.hear("late", Hello)
-    group.daemon.tell("late", JoinGroup())
-    broken, _ = group.daemon.hear("late", ProcessFailed)
+    group.daemon.receive("late", Hello)
+    group.daemon.send("late", JoinGroup())
+    broken, _ = group.daemon.receive("late", ProcessFailed)
     assert broken.is_out_of_memory
     assert "EI0019" in broken.reason
