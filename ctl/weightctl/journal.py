@@ -20,8 +20,8 @@ from weightd_protocol.errors import DeadlineExceeded, NotFound, Unavailable
 from weightd_protocol.messages.events import Event, LogsResponse, LogTail
 
 _EVENTS_DESCRIPTION = """\
-Shows the daemon's events: starts, loads, crashes, updates, reloads and refusals; all of them, or
-those of MODEL. The daemon keeps the last 2,000 events since its start, up to 1 MB; the systemd
+Shows the daemon's events: starts, loads, crashes, updates, reloads and refusals, of all models or
+of MODEL. The daemon keeps the last 2,000 events since its start, up to 1 MB; the systemd
 journal keeps all (journalctl -u weightd).
 
   weightctl events

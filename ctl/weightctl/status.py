@@ -62,8 +62,8 @@ processes show the device and the slice of each rank. A broker lets the ranks fi
 Processes are spawned with a new interpreter, forked from a fork server, which has loaded the
 engine, or forked from the template, which is the holder with the built model.
 
-The memory kept for clients is that of requests in progress and of responses that clients have not
-read; max_memory_bytes in the configuration limits it.
+The memory kept for clients contains requests in progress and responses that clients have not read;
+max_memory_bytes in the configuration limits it.
 
 If the daemon's control group (cgroup) has a limit or is under pressure, the last line shows its
 memory, including cached files, and the lowest limits of the group and its ancestors. Above "high",

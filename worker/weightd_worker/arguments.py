@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         "--sharing", choices=["on", "off"], default="on", help="off: the process has a private copy of the weights"
     )
     parser.add_argument("--options", default="{}", help="the engine's own options, a JSON object")
-    parser.add_argument("--weights", default="", help="an .npz of weights that replace those of the model")
+    parser.add_argument("--weights", default="", help="an .npz of weights that replace the model's")
     parser.add_argument("--selftest-inputs", default="", help="an .npz of self-test inputs")
     parser.add_argument("--tolerance", default=0.0, type=float, help="allowed difference of answers to the self-test")
     parser.add_argument(

@@ -23,7 +23,7 @@ from weightd_protocol.datatypes import ITEM_BYTES
 _PRODUCER, _GRAPH = 2, 7  # in a model
 _INPUT, _OUTPUT = 5, 6  # in a graph
 _NAME, _TENSOR, _TUPLE = 1, 2, 5  # in an input or output
-_TENSORS, _VALUES = 12, 17  # in a tuple, and in each of its values
+_TENSORS, _VALUES = 12, 17  # in a tuple, whose values are nested tuples
 _DIMS, _DATATYPE = 1, 2  # in a tensor
 
 # By the numbers of TensorProto.DataType. A type without a datatype in the protocol has its name there, in lower case.

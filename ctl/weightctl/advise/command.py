@@ -49,8 +49,9 @@ row.
 
 Without --inputs, rows are generated: floats around 0, of which every third row is 100 times as
 large and every third a hundredth; integers are 0 or 1, because they may be indices; floats are 0
-or 1, too, if the model rejects others. The dimensions after the first are those of --shape, or of
-the self-test, on which the model is known to run; if none are known, free dimensions are 1.
+or 1, too, if the model rejects others. --shape sets the dimensions after the first.
+Otherwise they come from the self-test, with which the model is known to run; if it has none, free
+dimensions are 1.
 
 advise recommends the smallest number of rows with at least {recommend.ENOUGH_OF_BEST:.0%} of the
 best gain, among those at which waiting requests are answered sooner in a batch than one after

@@ -32,17 +32,17 @@ response is followed immediately by the next request.
   weightctl bench bert --shape ids=1,128 --shape mask=1,128 --in-flight 1,32
 
 Requests are generated from the model's metadata: floats around 0, other values 0 or 1.
-{request_inputs.MAX_SAMPLES} different requests take turns. Shapes are those of --shape or --rows,
-or of the self-test, on which the model is known to run; if none are known, free dimensions are 1.
-The first line of the output shows them.
+{request_inputs.MAX_SAMPLES} different requests take turns. --shape or --rows set the shapes.
+Otherwise they come from the self-test, with which the model is known to run; if it has none, free
+dimensions are 1. The first line of the output shows the shapes.
 
 The time is divided into at most {MAX_WINDOWS} windows in --seconds; the first one is the warm-up.
-The results are those of the last {STABLE_WINDOWS} windows. A measurement ends as soon as their
+The results come from the last {STABLE_WINDOWS} windows. A measurement ends as soon as their
 requests/s are within {TOLERANCE:.0%} of their mean; if they never are, a line below the table says
 so. Ctrl-C shows the results so far.
 
 Latency is measured at the client, from before a request is created until its response is read.
-ROWS PER RUN is the average number of rows per execution of the model, including those of other
+ROWS PER RUN is the average number of rows per execution of the model, including rows of other
 clients, or "-" if the daemon does not report it.
 
 The client has one thread, which takes 0.1 to 0.2 ms of a core per request, and more for large

@@ -179,7 +179,7 @@ def test_selftest_reveals_duplicate_slice(group: Group) -> None:
     replies = group.answers()
     assert isinstance(replies[0], SelfTestDone)
     assert isinstance(replies[1], ProcessFailed)
-    assert "the answer to the self-test is wrong: output output_0: it differs by " in replies[1].reason
+    assert "the answer to the self-test is wrong: output output_0: differs by " in replies[1].reason
 
 
 def test_rank_times_out_after_other_is_killed(group: Group) -> None:

@@ -208,13 +208,13 @@ def test_rejects_selftest_with_unequal_shares(play: Play, npz: Write, shape: Tup
     assert only(ProcessFailed, script).reason == expected
 
 
-NOT_FAR = "it differs where equality is required: in integers, in which values are finite, or from an output of zeros"
+NOT_FAR = "differs where equality is required: in integers, in which values are finite, or from an output of zeros"
 
 
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [
-        (X * 2 + np.float32(0.1), "it differs by 0.01 of the largest value, expected at most 0.001"),
+        (X * 2 + np.float32(0.1), "differs by 0.01 of the largest value, expected at most 0.001"),
         ((X * 2).astype(np.float64), "expected float32 [2, 3], got float64 [2, 3]"),
         (X[:1] * 2, "expected float32 [2, 3], got float32 [1, 3]"),
         (X * np.float32("nan"), NOT_FAR),

@@ -102,7 +102,7 @@ class MindSporeRank(RankEngine):
         """Run the slice. Its outputs are fresh arrays."""
         for each in self._signature.inputs:
             if inputs[each.name].size == 0:
-                raise RankRejected(f"input {each.name}: it has no elements, which a group of ranks does not support")
+                raise RankRejected(f"input {each.name}: has no elements, which a group of ranks does not support")
         tensors = [self._library.Tensor.from_numpy(inputs[each.name]) for each in self._signature.inputs]
         if self._free_dim_count > 1:
             self._check_compatible(tensors)

@@ -153,7 +153,5 @@ def _describe_difference(expected: Any, answer: Any, difference: float, toleranc
         layouts = [f"{each.dtype} {list(each.shape)}" for each in (expected, answer)]
         if layouts[0] != layouts[1]:
             return f"expected {layouts[0]}, got {layouts[1]}"
-        return (
-            "it differs where equality is required: in integers, in which values are finite, or from an output of zeros"
-        )
-    return f"it differs by {difference:.3g} of the largest value, expected at most {tolerance:g}"
+        return "differs where equality is required: in integers, in which values are finite, or from an output of zeros"
+    return f"differs by {difference:.3g} of the largest value, expected at most {tolerance:g}"
