@@ -64,8 +64,7 @@ _TABLE_DESCRIPTIONS: Mapping[str, str] = {
         "of their first dimension. Optional: without this table, every request runs alone."
     ),
     "models.NAME.split": (
-        "Splits one request into several predicts that run in parallel, for the same kind of models. Optional: without "
-        "this table, requests are not split."
+        "Splits one request into several predicts that run in parallel, for the same kind of models. Optional."
     ),
     "models.NAME.mindspore_lite": "Options for a model that MindSpore Lite runs. Optional.",
     "models.NAME.ranks": (
@@ -73,8 +72,7 @@ _TABLE_DESCRIPTIONS: Mapping[str, str] = {
         "model's `path`, {rank} stands for 0, 1 and so on. Optional: without this table, the model is a single file."
     ),
     "groups.NAME": (
-        "A model group: models on cards that share one process, with MindSpore Lite 2.1 or later. Optional: without "
-        "these tables, each model has its own processes."
+        "A model group: models on cards that share one process, with MindSpore Lite 2.1 or later. Optional."
     ),
     "devices.NAME": (
         'The resources that weightd may use of a card (optional), with a NAME such as `"ascend:0"`, or a set of cores '

@@ -28,11 +28,11 @@ class BatchingConfig:
 
     exact: bool = field(default=True, metadata=boolean())
     """Whether requests are combined only if a test at load has shown that every bit of their outputs stays the same.
-    With false, requests are combined without this test, but never requests of different clients."""
+    With false, requests of one client are combined without this test."""
 
     sizes: tuple[int, ...] = field(default=(), metadata=list_of(integer(1, MAX_ROWS), limits.MAX_TENSORS))
-    """On a card: the only batch sizes, in rows, for which the graph was compiled, in ascending order. A smaller batch
-    is padded, and the padding is removed from the outputs. Empty: any size."""
+    """On a card: the only batch sizes, in rows, for which the graph was compiled, in ascending order. Smaller batches
+    are padded, and outputs trimmed. Empty: any size."""
 
     def fill_defaults(self) -> BatchingConfig:
         """Return this table with its defaults filled in."""

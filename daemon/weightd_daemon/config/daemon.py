@@ -55,8 +55,8 @@ class DaemonConfig:
     control group."""
 
     max_shm_bytes: int = field(default=0, metadata=integer(0, 2**62))
-    """Maximum bytes of shared memory that one user may register for tensors. The memory is allocated when it is
-    written; it belongs to the user, except for outputs. 0: a quarter, as for `max_memory_bytes`."""
+    """Maximum bytes of shared memory that one user may register for tensors. Written memory counts as the user's,
+    except for outputs. 0: a quarter, as for `max_memory_bytes`."""
 
     max_user_connections: int = field(default=1024, metadata=integer(0, 2**31))
     """Maximum connections of one user to the Unix socket, and of one user or host to each listener. A closed connection
@@ -73,8 +73,8 @@ class DaemonConfig:
 
     max_batch_seconds: float = field(default=0.1, metadata=number(MAX_SECONDS))
     """Approximate maximum seconds of one batch while requests of another tenant are queued, at least 0.001. A smaller
-    value shortens the wait of other tenants; a larger one uses devices more efficiently. A longer request that cannot
-    be split does not get the last free worker of a model, unless the other tenants' requests take about as long."""
+    value shortens the wait of other tenants; a larger one uses devices more efficiently. Longer requests that cannot be
+    split do not get the last free worker of a model, unless those of other tenants take about as long."""
 
     pass_environment: tuple[str, ...] = field(default=(), metadata=list_of(text(limits.MAX_NAME_BYTES), 256))
     """Additional environment variables for workers: a name, or a prefix followed by *. By default workers get only the

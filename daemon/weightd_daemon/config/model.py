@@ -94,13 +94,13 @@ class ModelConfig:
     needs a table [devices."cpu:N"]), or cards such as ["ascend:0", "ascend:1"]."""
 
     copies: str = field(default="one", metadata=one_of(["one", "each"]))
-    """Copies of the weights on sets of cores: "one" for all sets together, or one for "each" set, in memory near its
-    cores. Each card has its own copy."""
+    """Copies of the weights on sets of cores: "one" for all sets, or one for "each" set, in memory near its cores. Each
+    card has its own copy."""
 
     sharing: str = field(default="", metadata=one_of(["", "on", "auto", "off"]))
-    """Whether workers share the weights. "on": yes; the model fails if it cannot share them. "auto": as "on" on the
-    CPU; on a card without sharing each worker loads its own copy. "off": each worker loads its own copy. Default: "on";
-    "off" for a model with ranks or in a model group."""
+    """Whether workers share the weights. "on": yes; the model fails if it cannot share them. "auto": yes, but on a card
+    without sharing as "off". "off": each worker loads its own copy. Default: "on"; "off" for a model with ranks or in a
+    model group."""
 
     process_mib: int = field(default=0, metadata=integer(0, 2**30))
     """Memory of a card in MiB that each process needs besides the weights. 0: measured on the first generation."""
@@ -129,14 +129,14 @@ class ModelConfig:
     """Maximum seconds of one predict, after which the daemon kills and replaces the worker."""
 
     watchdog: float = field(default=30.0, metadata=number(MAX_SECONDS, positive=True))
-    """Maximum seconds without a message from a worker; idle workers are pinged. The model is ready while at least one
-    worker responds. Must be longer than the longest predict."""
+    """Maximum seconds without a message from a worker; idle workers are pinged. The model is ready while a worker
+    responds. Must be longer than the longest predict."""
 
     selftest: SelfTestSetting = field(default=selftest_config.AUTO, metadata=selftest_config.field_metadata())
     """Inputs for which each worker must reproduce the holder's outputs before it serves requests. "auto": the daemon
     searches for inputs that the model accepts. A table gives their shapes, such as {x = [1, 3, 48, 320]}; a path names
-    an .npz file with one array for each input. "off": no self-test; wrong outputs stay undetected, and memory that the
-    engine arranges in its first predict is not shared."""
+    an .npz file with an array for each input. "off": wrong outputs stay undetected, and memory that the engine arranges
+    in its first predict is not shared."""
 
     selftest_tolerance: float = field(default=0.0, metadata=number(1.0))
     """Maximum difference between outputs in the self-test, as a fraction of the largest value of that output, for

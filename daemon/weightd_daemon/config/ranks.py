@@ -84,21 +84,20 @@ class RanksConfig:
     """On the CPU: number of ranks of one group, instead of `devices`. 0: as many as `devices` has."""
 
     rank_table: str = field(default="", metadata=_PATH_METADATA)
-    """On cards with MindSpore Lite: the rank table of the communication library (HCCL). {group} in it stands for the
-    number of the rank group, from 0. Default: "generate", weightd writes the table."""
+    """On cards with MindSpore Lite: the rank table of the communication library (HCCL), with {group} for the number of
+    the rank group, from 0. Default: "generate", weightd writes the table."""
 
     device_ports: tuple[int, ...] = field(default=(), metadata=list_of(integer(1, 65535), 2))
     """Ports on which a card listens for the other ranks, for the rank tables that weightd writes. With two ports, a new
-    rank group starts beside the old one on the other port, if card and driver allow it. Empty: HCCL's default,
-    16666."""
+    rank group starts beside the old one, if card and driver allow it. Empty: HCCL's default, 16666."""
 
     group_info_file: str = field(default="", metadata=_PATH_METADATA)
-    """On cards with MindSpore Lite: the file about communication groups within the model, as written by its export.
-    {rank} in it stands for the rank. Default: none; the only communication group contains all ranks."""
+    """On cards with MindSpore Lite: the file about communication groups within the model, as written by its export,
+    with {rank} for the rank. Default: none; the only communication group contains all ranks."""
 
     reply: ReplySetting = field(default=LAST, metadata=_reply_metadata())
     """Whose outputs are the result. "last": the last rank's, for a model that is split by operators or layers. A
-    number: this rank's. "concat": the outputs of all ranks, concatenated in their order along the first dimension."""
+    number: this rank's. "concat": all ranks', concatenated in order along the first dimension."""
 
     connect_timeout: int = field(default=120, metadata=integer(1, 7200))
     """Maximum seconds for all ranks to connect to each other and to compile and run their first predict. Sets

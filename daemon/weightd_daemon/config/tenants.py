@@ -105,15 +105,15 @@ class TenantConfig:
     models and, if `models` is ["*"], reload the configuration, through the daemon's Unix socket."""
 
     model_dirs: tuple[str, ...] = field(default=(), metadata=list_of(user_path(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
-    """Directories from which the tenant may update its models, including files that its user cannot read. Elsewhere an
-    update accepts only files that the user can read."""
+    """Directories from which the tenant may update its models, even with files that its user cannot read. Elsewhere the
+    user must be able to read the files."""
 
     acts_for: tuple[str, ...] = field(default=(), metadata=list_of(_pattern_metadata(), _MAX_ENTRIES))
     """Tenants on whose behalf this tenant, such as the gateway, may send requests. Each request names its tenant."""
 
     weight: float = field(default=1.0, metadata=number(_MAX_WEIGHT, positive=True))
-    """Share of the time of each device, at least 0.001: of two tenants with queued requests, the one with weight 2 gets
-    twice the time of the one with weight 1."""
+    """Share of the time of each device, at least 0.001: weight 2 gets twice the time of weight 1 while both tenants
+    have queued requests."""
 
     max_in_flight: int = field(default=0, metadata=integer(0, _MAX_COUNT))
     """Maximum requests that are queued or running. 0: limited only by the models."""

@@ -52,12 +52,12 @@ class MindSporeLiteOptions(EngineOptions):
     """On the CPU: number of operators that run in parallel. 0: MindSpore Lite's default."""
 
     parallel_workers: int = field(default=1, metadata=integer(1, limits.MAX_CONCURRENCY))
-    """On the CPU: number of predicts that each process runs in parallel, each with the model's `threads`, by MindSpore
+    """On the CPU: number of predicts, each with the model's `threads`, that each process runs in parallel by MindSpore
     Lite's own parallel workers, which share the weights. MindSpore Lite allows at most five for each core."""
 
     max_shape: Mapping[str, tuple[int, ...]] | None = field(default=None, metadata=_SHAPES)
     """On the CPU: the largest shape of each input. Each process runs this shape first and keeps the memory for it;
-    larger requests are rejected. Default: none; a process rebuilds the model whenever a request is larger than all
+    larger requests are rejected. Default: none; a process rebuilds the model for each request larger than all
     before."""
 
     config_file: str = field(default="", metadata=_PATH)

@@ -49,11 +49,11 @@ class GatewayConfig:
     them."""
 
     insecure: bool = field(default=False, metadata=boolean())
-    """Allow addresses that other hosts can reach without TLS or with `anonymous`. Without TLS, others on the network
-    can read and change tokens and data; with `anonymous`, they can send requests."""
+    """Allow addresses that other hosts can reach without TLS or with `anonymous`. Without TLS, the network can read and
+    change tokens and data; with `anonymous`, it can send requests."""
 
     tls_cert: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
-    """File with the gateway's certificate chain in PEM, which enables TLS for all HOST:PORT addresses."""
+    """File with the gateway's certificate chain in PEM; enables TLS for all HOST:PORT addresses."""
 
     tls_key: str = field(default="", metadata=user_path(limits.MAX_PATH_BYTES, empty=True))
     """File with the certificate's key in PEM, without a passphrase."""
@@ -72,9 +72,8 @@ class GatewayConfig:
     """Maximum bytes of a request after decompression."""
 
     max_in_flight: int = field(default=256, metadata=integer(1, _MAX_COUNT))
-    """Maximum number of requests in progress, from receiving to answering; the gateway rejects further ones
-    immediately. A tenant may have at most three times as many as remain free; the same applies to
-    `max_memory_bytes`."""
+    """Maximum requests in progress, from receiving to answering; the gateway rejects further ones immediately. A tenant
+    may have at most three times as many as remain free; the same applies to `max_memory_bytes`."""
 
     max_memory_bytes: int = field(default=1024 * 1024 * 1024, metadata=integer(1024, 2**62))
     """Maximum bytes of all requests in progress and of unread responses; at least twice `max_body_bytes`."""
@@ -100,8 +99,8 @@ class GatewayConfig:
     """Seconds that requests in progress may take when the gateway stops."""
 
     shared_memory: bool = field(default=False, metadata=boolean())
-    """Allow tensors in files in /dev/shm, as Triton's clients use them. Requires that all addresses are local to this
-    host. Callers can use every such file that belongs to the gateway's user, and no other."""
+    """Allow tensors in files in /dev/shm, as Triton's clients use them. Requires addresses local to this host. Callers
+    can use every such file of the gateway's user, and no other."""
 
     page: bool = field(default=True, metadata=boolean())
     """Serve the status page at /."""
