@@ -91,7 +91,7 @@ def test_publish_fails_if_store_dies(one: Nodes, tmp_path: Path, monkeypatch: py
         put(store, *more)
 
     monkeypatch.setattr(model_store, "_put_file", put_to_killed_store)
-    with pytest.raises(Unavailable, match="put there: Actor"):
+    with pytest.raises(Unavailable, match="object store: Actor"):
         publish(models.tiny(tmp_path / "z.onnx", seed=9))
 
 
