@@ -1,4 +1,4 @@
-"""Reload of the configuration, requested by SIGHUP or by a client.
+"""Reload of the configuration, requested by SIGHUP (see `Daemon.on_signals`) or by a client.
 
 A reload has three steps: `Reloader.request` (or `on_hangup`) queues it, a helper process reads and validates the file
 (`config_file.py`), and `ConfigInForce.apply` compares the result with the configuration in force and applies the

@@ -8,7 +8,8 @@ To add a datatype, add it here and in every other place that names datatypes:
 - each engine of the worker: `engines/onnxruntime.py`, `engines/mindspore.py`, `engines/mindspore_lite/model.py`
 - readers of model files: `engines/onnxruntime.py` of the daemon, `modelfiles/mindir.py` of common
 - the gateway: typed contents in `grpc/requests.py`; datatypes that JSON cannot carry in `tensors.py`
-- random inputs of the doctor's self-test: `doctor/selftest/sharing.py`
+- random inputs: `doctor/selftest/sharing.py` of the daemon, `rowtest/rows.py` of common
+- the table in docs/protocol.md
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ A process hangs if one of three limits is exceeded:
 - it computes for longer than `predict_timeout`: `RunningBatches.take_overdue` in `scheduling/slots.py`
 - it starts, builds, attaches or stops for too long: `GenerationBase.tick` in `generations/base.py`
 
-`Watchdog` does no I/O; its callers pass the time.
+`ProcessEvents.run_watchdog` ends such a process. `Watchdog` does no I/O; its callers pass the time.
 """
 
 from __future__ import annotations
