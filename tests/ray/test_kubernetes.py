@@ -57,7 +57,9 @@ def test_references_between_documents() -> None:
     assert OF_KIND["Deployment"]["spec"]["selector"]["matchLabels"] == labels
     assert OF_KIND["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
     assert OF_KIND["Service"]["spec"]["selector"] == labels
-    ports = {each["name"]: each["containerPort"] for container in POD["containers"] for each in container.get("ports", ())}
+    ports = {
+        each["name"]: each["containerPort"] for container in POD["containers"] for each in container.get("ports", ())
+    }
     assert {each["targetPort"] for each in OF_KIND["Service"]["spec"]["ports"]} == {"http", "grpc"}
     for name in ("http", "grpc"):
         assert f"0.0.0.0:{ports[name]}" in FILES["gateway.toml"]
