@@ -1,7 +1,6 @@
 """Accepts the requests for one model, dispatches them to workers and sends one reply to each.
 
-    enqueue   `Dispatcher.infer` checks a request, and starts it on a free slot or queues it; `Scheduler.submit` refuses
-              requests if the queue is full
+    enqueue   `Dispatcher.infer` checks and starts a request, or queues it (`Scheduler.submit` refuses it if that is full)
     dispatch  `Dispatcher.dispatch` starts all batches that can run now; `Scheduler` selects them
     execute   `BatchSender` sends a batch to the processes of its slot
     reply     `BatchResults` handles the processes' results, and `Replies` ends each request with its result or an error
