@@ -1,6 +1,6 @@
 """Accepts the requests for one model, dispatches them to workers and sends one reply to each.
 
-    enqueue   `Dispatcher.infer` checks and starts a request, or queues it (`Scheduler.submit` refuses it if that is full)
+    enqueue   `Dispatcher.infer` checks and starts a request or queues it (`Scheduler.submit`: unless the queue is full)
     dispatch  `Dispatcher.dispatch` starts all batches that can run now; `Scheduler` selects them
     execute   `BatchSender` sends a batch to the processes of its slot
     reply     `BatchResults` handles the processes' results, and `Replies` ends each request with its result or an error
