@@ -8,6 +8,7 @@ the time and send the batches.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,7 +16,6 @@ from weightd_daemon.counters import ModelCounters
 from weightd_daemon.scheduling.batch import Batch, BatchItem
 from weightd_daemon.scheduling.batch_former import BatchFormer
 from weightd_daemon.scheduling.batching.policy import BatchKey
-from weightd_daemon.scheduling.deadlines import Deadlines
 from weightd_daemon.scheduling.fair_share import FairClocks, Users
 from weightd_daemon.scheduling.measurements import BatchTimes
 from weightd_daemon.scheduling.queues import AnyQueue
@@ -25,12 +25,14 @@ from weightd_daemon.scheduling.slots import RunningBatches, Slot, SlotPool
 from weightd_daemon.scheduling.tenancy import Tenancy
 from weightd_protocol.errors import DeadlineExceeded, RequestError, ResourceExhausted
 
-# After a suspension of the daemon, a running request gets at least this many seconds, so that the daemon can read an
-# answer that has already arrived.
+# After a suspension, a running request gets at least these seconds, so that an answer that has arrived can be read.
 _GRACE_S = 0.5
 
 # The time that asks `schedule_by` for a call without delay.
 AT_ONCE = 0.0
+
+# The heap of deadlines is rebuilt when it exceeds twice its size after the last rebuild by this many entries.
+_MIN_STALE_ENTRIES = 64
 
 # The maximum number of requests that end in one turn of the loop, so that other clients are served between turns.
 MAX_ENDED_PER_TURN = 32
@@ -135,16 +137,13 @@ class Scheduler:
     def submit(
         self, request: Request, now: float, *, needs_check: bool = False, can_evict: bool = True
     ) -> Sequence[tuple[Request, RequestError]]:
-        """Put a request into the queue.
+        """Put a request into the queue; return the requests of other tenants that it evicts, each with its error.
 
         Args:
             request: the request.
             now: the time.
             needs_check: the request must not run before it is admitted.
             can_evict: requests of other tenants may be evicted to make room.
-
-        Returns:
-            The evicted requests of other tenants, each with its error.
 
         Raises:
             ResourceExhausted: the queue is full.
@@ -209,10 +208,7 @@ class Scheduler:
             self._schedule_by(AT_ONCE)
 
     def release_slot(self, process: str, *, excluding: Sequence[Request] = ()) -> None:
-        """Remove the slot of a process, and return its awaited items to the head of the queue.
-
-        Requests in `excluding` have ended, and are not queued.
-        """
+        """Remove the slot of a process; queue its awaited items at the head, but not the ended requests `excluding`."""
         slot = self.slots.slot_of(process)
         if slot is not None:
             started = [item for batch in slot.batches.values() if batch.has_started for item in batch.awaited_items]
@@ -233,8 +229,7 @@ class Scheduler:
     def take_overdue(self, now: float) -> list[tuple[Slot, Batch]]:
         """Remove and return the slots that have computed for too long, each with the batch that exceeded the time.
 
-        The other batches of such a slot are queued again, and so are those behind a batch that has run for
-        `MAX_QUICK_S`.
+        The other batches of such a slot, and those behind a batch that has run for `MAX_QUICK_S`, are queued again.
         """
         hung_slots: list[tuple[Slot, Batch]] = []
         for slot, batch, requeued in self.running.take_overdue(now):
@@ -263,8 +258,7 @@ class Scheduler:
     def expire(self, now: float) -> list[tuple[Request, RequestError]]:
         """End and return up to `MAX_ENDED_PER_TURN` requests whose deadlines have passed, each with its error.
 
-        A late result for such a request is dropped. `next_event_at` is not later than `now` while more requests are
-        due.
+        A late result for such a request is dropped. While more are due, `next_event_at` is not later than `now`.
         """
         due = self.deadlines.take_due(now, MAX_ENDED_PER_TURN)
         if not due:
@@ -409,6 +403,47 @@ class Scheduler:
                 self.queue.put_first([split.request])
 
     def _watch_deadline(self, request: Request) -> None:
-        """Watch the deadline of a request."""
         if self.deadlines.add(request):
             self._schedule_by(request.deadline)
+
+
+class Deadlines:
+    """Finds requests whose deadlines have passed. Its heap has numbers only, so that it keeps no ended request.
+
+    Attributes:
+        requests: the watched requests by number. The code that ends a request also removes it here.
+    """
+
+    def __init__(self) -> None:
+        self.requests: dict[int, Request] = {}
+        self._heap: list[tuple[float, int]] = []
+        self._rebuild_size = _MIN_STALE_ENTRIES
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, request: Request) -> bool:
+        """Watch a request, or update its deadline to a sooner one; return whether its deadline is now the next one."""
+        deadline, number, heap = request.deadline, request.number, self._heap
+        if deadline == math.inf:
+            return False
+        self.requests[number] = request
+        heapq.heappush(heap, (deadline, number))
+        if len(heap) > self._rebuild_size:
+            heap[:] = [(each.deadline, each.number) for each in self.requests.values()]
+            heapq.heapify(heap)
+            self._rebuild_size = 2 * len(heap) + _MIN_STALE_ENTRIES
+        return heap[0][1] == number
+
+    @property
+    def next_deadline(self) -> float:
+        """A time before which no deadline passes, in monotonic seconds."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def take_due(self, now: float, max_count: int) -> list[Request]:
+        """Remove and return up to `max_count` requests whose deadlines have passed."""
+        due: list[Request] = []
+        while self._heap and self._heap[0][0] <= now and len(due) < max_count:
+            if (request := self.requests.pop(heapq.heappop(self._heap)[1], None)) is not None:
+                due.append(request)
+        return due

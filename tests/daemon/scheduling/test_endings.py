@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from testkit.dispatching import IgnoringSink
 from weightd_daemon.config.model import ModelConfig
-from weightd_daemon.scheduling.deadlines import Deadlines
 from weightd_daemon.scheduling.dispatcher import Dispatcher
 from weightd_daemon.scheduling.request import Request
-from weightd_daemon.scheduling.scheduler import MAX_ENDED_PER_TURN, Scheduler
+from weightd_daemon.scheduling.scheduler import MAX_ENDED_PER_TURN, Deadlines, Scheduler
 from weightd_protocol.errors import RequestError, Unavailable
 from weightd_protocol.messages.inference import RequestDescription, TensorSignature, TensorSpec
 from weightd_protocol.messages.worker import Built, ChildOrder
