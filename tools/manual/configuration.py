@@ -87,7 +87,8 @@ file; `~` is not expanded."""
 
 _WEIGHTD_DESCRIPTION = """\
 The configuration file of `weightd serve`, in TOML. Only `path` of a model is required; every other key has a default. A
-model name with a dot must be quoted: `[models."resnet.v1"]`.
+model name with a dot must be quoted: `[models."resnet.v1"]`. A generation is one loaded version of a model; its holder
+owns the shared weights, and its workers attach to them.
 
 `weightctl reload` or SIGHUP reads the file again and adds, replaces and removes models without interrupting requests.
 Changes to `[daemon]` and `[listeners.NAME]` take effect after a restart, except for `drain_timeout`,
@@ -187,6 +188,11 @@ workers = 4
 path = "/srv/models/unet.mindir"
 python = "/opt/mslite/bin/python"
 workers = 8
+
+[tenants.sales]
+uids = [1000]
+models = ["resnet50"]
+max_rate = 100.0
 """
 
 _GATEWAY_EXAMPLE = """\

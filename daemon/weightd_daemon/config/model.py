@@ -130,7 +130,7 @@ class ModelConfig:
 
     watchdog: float = field(default=30.0, metadata=number(MAX_SECONDS, positive=True))
     """Maximum seconds without a message from a worker; idle workers are pinged. The model is ready while a worker
-    responds. Must be longer than the longest predict."""
+    responds. During a longer predict the model counts as not ready."""
 
     selftest: SelfTestSetting = field(default=selftest_config.AUTO, metadata=selftest_config.field_metadata())
     """Inputs for which each worker must reproduce the holder's outputs before it serves requests. "auto": the daemon

@@ -102,7 +102,8 @@ class TenantConfig:
 
     may: tuple[str, ...] = field(default=(INFER,), metadata=list_of(one_of(RIGHTS), len(RIGHTS)))
     """Rights. "infer": send requests to its models. "status": also see data of other tenants. "operate": update its
-    models and, if `models` is ["*"], reload the configuration, through the daemon's Unix socket."""
+    models and, if `models` is ["*"], reload the configuration, through the daemon's Unix socket. Root and the daemon's
+    user have all rights."""
 
     model_dirs: tuple[str, ...] = field(default=(), metadata=list_of(user_path(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
     """Directories from which the tenant may update its models, even with files that its user cannot read. Elsewhere the
@@ -125,7 +126,8 @@ class TenantConfig:
     """Maximum tensor bytes of the queued requests. 0: limited only by the models."""
 
     max_rate: float = field(default=0.0, metadata=number(1e6))
-    """Maximum requests of any kind per second; after a pause, a burst of one second's requests. 0: no limit."""
+    """Maximum requests of any kind per second, metadata and status included; after a pause, a burst of one second's
+    requests. 0: no limit."""
 
     max_rows: int = field(default=0, metadata=integer(0, limits.MAX_ROWS))
     """Maximum rows of one request. 0: limited only by the model."""
