@@ -17,7 +17,7 @@ from weightd_protocol.messages.inference import InferResponse, RequestDescriptio
 from weightd_protocol.messages.regions import Register, Unregister
 from weightd_protocol.tensors import from_frame, from_memory
 
-# For smaller tensors a frame is cheaper.
+# Smaller tensors are sent in frames, which is faster for them.
 MIN_SHARED_BYTES = 64 * 1024
 
 # Number of request descriptions whose output sizes are remembered; the oldest is dropped first.

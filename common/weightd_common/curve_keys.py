@@ -19,7 +19,7 @@ KEY_CHARACTERS = 40
 
 _NAMES = {PUBLIC: "public", SECRET: "secret"}
 
-# More than the comments and the key need.
+# Maximum size of a key file: more than its comments and the key need.
 _MAX_BYTES = 4096
 
 _Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"

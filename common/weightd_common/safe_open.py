@@ -44,7 +44,7 @@ _USER_OBJ, _USER, _GROUP_OBJ, _GROUP, _MASK, _OTHER = 0x01, 0x02, 0x04, 0x08, 0x
 
 
 class AccessDenied(Exception):
-    """An author may not read the target of the path. The text names the author and the file."""
+    """A user that controls a part of the path may not read its target. The text names this user and the file."""
 
 
 class Grant(NamedTuple):

@@ -34,7 +34,7 @@ def ends_on_hangup() -> bool:
 
 
 class Terminal:
-    """The controlling terminal of this process at the time this object was created.
+    """The controlling terminal that this process had when this object was created.
 
     A background process of a shell may outlive the terminal and receive reload requests later. So only a process that
     was started in the foreground, with SIGHUP not ignored, ends with its terminal.

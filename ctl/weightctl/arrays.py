@@ -21,7 +21,7 @@ _MAGIC = b"\x93NUMPY"
 # The first bytes of files that numpy.savez writes: a zip archive, possibly without entries.
 NPZ = (b"PK\x03\x04", b"PK\x05\x06")
 
-# For error messages: the formats that `load` and the other readers of inputs accept.
+# The formats that `load` and the other readers of inputs accept, as error messages name them.
 EXPECTED = "a .npy file of numpy.save, or an .npz, .json, .csv or image file"
 
 STDIN = "-"

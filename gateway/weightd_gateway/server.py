@@ -114,7 +114,7 @@ class GatewayServer:
             for key in keys_needing_restart(self._config, config):
                 _log.warning("gateway.%s has changed; restart the gateway to apply it", key)
             self._gateway.authenticator = authenticator
-            _log.info("reloaded; number of tokens: %d", len(authenticator.tokens))
+            _log.info("configuration reloaded; %d access tokens", len(authenticator.tokens))
         self._manager.notify("READY=1")
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Dict
 
-# As in numpy's array interface: byte order, kind and element size in bytes.
+# Data types in the notation of numpy's array interface: byte order, kind and element size in bytes.
 NUMPY_DTYPE: Dict[str, str] = {
     "BOOL": "|b1",
     "UINT8": "|u1",

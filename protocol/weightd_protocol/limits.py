@@ -12,7 +12,8 @@ MAX_HEADER_BYTES = 64 * 1024
 # several times over. Only a client that requested status, metrics or logs accepts such a header.
 MAX_STATUS_BYTES = 4 * 1024 * 1024
 
-# Between the daemon and its child processes: self-test inputs name every tensor, and so do the excluded ones.
+# Headers between the daemon and its child processes are larger, because all inputs of the self-test name every tensor,
+# also the excluded inputs.
 MAX_CHILD_HEADER_BYTES = 1024 * 1024
 
 # ZMQ_MAXMSGSIZE on both sides: libzmq disconnects a peer that announces a larger frame, before it allocates memory.
@@ -36,10 +37,11 @@ MAX_REGION_ID_BYTES = 32
 # numpy before 2.0 supports at most 32 dimensions. No known engine supports more than 8.
 MAX_RANK = 16
 
-# A thousand times the capacity of a frame, and exact as a double, the only kind of number in JSON and Lua.
+# The largest dimension is a thousand times the capacity of a frame. It is exact as a double, the only kind of number in
+# JSON and Lua.
 MAX_DIM = 2**40
 
-# Enough for two UUIDs or for a client's own numbering.
+# Request ids: two UUIDs fit, or the numbering of a client.
 MAX_ID_BYTES = 128
 
 # Names are written by people or exported from module paths. The longest file name has about the same length.
@@ -48,19 +50,19 @@ MAX_NAME_BYTES = 256
 # Model names are parts of file names and process names.
 MAX_MODEL_NAME_BYTES = 64
 
-# About a screenful: people read error texts and find details in the log.
+# Error texts are at most about a screenful: people read them, and find details in the log.
 MAX_TEXT_BYTES = 4096
 
 # PATH_MAX of Linux, for the path of a model file or page store.
 MAX_PATH_BYTES = 4096
 
-# One hour. Requests that may wait longer are batch processing.
+# The longest timeout of a request is one hour. Requests that may wait longer are batch processing.
 MAX_TIMEOUT_US = 3_600_000_000
 
 # Models of one daemon. Names of full length fit twice into a header.
 MAX_MODELS = 128
 
-# Twice the number of cards in a host. Also the maximum number of ranks of a model.
+# Devices of one daemon: twice the number of cards in a host. Also the maximum number of ranks of a model.
 MAX_DEVICES = 64
 
 # Models that share one process. Their signatures together fit into a child's header.
@@ -108,7 +110,7 @@ MAX_ROW_SIZES = 100
 # Predicts that one process runs at once.
 MAX_CONCURRENCY = 64
 
-# A decimal number, with room for a namespace prefix.
+# A pid of the driver is a decimal number, with room for a namespace prefix.
 MAX_PID_BYTES = 32
 
 # Priority of a request. The daemon's configuration may allow fewer levels.
@@ -123,7 +125,7 @@ MAX_DIGEST_BYTES = 64
 # Libraries whose versions a child process reports.
 MAX_VERSIONS = 32
 
-# Command line of a forked process: more arguments than there are options.
+# Command line of a forked process. There are fewer options than this number of arguments.
 MAX_ARGUMENTS = 64
 MAX_ARGUMENT_BYTES = 8192
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 # An alias, so that type checkers do not infer a map of unknown types from the comparison.
 _MAP: Type[Any] = dict
 
-# How much of a foreign value an error text shows.
+# Maximum length of a received value in an error text.
 _MAX_SHOWN_CHARACTERS = 40
 _MAX_SHOWN_BITS = 128
 

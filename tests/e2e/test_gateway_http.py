@@ -425,7 +425,7 @@ def test_tokens_identify_tenants_until_withdrawn(tmp_path: Path) -> None:
             assert status(lambda: client.infer("seen", asked(x), headers=token("eve"))) == "403"
             tokens.write_text(f"{digests[1]} ben\n")
             os.kill(gateway.pid, signal.SIGHUP)
-            until(lambda: "reloaded; number of tokens: 1" in gateway.log, "the gateway has read the tokens again")
+            until(lambda: "configuration reloaded; 1 access tokens" in gateway.log, "the gateway has the new tokens")
             assert status(lambda: client.infer("seen", asked(x), headers=token("ann"))) == "401"
             client.infer("seen", asked(x), headers=token("ben"))
             tokens.write_text("nonsense\n")

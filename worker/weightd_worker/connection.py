@@ -23,7 +23,7 @@ from weightd_protocol.framing import LARGE_BYTES, FrameReader
 
 Frames = Sequence[Any]
 
-# Time between two attempts to connect to the next daemon, so also how soon after its start it hears of its children.
+# Time between two attempts to connect to the next daemon, and so the maximum delay until it finds its children.
 RECONNECT_INTERVAL_S = 0.02
 _RECONNECT_INTERVAL_MS = int(1000 * RECONNECT_INTERVAL_S)
 
@@ -129,7 +129,7 @@ class WorkerConnection:
             messages.append(list(map(zmq_io.frame_content, zmq_io.receive(self._socket))))
 
     def _has_reconnected(self) -> bool:
-        """Process monitor events, and connect the channel at each; return True after a connection but the first."""
+        """Connect the channel for each connection of the ZeroMQ socket; return True if it is not the first one."""
         while int(self._monitor.getsockopt(_EVENTS)) & _POLLIN:
             zmq_io.receive_event(self._monitor)
             self._connection_count += 1

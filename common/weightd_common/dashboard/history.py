@@ -24,7 +24,7 @@ RATE_WINDOW_S = 5.0
 # Samples in that period. With more than ten samples per second the period becomes shorter.
 _MAX_SAMPLES = 50
 
-# For a status the daemon reads the memory of each process, which takes a millisecond each.
+# Status requests are rare, because for each one the daemon reads the memory of every process, a millisecond each.
 _STATUS_INTERVAL_S = 10.0
 
 _CHANGED_STATUS_INTERVAL_S = 2.0

@@ -35,13 +35,14 @@ from weightd_protocol.messages.inference import TensorSignature
 MAX_DURATION_S = 10.0
 """Maximum duration of the test in seconds. A predict in progress at this time is not interrupted."""
 
-# For single rows, before any batch is run.
+# Part of MAX_DURATION_S for predicts of single rows, which run before any batch.
 _MAX_SINGLE_ROWS_S = MAX_DURATION_S / 2
 
 # Required number of distinct answers to the first MIN_TEST_ROWS rows. With fewer, another kind of rows is tried.
 _MIN_DISTINCT = MIN_TEST_ROWS // 2
 
-# For rows with special values. A kind that was not tested in this time counts as unequal.
+# Maximum duration in seconds of the test of rows with special values. A kind of rows that was not tested in this time
+# counts as unequal.
 MAX_SPECIAL_VALUES_S = 2.0
 _SPECIAL_ROWS = 16
 

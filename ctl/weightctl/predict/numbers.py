@@ -46,7 +46,7 @@ Labels = Optional[Sequence[str]]
 
 
 class WrongNumbers(ValueError):
-    """A text does not match the input; the message gives the position."""
+    """The error for JSON or CSV text that is invalid or does not match an input of the model. It gives the position."""
 
 
 def read_json(text: str) -> Any:

@@ -66,8 +66,8 @@ class SplitConfig:
     """Maximum rows of one request; larger requests fail with INVALID_ARGUMENT."""
 
     exact: bool = field(default=True, metadata=boolean())
-    """Whether requests are split only if a test at load, with the dimensions of the self-test, has shown that every bit
-    of their outputs stays the same."""
+    """Whether requests are split only if a test at load has shown that every bit of their outputs stays the same. The
+    test uses the dimensions of the self-test."""
 
     def problems(self, batching: BatchingConfig) -> Iterator[FieldError]:
         """Yield errors for keys that contradict each other or the batching table, or have no effect."""

@@ -28,9 +28,9 @@ from weightd_protocol.schema import FieldError, label
 # HCCL rejects a smaller HCCL_CONNECT_TIMEOUT.
 _MIN_CONNECT_TIMEOUT_S = 120
 
-# Step of HCCL_EXEC_TIMEOUT in seconds: the 910 and 310P cards round down to a multiple of it. No file tells the type of
-# the card, so the checks use the rounded value, which holds on all cards. Other values are not rejected, because some
-# cards accept them unchanged.
+# The 910 and 310P cards round HCCL_EXEC_TIMEOUT down to a multiple of this number of seconds. weightd cannot read
+# the type of the card from a file, so the checks use the rounded value: no card has a lower one. Values between the
+# multiples are not rejected, because some cards accept them unchanged.
 EXEC_TIMEOUT_STEP_S = 68
 
 
@@ -225,7 +225,7 @@ def _check_buffers(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldErr
 
 _Rule = Callable[[ModelConfig, RanksConfig], Iterable[FieldError]]
 
-# As in `config.model`: a rule is evaluated only if the keys that it reads are valid.
+# The keys that each rule reads, and the rule. As in `config.model`, a rule is evaluated only if its keys are valid.
 _RULES: Sequence[tuple[Sequence[str], _Rule]] = (
     (("path",), _check_path),
     (("path", "engine", "ranks"), _check_engine),

@@ -60,7 +60,7 @@ _WILDCARDS = re.compile(r"[*?]")
 
 
 def _account_metadata() -> Metadata:
-    """Return the metadata of a user or group: its name, or its number as text."""
+    """Return the metadata of a key that holds a user or group: its name, or its number, which is stored as text."""
     names, numbers = text(limits.MAX_NAME_BYTES)["field_type"], integer(0, 2**32 - 2)["field_type"]
 
     def check(value: Any) -> str:
@@ -70,7 +70,7 @@ def _account_metadata() -> Metadata:
 
 
 def _pattern_metadata() -> Metadata:
-    """Return the metadata of a name, or of a pattern with * for any characters and ? for one character."""
+    """Return the metadata of a key that holds a name, or a pattern: * matches any characters, ? one character."""
     names = text(limits.MAX_NAME_BYTES)["field_type"]
 
     def check(value: Any) -> str:

@@ -70,7 +70,7 @@ class MindSporeLiteOptions(EngineOptions):
     """Cipher of an encrypted model."""
 
     variable_weights: bool = field(default=False, metadata=boolean())
-    """On Ascend: whether the model was converted with variable weights, which it cannot share."""
+    """On Ascend: whether the model was converted with variable weights. Processes cannot share such weights."""
 
     def resolve_paths(self, base: Path) -> MindSporeLiteOptions:
         """Return the options with absolute paths."""

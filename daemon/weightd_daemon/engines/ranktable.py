@@ -20,7 +20,7 @@ from weightd_protocol.schema import FieldError, describe_value, short_repr
 DEFAULT_PORT = 16666
 MAX_PORT = 65535
 
-# More than the table of the largest rank group takes.
+# Maximum size of a rank table file: more than the table of the largest rank group needs.
 MAX_BYTES = 1024 * 1024
 
 SUFFIX = ".json"

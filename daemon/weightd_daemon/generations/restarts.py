@@ -28,7 +28,7 @@ _MAX_DELAY_S, _MAX_LOAD_DELAY_S = 30.0, 60.0
 # A start that waits for free memory is retried often, because requests may wait for it; each attempt costs a process.
 _MAX_MEMORY_DELAY_S = 2.0
 
-# Enough doublings to exceed the longest delay; without a limit, many losses would overflow a float.
+# After this number of doublings, the delay exceeds its maximum; without a limit, many losses would overflow a float.
 _MAX_DOUBLINGS = 10
 
 # Random jitter keeps the workers of several models that exited together from restarting at the same moment.

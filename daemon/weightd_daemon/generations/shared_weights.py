@@ -75,7 +75,7 @@ class Generation(GenerationBase):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the generation serves with all configured workers, or with all that it can have for now."""
+        """Whether the generation serves, and each worker is READY or further starts are unlikely to succeed."""
         return self.state is GenerationState.SERVING and self._starts.is_done
 
     @property
@@ -147,7 +147,7 @@ class Generation(GenerationBase):
     # --- loading ------------------------------------------------------------------------------------------------
 
     def _start_processes(self, now: float, selftest: SelfTestSpec | None, slice_digests: tuple[str, ...]) -> None:
-        """Set up the self-test search; `_reconcile` starts the processes."""
+        """Prepare the start: set up the self-test search. `_reconcile` starts the processes later."""
         self.selftest_search = SelfTestSearch(selftest or self.spec.selftest, self.spec.row_test)
 
     def _on_greeted(self, hello: Hello, now: float) -> None:

@@ -23,7 +23,7 @@ class _LimitedGeneration(NamedTuple):
 
     @property
     def building_count(self) -> int:
-        """How many of its processes are building now."""
+        """Number of the generation's processes that build or attach now."""
         return self.generation.processes.count(ChildState.BUILDING, ChildState.ATTACHING)
 
 

@@ -138,7 +138,8 @@ class Readiness:
         """The error for all requests if no device serves or loads the model; None otherwise."""
         if self.has_failed:
             causes = list(dict.fromkeys(each.cause for each in self._deployments))
-            # The error allows the client to retry if the daemon retries by itself.
+            # UNAVAILABLE: the daemon loads the model again by itself, so the client may retry.
+            # FAILED_PRECONDITION: a retry is useless until the operator acts.
             error_type = Unavailable if self.has_transient_failures else FailedPrecondition
             return ModelUnavailable(error_type, f"{self._name} failed: {'; '.join(causes)}")
         if any(each.serving is not None or each.is_busy for each in self._deployments):

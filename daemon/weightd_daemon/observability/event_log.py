@@ -16,7 +16,7 @@ from weightd_daemon.platform.log_setup import client_of, subject_of
 from weightd_protocol.codec import clip
 from weightd_protocol.messages.events import Event, Events, EventsResponse
 
-# About a day of a healthy service, or half an hour of a service whose workers crash all the time.
+# The log holds about a day of a healthy service, or half an hour of a service whose workers crash all the time.
 MAX_EVENTS = 2000
 MAX_BYTES = 1024 * 1024
 

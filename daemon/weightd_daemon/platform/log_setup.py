@@ -16,7 +16,7 @@ from weightd_daemon.platform.resource_limits import with_limit_hint
 
 ADDRESS = "/run/systemd/journal/socket"
 
-# How long a write waits for a busy journal before the event goes to stderr.
+# The time for which a write waits for a busy journal before the event goes to stderr.
 _TIMEOUT_S = 1.0
 
 _TOO_LONG_ERRNOS = (errno.EMSGSIZE, errno.ENOBUFS)

@@ -57,8 +57,8 @@ class _Spawner:
         self._results: SimpleQueue[int | BaseException] = SimpleQueue()
         self._socket, theirs = socket.socketpair()
         ours, number = self._socket.fileno(), theirs.detach()
-        # Python's signal handler writes to the wake-up descriptor, which the thread does not have: block all signals
-        # there.
+        # Python's signal handler writes to the wake-up descriptor, which the thread does not have: block all signals in
+        # the thread.
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             with _gc_disabled():
@@ -71,7 +71,11 @@ class _Spawner:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         if failure:
-            _log.warning("cannot unshare descriptors, so the start of processes may wait for clients: %s", failure)
+            _log.warning(
+                "cannot give the spawner thread its own descriptor table (%s): closing a client's descriptor may delay "
+                "the start of processes",
+                failure,
+            )
         else:
             os.close(number)
 

@@ -37,7 +37,7 @@ _EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 # Only this user may connect.
 PRIVATE_UMASK = 0o177
 
-# How long a stopping daemon waits for its last messages to be sent.
+# The time for which a stopping daemon waits until its last messages are sent.
 LINGER_MS = 1000
 
 # The format in which libzmq reports the credentials of a unix peer. The address of a TCP peer does not match it.

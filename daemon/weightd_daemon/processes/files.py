@@ -50,12 +50,12 @@ class SnapshotFiles:
 
     @property
     def copy_progress(self) -> Path:
-        """The progress of the copy, written by `CopyProgressFile`."""
+        """The file to which `CopyProgressFile` writes the progress of the copy."""
         return self.directory / "copied"
 
     @property
     def log(self) -> Path:
-        """The stderr of the snapshotter and of the device queries that follow the copy."""
+        """The log file: the stderr of the snapshotter, and of the device queries that run after the copy."""
         return self.directory / "log"
 
     def create(self) -> None:

@@ -25,7 +25,7 @@ _log = logging.getLogger("weightd")
 # On a loaded machine an interpreter needs seconds to import an engine.
 START_TIMEOUT_S = 60.0
 
-# Enough for a fork whose parent has many page tables to copy, with a margin.
+# Maximum duration of a fork in seconds: the kernel may have to copy many page tables of the parent.
 FORK_TIMEOUT_S = 10.0
 
 ServerKey = tuple[str, str]

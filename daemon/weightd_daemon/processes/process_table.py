@@ -75,7 +75,8 @@ def _count_oom_kills() -> int:
     return limit.oom_kills or 0 if limit is not None else 0
 
 
-# Longer than any result, and not more than a pipe holds: a helper never blocks on it.
+# Maximum size of a helper's result: longer than any result, and at most the capacity of a pipe, so that a helper never
+# blocks when it writes.
 _MAX_RESULT_BYTES = 65536
 
 OneshotResult = Mapping[str, Any]

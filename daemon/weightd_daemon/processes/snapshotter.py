@@ -248,7 +248,8 @@ def take_snapshot(
         progress.start_model(sum(file.nbytes for file in original.files))
         digests = [_copy_file(original.open(file), directory / file.name, progress) for file in original.files]
         original.check_unchanged()
-        # A model file may name further files. Processes read the names in the copy, so check that they are the same.
+        # A model file may name further files. Processes read these names in the copy of the model file, so check that
+        # the copy names the same files as the original.
         copies = model_files(copy, is_own_copy=True)
         original.check_same(copies)
         if copy.suffix == ".mindir":

@@ -23,7 +23,7 @@ from weightd_daemon.scheduling.slots import Slot, SlotPool
 from weightd_daemon.scheduling.tenancy import Tenancy
 from weightd_protocol import limits
 
-# How long the peak number of concurrent requests is remembered, in seconds.
+# The time in seconds for which the peak number of concurrent requests is remembered.
 _PEAK_WINDOW_S = 1.0
 
 

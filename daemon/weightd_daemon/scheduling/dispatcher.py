@@ -38,7 +38,7 @@ from weightd_protocol.errors import Cancelled, RequestError, ResourceExhausted, 
 from weightd_protocol.messages.inference import RequestDescription
 from weightd_protocol.messages.worker import BeginBatch, Built, CancelPredict, Predict
 
-# How many times dispatching is postponed for requests that have just arrived.
+# Maximum number of times that dispatching is postponed for requests that have just arrived.
 _MAX_GATHER_ROUNDS = 64
 
 

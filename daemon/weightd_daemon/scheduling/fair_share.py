@@ -41,7 +41,7 @@ _WEIGHT = 0.2
 # waited for a model with few slots; without this limit it would later hold all slots of another model for as long.
 MAX_CREDIT_S = 1.0
 
-# For how many seconds after requests of two tenants the scheduler assumes several tenants.
+# The time in seconds after requests of two tenants for which the scheduler assumes several tenants.
 MULTI_TENANT_HOLD_S = 10.0
 
 # Unused accounts are removed when there are at least this many, and twice as many as after the last removal.

@@ -22,7 +22,7 @@ from weightd_daemon.scheduling.queues import AnyQueue, TenantQueue, TenantQueues
 from weightd_daemon.scheduling.request import Isolation, Request
 from weightd_daemon.tenants.tenant import Tenant
 
-# How many of the split requests are considered as the next candidate.
+# Maximum number of split requests that are considered when the next request is chosen.
 _MAX_SPLITTING = 16
 
 _QueueT = TypeVar("_QueueT", TenantQueue, AnyQueue)

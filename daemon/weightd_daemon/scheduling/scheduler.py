@@ -195,8 +195,8 @@ class Scheduler:
                 and queue is request_queue.normal
             )
             if batch_key is not None and should_split and request_queue.has_splitting(request.tenant):
-                # A tenant's requests are split one after another, because the partial results of a request are kept
-                # until the last of them.
+                # A tenant's split requests run one after another: the partial results of a request stay in memory
+                # until its last part has ended.
                 self._former.start_split(request, slot.policy, batch_key)
                 request_queue.append(request)
                 continue

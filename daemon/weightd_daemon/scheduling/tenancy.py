@@ -15,11 +15,12 @@ from weightd_daemon.scheduling.request_queue import RequestQueue
 from weightd_daemon.scheduling.slots import Slot, SlotPool
 from weightd_daemon.tenants.tenant import Tenant
 
-# How long a slot that was lost to a tenant counts as that tenant's slot, if it is not replaced sooner, in seconds.
+# The time in seconds for which a slot that was lost to a tenant counts as that tenant's slot, if it is not replaced
+# sooner.
 REPLACEMENT_TIMEOUT_S = 10.0
 
-# For how many seconds after a request of another tenant no batch is queued behind a running one: that tenant may send
-# another request.
+# The time in seconds after a request of another tenant in which no batch is queued behind a running one, because that
+# tenant may send another request.
 _RECENT_REQUEST_S = 1.0
 
 
@@ -110,9 +111,10 @@ class Tenancy:
                 return
             known = active if self.last_tenant is None else {*active, self.last_tenant}
             if any(self._durations.longest_s(each) > self._long_threshold_s(each, now) for each in known):
-                # The last slot is reserved for other tenants that were active.
+                # A tenant with long requests does not get the last slot while there are several tenants. Keep this
+                # reservation for the other tenants that were active.
                 return
-            # The next request of any other tenant shows that there are several again.
+            # A request of any tenant other than `last_tenant` shows that there are several tenants again.
             self.last_tenant = next(iter(active), self.last_tenant)
             request_queue.stop_multi_tenant()
 

@@ -10,7 +10,8 @@ from typing import Any
 from weightd_protocol.messages.inference import TensorSpec
 from weightd_protocol.messages.regions import MappedInput, MappedOutput, MappedRegions
 
-# More than one connection may have, so that the regions of a request always fit.
+# Maximum number of regions that a worker keeps mapped. A connection may have fewer, so the regions of a request always
+# fit.
 MAX_REGIONS = 64
 
 

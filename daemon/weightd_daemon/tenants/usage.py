@@ -36,7 +36,7 @@ REASONS = (*QUOTAS, *ERRORS)
 # The model name of usage that belongs to no existing model.
 OTHER_MODELS = ""
 
-# The estimated time until one of the tenant's requests has ended.
+# The estimated time in seconds until one of the tenant's requests has ended.
 _RETRY_AFTER_S = 0.1
 
 _KNOWN_REASONS = frozenset(REASONS)
@@ -139,14 +139,14 @@ class Usage:
         self.count_accepted(nbytes)
 
     def withdraw(self, quota: Quota, nbytes: int) -> None:
-        """Undo `admit` for a request that is refused after all."""
+        """Undo `admit` for a request that a later check has refused."""
         quota.end_request(nbytes, has_started=False)
         self.requests -= 1
         self.in_flight -= 1
         self.bytes_in -= nbytes
 
     def start(self, quota: Quota, nbytes: int, waited_s: float) -> None:
-        """Record that a slot has first received an admitted request, `waited_s` seconds after its arrival."""
+        """Record that a slot received an admitted request for the first time, `waited_s` seconds after its arrival."""
         quota.start_request(nbytes)
         self.add_queue_time(waited_s)
 

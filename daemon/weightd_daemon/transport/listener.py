@@ -123,7 +123,9 @@ class UnixListener:
 
 
 class UnreadConnections:
-    """Connections that were shut down and whose clients have not read everything, by account.
+    """Connections that were shut down and whose clients have not read everything.
+
+    They count against the account whose connection limits apply to the client: a user, or all users without a tenant.
 
     Args:
         loop: runs the timer.

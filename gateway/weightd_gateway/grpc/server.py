@@ -40,10 +40,11 @@ from weightd_gateway.listening import GatewayAcceptor
 # Limit of unauthenticated calls.
 MAX_UNAUTHENTICATED = MAX_PROBES + MAX_WATCH_STREAMS + MAX_REFLECTION_STREAMS
 
-# Calls beyond all limits that the library still accepts, so that the handlers can reject them with a proper error.
+# Number of calls that the library accepts beyond the sum of all limits, so that the handlers can reject them with a
+# proper error.
 SPARE_CALLS = 256
 
-# Concurrent calls of one connection. HTTP/2 recommends at least 100.
+# Maximum number of concurrent calls of one connection. HTTP/2 recommends at least 100.
 MAX_CALLS_PER_CONNECTION = 256
 
 # Keepalive of the library: a client that does not reply to a ping in time is disconnected.

@@ -34,7 +34,8 @@ _MAX_VARINT_BYTES = 10
 _ID = 3 << 3 | 2
 _RAW_INPUT_CONTENTS = 7 << 3 | 2
 
-# Enough for any ordinary request: one field for each tensor of three kinds, and parameters.
+# Maximum number of fields of a request that is parsed fast. Ordinary requests have fewer: one for each tensor of three
+# kinds, and parameters.
 MAX_FAST_FIELDS = 512
 
 # Maximum length of a length prefix; five bytes exceed the size of any message.

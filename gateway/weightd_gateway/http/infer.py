@@ -89,7 +89,7 @@ class HttpInference:
         """Parse the JSON of a request, in a parser process if it is long."""
         if len(header) <= PARSER_PROCESS_BYTES:
             return infer_json.read(header, model)
-        # The parser process receives a copy.
+        # The permit also covers the copy of the header that the parser process receives.
         permit.reserve(len(header))
         return await self._parsers.run(caller, len(header), infer_json.read_values, PickleBuffer(header), model)
 

@@ -87,9 +87,9 @@ def test_warns_where_unshare_is_refused(monkeypatch: pytest.MonkeyPatch, caplog:
     # Other inheritable descriptors of this process come from the program that started the tests.
     assert printed().startswith("0 1 2 3")
     assert (
-        "cannot unshare descriptors, so the start of processes may wait for clients: [Errno 1] Operation not permitted"
-        in caplog.text
-    )
+        "cannot give the spawner thread its own descriptor table ([Errno 1] Operation not permitted): "
+        "closing a client's descriptor may delay the start of processes"
+    ) in caplog.text
 
 
 def test_forked_process_starts_its_own_thread() -> None:

@@ -34,7 +34,8 @@ from weightd_protocol.messages.worker_common import DeviceMemory
 from weightd_worker.engines.engine import Arrays, BuildError, EngineMissing, ModelCorrupted, ModelSignature
 from weightd_worker.engines.ranks import RankEngine, RankRejected, RankRendezvous
 
-# How many combinations of shapes are remembered as compatible. When there are more, all are compiled again.
+# Maximum number of combinations of shapes that are remembered as compatible. When there are more, all are compiled
+# again.
 _MAX_SHAPES = 4096
 
 

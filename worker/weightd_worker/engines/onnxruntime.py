@@ -147,7 +147,7 @@ def _tensor_signature(node: Any, scalar_names: AbstractSet[str]) -> TensorSignat
 
 
 def _min_shape(signature: TensorSignature) -> Tuple[int, ...]:
-    """Return a shape that the session accepts. An unknown rank accepts any shape."""
+    """Return a shape that the session accepts. If the number of dimensions is unknown, the session accepts any."""
     return tuple(abs(dim) for dim in signature.shape or ())
 
 
@@ -230,7 +230,7 @@ def _iter_scalar_names(file: BinaryIO, model: Span) -> Iterator[str]:
                 for kind in _submessages(file, each, _TENSOR)
                 for shape in _submessages(file, kind, _SHAPE)
             ]
-            # The fields of a shape are its dimensions, so a scalar has an empty shape message.
+            # The message of a shape has one field for each dimension, so the message of a scalar's shape is empty.
             if shapes and all(start == end for start, end in shapes):
                 for name in _submessages(file, tensor, _NAME):
                     yield _read_text(file, name)

@@ -110,7 +110,7 @@ def _make_subject(
 
 
 class _TryReporter:
-    """Announces tries to the daemon, and rebuilds the model if a try has corrupted it."""
+    """Announces each number of rows to the daemon before it is tried, and rebuilds the model if a try corrupted it."""
 
     def __init__(
         self,

@@ -274,7 +274,10 @@ def _case_bytes(signature: ModelSignature, case: SelfTestCase) -> int:
 
 
 def largest_case(signature: ModelSignature, cases: SelfTestCases, rows: int) -> SelfTestCase:
-    """Return the case that covers all cases, with at least `rows` in inputs that have rows; {} without cases."""
+    """Return the case with, for each input, the maximum of every dimension over all cases; {} without cases.
+
+    The first dimension is at least `rows` where the model leaves it free.
+    """
     case: SelfTestCase = {}
     for each in signature.inputs if cases else ():
         shapes = [known[each.name] for known in cases]

@@ -127,7 +127,7 @@ class ConcurrentSession(WorkerSession):
         if replies:
             self._reply(*replies)
         if self._threads.is_idle and self._fatal_failures:
-            # The daemon drops the slot of this process at `is_exiting`, so the reply that has it is the last one.
+            # The daemon removes the slot of this process when it reads `is_exiting`, so only the last reply sets it.
             for failed in self._fatal_failures[:-1]:
                 self._reply((dataclasses.replace(failed, is_exiting=False), ()))
             self._reply((self._fatal_failures.pop(), ()))

@@ -339,9 +339,9 @@ def _build_model(children: SelfTestProcesses, pids: tuple[str, ...], selftest: S
             tried = describe_cases(search.current_cases)
             if not search.on_holder_lost(has_timed_out=isinstance(error, ChildTimedOut), is_external=from_outside):
                 if tried:
-                    raise type(error)(f"{error}; it was running the self-test, {tried}") from None
+                    raise type(error)(f"{error} during the self-test with {tried}") from None
                 raise
-            _log.info("%s; it was running the self-test, %s; trying other inputs", error, tried)
+            _log.info("%s during the self-test with %s; trying other inputs", error, tried)
         children.kill(HOLDER)
         _start_children(children, HOLDER)
 

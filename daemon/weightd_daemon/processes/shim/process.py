@@ -73,7 +73,7 @@ class Shim:
                 self._children[request["pid"]] = request["adopt"], request["log"]
                 return {"pid": request["pid"]}
             if "watch" in request:
-                # As for "adopt".
+                # As for "adopt", this call raises an error if the process is not a child.
                 os.waitid(os.P_PID, request["watch"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 return {"pid": request["watch"], _DESCRIPTOR_KEY: exit_watch.watch_exit(request["watch"])}
             if "orphans" in request:

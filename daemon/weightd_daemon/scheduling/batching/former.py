@@ -12,7 +12,8 @@ from weightd_daemon.scheduling.batching.split import SplitRequest
 from weightd_daemon.scheduling.request import Isolation, Request
 from weightd_protocol import limits
 
-# How many queued requests that do not fit are looked at: this search runs for each batch.
+# The search for requests that fit into a batch ends after this number of requests that do not, because it runs for each
+# batch.
 _MAX_MISFITS = 64
 
 # The maximum total size of requests that share a batch. A single request may be larger.

@@ -192,13 +192,13 @@ class ContentGuard:
         self._client_log.log(_log, logging.WARNING, request.origin.principal, text, request.id)
 
     def _reject_quarantined(self, now: float) -> None:
-        """Reject the queued requests whose contents are in quarantine; they would only end the next slot."""
+        """Reject the queued requests whose contents are in quarantine, because they would crash or hang a slot."""
         for request in self._scheduler.require_check(lambda each: self.quarantine.may_be_quarantined(each, now)):
             if is_small(request):
                 self._admit_or_reject(request, now)
 
     def _admit_or_reject(self, request: Request, now: float) -> None:
-        """End an unchecked request whose digest is known, or allow it to run."""
+        """Reject a request whose content is in quarantine, or admit it to the queue."""
         try:
             self.quarantine.check_request(request, now)
         except RequestError as error:

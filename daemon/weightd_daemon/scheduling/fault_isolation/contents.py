@@ -102,8 +102,8 @@ def _iterate_headers(request: Request) -> Iterator[tuple[bytes, memoryview | Ten
         yield f"{spec.name}\0{spec.datatype}\0{spec.shape}\0".encode(), content
 
 
-# How long a content stays in quarantine or under suspicion, in seconds: long enough to stop a loop of retries, short
-# enough that a request that only had bad luck works again the same day.
+# The time in seconds for which a content stays in quarantine or under suspicion: long enough to stop a loop of
+# retries, short enough that a request that only had bad luck works again the same day.
 QUARANTINE_S = 300.0
 
 # The number of hangs after which a content is quarantined. A single hang may be a process that was stopped from

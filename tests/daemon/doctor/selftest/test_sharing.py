@@ -279,7 +279,7 @@ def test_failed_selftest_case_is_excluded_from_next_build() -> None:
     assert [each.failed_cases for each in builds] == [(), (TRIED,), (TRIED,), (TRIED,)]
     assert children.happened.count("start holder") == children.happened.count("kill holder") + 1 == len(builds)
     children = Scripted(deaths=[ChildExited("killed by SIGSEGV")])
-    with pytest.raises(ChildExited, match=r"^killed by SIGSEGV; it was running the self-test, x \[1, 4\]$"):
+    with pytest.raises(ChildExited, match=r"^killed by SIGSEGV during the self-test with x \[1, 4\]$"):
         sharing.load_model(children, SelfTestSpec(should_search=False, cases=(TRIED,)), should_attach=False)
 
 

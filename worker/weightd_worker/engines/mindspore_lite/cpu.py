@@ -31,7 +31,7 @@ from weightd_worker.engines.mindspore_lite.model import MindSporeLite
 
 _log = logging.getLogger("weightd.worker")
 
-# Much less than the default time limit of a predict.
+# The wait for the lock, in seconds, is much shorter than the default time limit of a predict.
 _LOCK_TIMEOUT_S = 5.0
 Shape = Tuple[int, ...]
 InputShapes = Tuple[Shape, ...]
@@ -174,7 +174,7 @@ class MindSporeLiteCpu(MindSporeLite, CpuEngine):
 
 @contextlib.contextmanager
 def _build_lock(path: str) -> Generator[None, None, None]:
-    """Make the processes of one model build one after another, because a build takes several times its weights."""
+    """Let one process of a model build at a time, because a build needs several times the memory of the weights."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:

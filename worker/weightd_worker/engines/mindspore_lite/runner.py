@@ -34,7 +34,7 @@ from weightd_worker.engines.engine import Arrays, BuildError, BuildSettings, May
 from weightd_worker.engines.mindspore_lite.cpu import InputShapes, MindSporeLiteCpu
 from weightd_worker.engines.mindspore_lite.model import name_of
 
-# How many shapes are remembered as safe. Other shapes run alone each time.
+# Maximum number of shapes that are remembered as safe. Other shapes run alone each time.
 _MAX_KNOWN_SHAPES = 1024
 
 
