@@ -75,7 +75,7 @@ class Generation(GenerationBase):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the generation serves, and each worker is READY or further starts are unlikely to succeed."""
+        """Whether the generation serves, with all configured workers READY or further starts unlikely to succeed."""
         return self.state is GenerationState.SERVING and self._starts.is_done
 
     @property
