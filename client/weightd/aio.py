@@ -40,6 +40,8 @@ from weightd.session import (
 )
 from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.control import (
+    LOAD,
+    LoadResponse,
     ModelMetadataResponse,
     ReadyResponse,
     ReloadResponse,
@@ -229,9 +231,19 @@ class AsyncClient(Uncopied):
         """Load another model file or other weights beside the serving version: as `Client.update`."""
         return await self._query_once(queries.update(model, path, weights, rollback=rollback), timeout)
 
-    async def reload(self, *, timeout: Optional[float] = None) -> ReloadResponse:
+    async def load(
+        self, model: str, *, action: str = LOAD, wait: bool = True, timeout: Optional[float] = None
+    ) -> LoadResponse:
+        """Load a model that is not loaded, and wait until it serves: as `Client.load`."""
+        return await self._query_once(queries.load(model, action, wait=wait), timeout)
+
+    async def unload(self, model: str, *, wait: bool = True, timeout: Optional[float] = None) -> LoadResponse:
+        """Unload a model after its accepted requests: as `Client.unload`."""
+        return await self._query_once(queries.unload(model, wait=wait), timeout)
+
+    async def reload(self, *, dry_run: bool = False, timeout: Optional[float] = None) -> ReloadResponse:
         """Make the daemon read its configuration file again: as `Client.reload`."""
-        return await self._query(queries.RELOAD, timeout)
+        return await self._query(queries.reload(dry_run=dry_run), timeout)
 
     async def close(self) -> None:
         """Close the connection. Calls in progress fail with `ClientClosed`. Has no effect in a forked process."""

@@ -24,6 +24,7 @@ from weightd import queries
 from weightd.address import KeyFile, read_keys
 from weightd.inputs import NeedsMetadata, to_typed_inputs
 from weightd.model import DEFAULT_IN_FLIGHT, Model, check_map_arguments, map_ordered
+from weightd.operator_calls import OperatorCalls
 from weightd.pending import Pending, Uncopied
 from weightd.protocol_core import PreparedCall
 from weightd.queries import Query
@@ -34,11 +35,8 @@ from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.control import (
     ModelMetadataResponse,
     ReadyResponse,
-    ReloadResponse,
     ServerMetadataResponse,
-    UpdateResponse,
 )
-from weightd_protocol.messages.events import EventsResponse, LogsResponse
 from weightd_protocol.messages.metrics import MetricsResponse
 from weightd_protocol.messages.status import StatusResponse
 
@@ -51,7 +49,7 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-class Client(Uncopied):
+class Client(OperatorCalls, Uncopied):
     """Blocking client of a weightd daemon.
 
     Threads may share a client; their calls run concurrently. A client cannot be copied or pickled. In a forked process
@@ -280,73 +278,6 @@ class Client(Uncopied):
     def metrics(self, *, timeout: Optional[float] = None) -> MetricsResponse:
         """Return the daemon's counters and gauges. The daemon replies immediately and at little cost."""
         return self._query(queries.METRICS, timeout)
-
-    def events(self, after: int = 0, model: str = "", *, timeout: Optional[float] = None) -> EventsResponse:
-        """Return the events with a number greater than `after`, as many as fit into one response.
-
-        To read the next ones, pass the response's `last` as `after`.
-
-        Args:
-            after: number of the last known event; 0 for all events that the daemon has kept.
-            model: only events of this model; "" for all events.
-            timeout: seconds to wait for the daemon's reply.
-
-        Raises:
-            RequestError: as `infer`.
-        """
-        return self._query(queries.events(after, model), timeout)
-
-    def logs(self, model: str, process: str = "", *, lines: int = 100, timeout: Optional[float] = None) -> LogsResponse:
-        """Return the last log lines of a model's processes. The caller needs the right to operate the daemon.
-
-        Args:
-            model: the model's name.
-            process: the name of one process as in `status`; "" for all.
-            lines: the maximum number of lines for each process.
-            timeout: seconds to wait for the daemon's reply.
-
-        Raises:
-            RequestError: as `infer`.
-        """
-        return self._query(queries.logs(model, process, lines), timeout)
-
-    def update(
-        self,
-        model: str,
-        path: str = "",
-        *,
-        weights: str = "",
-        rollback: bool = False,
-        timeout: Optional[float] = None,
-    ) -> UpdateResponse:
-        """Load another model file or other weights beside the serving version, and wait until the new version serves.
-
-        If the update fails, the old version continues to serve. Allowed for the daemon's user, root and tenants with
-        the right to operate, and only over the daemon's unix socket.
-
-        Args:
-            model: the model's name.
-            path: absolute path of the new model file on the daemon's host; "" keeps the current one.
-            weights: absolute path of an .npz file with arrays that replace weights of the model; "" for none.
-            rollback: return to the version that served before the last update. The current version is discarded.
-            timeout: seconds to wait before `DeadlineExceeded` is raised. The update itself continues, see `status`.
-
-        Raises:
-            RequestError: as `infer`. `Unavailable` and `FailedPrecondition` give the reason why the old version still
-                serves; after `Unavailable` the same update may succeed later.
-        """
-        return self._query_once(queries.update(model, path, weights, rollback=rollback), timeout)
-
-    def reload(self, *, timeout: Optional[float] = None) -> ReloadResponse:
-        """Make the daemon read its configuration file again. New and changed models load after the reply.
-
-        Allowed for the daemon's user, root and tenants with the right to operate all models, and only over the daemon's
-        unix socket.
-
-        Raises:
-            RequestError: as `infer`. `InvalidArgument` lists the errors in the file; in this case nothing has changed.
-        """
-        return self._query(queries.RELOAD, timeout)
 
     def close(self) -> None:
         """Close the connection. Calls in progress fail with `ClientClosed`. Has no effect in a forked process."""

@@ -6,6 +6,8 @@ from typing import Any, Callable, Generic, Type, TypeVar
 
 from weightd import arguments
 from weightd_protocol.messages.control import (
+    Load,
+    LoadResponse,
     ModelMetadata,
     ModelMetadataResponse,
     ModelReady,
@@ -15,6 +17,7 @@ from weightd_protocol.messages.control import (
     ServerMetadata,
     ServerMetadataResponse,
     ServerReady,
+    Unload,
     Update,
     UpdateResponse,
 )
@@ -54,7 +57,6 @@ class Query(Generic[R]):
 SERVER = Query(ServerMetadata, ServerMetadataResponse, takes_tenant=True)
 STATUS = Query(Status, StatusResponse, takes_tenant=True)
 METRICS = Query(Metrics, MetricsResponse, takes_tenant=True)
-RELOAD = Query(Reload, ReloadResponse)
 
 
 def ready(model: str) -> Query[ReadyResponse]:
@@ -79,6 +81,22 @@ def logs(model: str, process: str, lines: int) -> Query[LogsResponse]:
     """Return the query for the last log lines of a model's processes."""
     names = arguments.parse_text("model", model), arguments.parse_text("process", process)
     return Query(Logs, LogsResponse, *names, lines)
+
+
+def load(model: str, action: str, *, wait: bool) -> Query[LoadResponse]:
+    """Return the request to load a model."""
+    name, checked = arguments.parse_text("model", model), arguments.parse_text("action", action)
+    return Query(Load, LoadResponse, name, checked, wait, takes_tenant=True)
+
+
+def unload(model: str, *, wait: bool) -> Query[LoadResponse]:
+    """Return the request to unload a model."""
+    return Query(Unload, LoadResponse, arguments.parse_text("model", model), wait, takes_tenant=True)
+
+
+def reload(*, dry_run: bool) -> Query[ReloadResponse]:
+    """Return the request to read the configuration file again."""
+    return Query(Reload, ReloadResponse, dry_run)
 
 
 def update(model: str, path: str, weights: str, *, rollback: bool) -> Query[UpdateResponse]:

@@ -177,7 +177,7 @@ def _complete(arguments: Arguments, table: Mapping[str, Any], problems: ErrorCol
     workers, cores = 0, 1
     if not arguments.address:
         model = _check_model(arguments, path or f"/{_placeholder_file(table)}", problems)
-        workers = model.workers * len(model.devices)
+        workers = model.max_workers * len(model.devices)
         cores = 1 if model.is_on_cards else workers * model.threads
     default_ongoing = max(_ONGOING_PER_WORKER * workers, _MIN_ONGOING)
     return dataclasses.replace(

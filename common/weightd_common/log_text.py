@@ -39,6 +39,11 @@ def plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else suffix}"
 
 
+def format_mib(nbytes: int) -> str:
+    """Return a number of bytes in MiB, rounded up: "1,024 MiB"."""
+    return f"{-(-nbytes // 2**20):,} MiB"
+
+
 def to_one_line(text: str) -> str:
     """Return foreign text on one line, with all characters escaped that could affect a terminal."""
     lines = (line.strip() for line in text.replace("\t", " ").splitlines())

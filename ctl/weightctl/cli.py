@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Dict, List, Optional
 
-from weightctl import exit_codes, journal, keygen, metrics, models, operations, status
+from weightctl import exit_codes, journal, keygen, lifecycle, metrics, models, operations, status
 from weightctl.advise import command as advise
 from weightctl.bench import command as bench
 from weightctl.command import Command, CommandError, DaemonUnreachable
@@ -38,6 +38,10 @@ COMMANDS: Dict[str, Command] = {
     "logs": journal.LOGS_COMMAND,
     "bench": bench.COMMAND,
     "advise": advise.COMMAND,
+    "load": lifecycle.LOAD_COMMAND,
+    "unload": lifecycle.UNLOAD_COMMAND,
+    "retry": lifecycle.RETRY_COMMAND,
+    "restart": lifecycle.RESTART_COMMAND,
     "update": operations.UPDATE_COMMAND,
     "update-weights": operations.WEIGHTS_COMMAND,
     "reload": operations.RELOAD_COMMAND,

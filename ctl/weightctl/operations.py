@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import time
 from pathlib import Path
+from typing import Set
 
 from weightctl import exit_codes
 from weightctl.arrays import NPZ
@@ -14,7 +16,8 @@ from weightctl.text import clean
 from weightd.client import Client
 from weightd_common.safe_open import open_regular
 from weightd_protocol.errors import DeadlineExceeded, RequestError
-from weightd_protocol.messages.control import UpdateResponse
+from weightd_protocol.messages.control import ReloadResponse, UpdateResponse
+from weightd_protocol.messages.status import ModelStatus
 
 _UPDATE = """\
 Replaces a model without losing requests: loads the model at NEW_PATH while the old one serves, and
@@ -59,6 +62,12 @@ socket only, not over ipc:// or tcp://. A tenant's user must be able to read the
 below one of the tenant's model_dirs.
 
 Exit status: 0 the new weights serve, 1 failed and the old weights serve, 75 still loading."""
+
+
+# The part of a model's note that tells that a reload could not replace it.
+_NOT_IN_FORCE = "the changed configuration is not in force"
+
+_POLL_INTERVAL_S = 0.1
 
 
 class StillLoading(CommandError):
@@ -161,21 +170,58 @@ finishes its accepted requests and is unloaded. A failed model is loaded again. 
 invalid, nothing changes, and the error gives the reason.
 
 The command returns when the file is in force. weightctl status shows the progress of loading. If a
-changed model fails to load, the old one continues to serve, and its status shows the cause.
+changed model fails to load, the old one continues to serve, and its status shows the cause. With
+--wait the command returns when every new, changed and retried model serves or has failed.
+
+--dry-run shows the changes that a reload would make, and makes none.
 
 Allowed for root, the daemon's own user, and tenants that may "operate" every model, over the
 daemon's Unix socket only, not over ipc:// or tcp://.
 
-Exit status: 0 the file is in force, 1 nothing has changed."""
+Exit status: 0 the file is in force, 1 nothing has changed or, with --wait, a model has failed, 75
+with --wait: not complete after --timeout seconds."""
 
 
-def _add_nothing(parser: argparse.ArgumentParser) -> None:
-    """Add no arguments: the command has none."""
+def _add_reload(parser: argparse.ArgumentParser) -> None:
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--wait", action="store_true", help="return when the models serve or have failed")
+    how.add_argument("--dry-run", action="store_true", help="only show what would change")
 
 
 def _reload(options: argparse.Namespace, connect: Connect) -> int:
-    with connect() as client, explain_denied(client):
-        answer = client.reload()
+    with connect() as client:
+        with explain_denied(client):
+            answer = client.reload(dry_run=options.dry_run)
+        status = _print_changes(options, answer)
+        if options.wait:
+            status = _wait_for_models(client, {*answer.added, *answer.changed, *answer.retried})
+    return status
+
+
+def _wait_for_models(client: Client, names: Set[str]) -> int:
+    """Wait until these models serve in their new configuration or have failed; return the exit status."""
+    deadline = time.monotonic() + client.timeout
+    while True:
+        models = [model for model in client.status().models if model.name in names]
+        failed = [model for model in models if model.state == "failed" or _NOT_IN_FORCE in model.note]
+        loading = [model for model in models if model not in failed and not _is_loaded(model)]
+        if not loading:
+            for model in failed:
+                causes = [each.reason for each in model.generations if each.reason]
+                print(f"{clean(model.name)}: {clean(model.note or '; '.join(causes) or 'failed')}")
+            return exit_codes.ERROR if failed else exit_codes.OK
+        if time.monotonic() >= deadline:
+            waiting = ", ".join(clean(each.name) for each in loading)
+            raise StillLoading(f"not complete after {client.timeout:g} s: {waiting}; see `weightctl status`")
+        time.sleep(_POLL_INTERVAL_S)
+
+
+def _is_loaded(model: ModelStatus) -> bool:
+    states = [each.state for each in model.generations]
+    return model.state == "unloaded" or states == ["serving"] * len(states)
+
+
+def _print_changes(options: argparse.Namespace, answer: ReloadResponse) -> int:
     changes = {
         "added": answer.added,
         "changed": answer.changed,
@@ -187,10 +233,10 @@ def _reload(options: argparse.Namespace, connect: Connect) -> int:
         return exit_codes.OK
     for what, names in changes.items():
         if names:
-            print(f"{what}: {', '.join(map(clean, names))}")
+            print(f"{'would be ' if options.dry_run else ''}{what}: {', '.join(map(clean, names))}")
     if not any(changes.values()):
-        print("configuration in force; no model changed")
+        print("no model would change" if options.dry_run else "configuration in force; no model changed")
     return exit_codes.OK
 
 
-RELOAD_COMMAND = Command("reload the configuration file", _RELOAD, _add_nothing, _reload)
+RELOAD_COMMAND = Command("reload the configuration file", _RELOAD, _add_reload, _reload)

@@ -15,6 +15,7 @@ from weightctl.text import (
     clean,
     count,
     duration,
+    load_lines,
     megabytes,
     milliseconds,
     paragraph,
@@ -42,8 +43,8 @@ processes, and the memory of the service. See weightctl(1) for the columns.
 --json prints one object: the daemon's response, and pss_total_bytes, the
 memory of the service.
 
-Exit status: 0 every model serves, 75 a model does not serve yet, 1 a model has
-failed (the cause is shown)."""
+Exit status: 0 every model serves or is unloaded, 75 a model does not serve yet,
+1 a model has failed (the cause is shown)."""
 
 _MANUAL = """\
 The columns of processes: NOW is the number of requests that a process is executing. Latencies are
@@ -118,11 +119,7 @@ def _show_status(options: argparse.Namespace, connect: Connect) -> int:
 
 
 def filter_model(response: StatusResponse, name: str) -> StatusResponse:
-    """Return `response` with only one model.
-
-    Raises:
-        NotFound: no such model exists.
-    """
+    """Return `response` with only one model; raise `NotFound` if no such model exists."""
     check_model(response, name)
     return dataclasses.replace(response, models=tuple(model for model in response.models if model.name == name))
 
@@ -132,7 +129,7 @@ def exit_status(response: StatusResponse) -> int:
     states = {model.state for model in response.models}
     if "failed" in states:
         return exit_codes.ERROR
-    return exit_codes.OK if states <= {"serving"} else exit_codes.NOT_YET
+    return exit_codes.OK if states <= {"serving", "unloaded"} else exit_codes.NOT_YET
 
 
 def as_json(response: StatusResponse, total: int) -> Dict[str, Any]:
@@ -170,6 +167,8 @@ def render(response: StatusResponse, total: int) -> str:
         lines.append(OWN_REQUESTS_ONLY)
     if response.buffered_bytes:
         lines.append(f"kept for clients: {binary(response.buffered_bytes)} of {binary(response.max_memory_bytes)}")
+    if response.max_model_bytes:
+        lines.append(f"reserved for models: {binary(response.model_bytes)} of {binary(response.max_model_bytes)}")
     if response.memory is not None:
         lines += _memory_limit_line(response.memory)
     return "\n".join(lines)
@@ -186,8 +185,10 @@ def _model_lines(model: ModelStatus) -> Iterator[str]:
     yield from _execution_lines(model)
     if model.unexpected_exits or model.quarantined:
         yield f"  {count(model.unexpected_exits, 'unexpected exit')}, {model.quarantined:,} requests in quarantine"
+    yield from load_lines(model)
     if model.retry_s is not None:
-        yield f"  next attempt to load the model in {model.retry_s:.0f} s"
+        failures = count(model.attempts, "failed attempt")
+        yield f"  next attempt to load the model in {model.retry_s:.0f} s, after {failures}"
     if model.note:
         yield from paragraph("note", model.note, "  ")
     if model.group:

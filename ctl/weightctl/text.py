@@ -7,6 +7,7 @@ import time
 from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 from weightd_protocol.messages.inference import TensorSignature
+from weightd_protocol.messages.status import ModelStatus
 
 WIDTH = 100
 
@@ -127,3 +128,15 @@ def signatures_json(tensors: Sequence[TensorSignature]) -> List[Dict[str, Any]]:
     """Return the tensors for JSON; a null shape means any rank."""
     shapes = (None if each.shape is None else list(each.shape) for each in tensors)
     return [{"name": each.name, "datatype": each.datatype, "shape": shape} for each, shape in zip(tensors, shapes)]
+
+
+def load_lines(model: ModelStatus) -> Iterator[str]:
+    """Yield when a model is loaded, if not at the start, and its number of workers, if that follows the load."""
+    if model.load != "start":
+        when = {"on_demand": "on demand", "manual": "by weightctl load"}.get(model.load, clean(model.load))
+        charged = f", charged to tenant {clean(model.owner)}" if model.owner else ""
+        reserved = f"; {binary(model.reserved_bytes)} reserved{charged}" if model.reserved_bytes else ""
+        yield f"  loaded {when}{reserved}"
+    workers = model.workers
+    if workers is not None:
+        yield f"  {workers.target} of {workers.min} to {workers.max} workers: {clean(workers.reason)}"

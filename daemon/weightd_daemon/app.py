@@ -17,8 +17,9 @@ import zmq
 
 from weightd_common.service_manager import CLIENTS, ServiceManager
 from weightd_common.terminal import Terminal, ends_on_hangup
+from weightd_daemon.api.admin import DaemonControl
 from weightd_daemon.api.authorization import Authorizer
-from weightd_daemon.api.router import DaemonControl, RequestRouter
+from weightd_daemon.api.router import RequestRouter
 from weightd_daemon.config.load import Config
 from weightd_daemon.config_file import ConfigReader
 from weightd_daemon.counters import CounterRegistry, DaemonCounterRecord, DaemonCounters, ModelCounterRecord
@@ -29,12 +30,15 @@ from weightd_daemon.handover.systemd import ListenSockets, ManagedService, liste
 from weightd_daemon.main_loop import Daemon, Options, Parts
 from weightd_daemon.models.factory import ModelFactory
 from weightd_daemon.models.interfaces import ClientNotifier
+from weightd_daemon.models.lifecycle import ModelLifecycle
 from weightd_daemon.models.load_limit import LoadLimiter
 from weightd_daemon.models.load_progress import LoadSpeedRecord
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.registry import ModelRegistry
+from weightd_daemon.models.residency.needs import NeedRecord
 from weightd_daemon.observability.event_log import EventLog
 from weightd_daemon.observability.load_progress import LoadMonitor
+from weightd_daemon.observability.memory import MemoryMeter
 from weightd_daemon.observability.service import StatusService
 from weightd_daemon.observability.snapshot import Books, SnapshotBuilder, SnapshotSources
 from weightd_daemon.platform import event_loop, process_spawner
@@ -52,6 +56,7 @@ from weightd_daemon.reload import (
     Reloader,
     TenantServices,
     admitted_tenants,
+    lifecycle_limits,
     listener_auth,
     update_devices,
 )
@@ -170,6 +175,13 @@ def build(options: Options, host: Host) -> Daemon:
         on_message_burst=lambda: router.cork(),
     )
     load_monitor = LoadMonitor(supervisor.snapshots.copy_progress)
+    lifecycle = ModelLifecycle(
+        lifecycle_limits(config),
+        lambda name: registry.models.get(name),
+        devices,
+        books.usage_table.add_resident_time,
+        MemoryMeter(lambda name: snapshots.memory_subjects(name)).poll,
+    )
     scheduling = SharedScheduling(client_log=client_log, counters_of=books.counters.counters_of)
     factory = ModelFactory(
         devices,
@@ -178,6 +190,7 @@ def build(options: Options, host: Host) -> Daemon:
         loop.add_timer,
         scheduling,
         LoadLimiter(),
+        lifecycle,
     )
     registry = ModelRegistry(factory.make)
     authorizer = Authorizer(tenants, books.usage_table, admitted_tenants(config))
@@ -221,6 +234,7 @@ def build(options: Options, host: Host) -> Daemon:
         registry,
         supervisor,
         TenantServices(tenants, authorizer, usage_reporter, scheduling.clocks, on_tenants_changed),
+        lifecycle,
         counters=books.counters,
         on_applied=lambda: daemon.schedule_reconcile(),
     )
@@ -245,6 +259,7 @@ def build(options: Options, host: Host) -> Daemon:
             memory_budget,
             proxies,
             shutdown,
+            lifecycle,
             options.config_note,
             [] if host.shim is None else [host.shim],
         )
@@ -254,7 +269,7 @@ def build(options: Options, host: Host) -> Daemon:
         loop,
         registry,
         memory_budget,
-        DaemonControl(status, reloader.request, supervisor.messenger.unmap),
+        DaemonControl(status, reloader.request, supervisor.messenger.unmap, lifecycle),
         max_shm_bytes=config.daemon.max_shm_bytes or host_memory_bytes() // _MEMORY_DIVISOR,
         user_limits=config.daemon.user_limits,
         authorizer=authorizer,
@@ -262,7 +277,9 @@ def build(options: Options, host: Host) -> Daemon:
     )
     for listener in host.sockets.unix_listeners:
         router.listen(listener)
-    counter_store = CounterStore(config.daemon.counters_file, _counter_entries(books, load_monitor), loop.call_soon)
+    counter_store = CounterStore(
+        config.daemon.counters_file, _counter_entries(books, load_monitor, lifecycle), loop.call_soon
+    )
     parts = Parts(
         loop,
         shutdown,
@@ -285,6 +302,7 @@ def build(options: Options, host: Host) -> Daemon:
         reloader.timer,
         status.timer,
         shutdown.timer,
+        lifecycle.timer,
     ]
     for timer in timers if service is None else [*timers, service.timer]:
         loop.add_timer(timer)
@@ -294,10 +312,11 @@ def build(options: Options, host: Host) -> Daemon:
     return daemon
 
 
-def _counter_entries(books: Books, load_monitor: LoadMonitor) -> dict[str, CounterEntry]:
+def _counter_entries(books: Books, load_monitor: LoadMonitor, lifecycle: ModelLifecycle) -> dict[str, CounterEntry]:
     return {
         "account": CounterEntry(books.usage_table, UsageRecord),
         "model": CounterEntry(books.counters, ModelCounterRecord),
         "daemon": CounterEntry(books.daemon_counters, DaemonCounterRecord),
         "load": CounterEntry(load_monitor, LoadSpeedRecord),
+        "need": CounterEntry(lifecycle.needs, NeedRecord),
     }

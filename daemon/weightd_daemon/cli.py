@@ -19,12 +19,13 @@ from weightd_common.terminal import ends_on_hangup
 from weightd_daemon import app, exit_codes
 from weightd_daemon.config.check import describe_config, find_problems
 from weightd_daemon.config.daemon import default_path, unit_of
-from weightd_daemon.config.load import ConfigError, check_config, parse
+from weightd_daemon.config.load import Config, ConfigError, check_config, parse
 from weightd_daemon.config.tenants import find_warnings
 from weightd_daemon.config_file import CONFIG, ConfigFile
 from weightd_daemon.doctor import arguments as doctor
 from weightd_daemon.handover.shim_launcher import SHIM
 from weightd_daemon.main_loop import Options
+from weightd_daemon.memory_plan import plan_memory
 from weightd_daemon.platform import environment, log_setup
 from weightd_daemon.platform.directories import PathInUse
 from weightd_daemon.zmq_proxy.zygote import Zygote
@@ -154,7 +155,14 @@ def _check(options: argparse.Namespace) -> int:
     addresses = [f"unix://{config.daemon.unix_socket}", *(each.address for each in config.listeners.values())]
     unit_suffix = f" for {unit.name}" if unit else ""
     print(f"{options.config}: valid{unit_suffix}; clients connect to {', '.join(addresses)}")
-    return exit_codes.OK
+    return _print_plan(config) if options.plan else exit_codes.OK
+
+
+def _print_plan(config: Config) -> int:
+    plan = plan_memory(config)
+    for line in plan.lines():
+        print(line)
+    return exit_codes.MODEL_FAILED if plan.never else exit_codes.OK
 
 
 def _gateway(options: argparse.Namespace) -> NoReturn:
@@ -245,6 +253,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also load and unload each model without ranks, one after another, as the daemon would; needs memory for "
         "one copy of the weights, on a card for two processes",
+    )
+    check.add_argument(
+        "--plan",
+        action="store_true",
+        help="also print the measured or estimated memory of each model, and which models fit into max_model_bytes "
+        "together; exit status 1 if a model can never be loaded",
     )
     check.set_defaults(run=_check)
 

@@ -115,6 +115,13 @@ class ModelCounters:
         # Lost processes that have not been replaced yet.
         self._unreplaced = 0
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether nothing has been counted."""
+        numbers = self.unexpected_exits, self.restarts, self.selftest_failures, self.batch_mismatches
+        histograms = self.requests, self.queue, self.compute, self.rows
+        return not any(numbers) and not any(any(each.counts) for each in histograms)
+
     def on_lost(self, count: int) -> None:
         """Count processes that became unusable without having been asked to stop."""
         self._unreplaced += count
@@ -202,8 +209,10 @@ class CounterRegistry:
         self._by_model = {name: counters for name, counters in self._by_model.items() if name in models}
 
     def records(self) -> Iterator[ModelCounterRecord]:
-        """Yield a record of each model for the counter store."""
+        """Yield a record of each model that has counted anything, for the counter store."""
         for model, counters in list(self._by_model.items()):
+            if counters.is_zero:
+                continue  # most of many models on demand are never used
             yield ModelCounterRecord(
                 model,
                 counters.requests.to_record(),

@@ -22,9 +22,10 @@ from weightd_daemon.config_file import ConfigFile, ConfigReader, ReadConfig
 from weightd_daemon.counters import CounterRegistry, DaemonCounters
 from weightd_daemon.handover.state import Handover
 from weightd_daemon.handover.systemd import ManagedService
+from weightd_daemon.models.lifecycle import LifecycleLimits, ModelLifecycle
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.registry import ConfigDiff, ModelRegistry
-from weightd_daemon.platform import audit, event_loop
+from weightd_daemon.platform import audit, cgroup, event_loop
 from weightd_daemon.platform.event_loop import EventLoop, Timer
 from weightd_daemon.platform.memory import MIB
 from weightd_daemon.processes.supervisor import ProcessSupervisor
@@ -45,7 +46,29 @@ _MAX_RELOADS = 16
 _READ_TIMEOUT_S = 60.0
 _NEVER = float("inf")
 
+# The keys of [daemon] that a reload applies.
+_RELOADABLE_KEYS = (
+    "drain_timeout",
+    "accounting_interval",
+    "max_batch_seconds",
+    "max_model_bytes",
+    "min_resident",
+    "max_load_queue",
+)
+
 OnReloaded = Callable[[ConfigDiff | RequestError], object]
+
+
+class _Waiter(NamedTuple):
+    """A queued reload.
+
+    Attributes:
+        on_done: called with the changes, or with the error.
+        is_dry_run: whether the changes are only reported.
+    """
+
+    on_done: OnReloaded
+    is_dry_run: bool
 
 
 class Reloader:
@@ -86,9 +109,9 @@ class Reloader:
         self._service = service
         self._terminal = terminal
         self.timer = Timer(lambda _: reader.abort())
-        # Callbacks of the reloads that the current read serves, and of the reloads that wait for the next read.
-        self._active: list[OnReloaded] = []
-        self._pending: list[OnReloaded] = []
+        # The reloads that the current read serves, and the reloads that wait for the next read.
+        self._active: list[_Waiter] = []
+        self._pending: list[_Waiter] = []
 
     @property
     def is_possible_by_hangup(self) -> bool:
@@ -114,8 +137,10 @@ class Reloader:
         except RequestError as error:
             on_done(error)
 
-    def request(self, on_done: OnReloaded) -> None:
+    def request(self, on_done: OnReloaded, is_dry_run: bool = False) -> None:
         """Queue a reload; call `on_done` once the file is in force or has been rejected.
+
+        A dry run only reports what would change.
 
         Raises:
             InvalidArgument: weightd was started without a file. `on_done` is not called.
@@ -128,7 +153,7 @@ class Reloader:
             raise Unavailable("weightd is stopping")
         if len(self._pending) == _MAX_RELOADS:
             raise ResourceExhausted(f"{_MAX_RELOADS} reloads are queued already")
-        self._pending.append(on_done)
+        self._pending.append(_Waiter(on_done, is_dry_run))
         if len(self._pending) == 1:
             self._loop.call_soon(self._start_read)
 
@@ -152,18 +177,24 @@ class Reloader:
     def _on_read(self, result: ReadConfig) -> None:
         self.timer.set(_NEVER)
         waiting, self._active = self._active, []
-        outcome: ConfigDiff | RequestError
-        try:
-            outcome = self._apply(result)
-            self._counters.reloads += 1
-        except RequestError as error:
-            outcome = error
-            self._counters.refused_reloads += 1
-        for on_done in waiting:
-            on_done(outcome)
+        for is_dry_run in (True, False):
+            on_done = [each.on_done for each in waiting if each.is_dry_run is is_dry_run]
+            if on_done:
+                outcome = self._outcome(result, is_dry_run=is_dry_run)
+                for each in on_done:
+                    each(outcome)
         self._start_read()
 
-    def _apply(self, result: ReadConfig) -> ConfigDiff:
+    def _outcome(self, result: ReadConfig, *, is_dry_run: bool) -> ConfigDiff | RequestError:
+        try:
+            diff = self._apply(result, is_dry_run=is_dry_run)
+        except RequestError as error:
+            self._counters.refused_reloads += not is_dry_run
+            return error
+        self._counters.reloads += not is_dry_run
+        return diff
+
+    def _apply(self, result: ReadConfig, *, is_dry_run: bool) -> ConfigDiff:
         """Put the result of a read in force.
 
         Raises:
@@ -174,9 +205,13 @@ class Reloader:
         if file is None or self._shutdown.has_begun:
             raise Unavailable("weightd is stopping")
         try:
-            diff = self._in_force.apply(file.path, file.accept(result), result.model_problems, event_loop.now())
+            config = file.accept(result)
+            if is_dry_run:
+                return self._in_force.compare(file.path, config, result.model_problems)
+            diff = self._in_force.apply(file.path, config, result.model_problems, event_loop.now())
         except ConfigError as error:
-            file.note = f"not reloaded: {error}"
+            if not is_dry_run:
+                file.note = f"not reloaded: {error}"
             raise InvalidArgument(str(error)) from None
         file.note = ""
         if self._service is not None:
@@ -212,6 +247,7 @@ class ConfigInForce:
         registry: the models.
         supervisor: keeps fork servers for the engines that models need.
         tenants: the parts that depend on the tenants.
+        lifecycle: loads and unloads models within the configured budgets.
         counters: keeps counters for the configured models.
         on_applied: called after another configuration was applied.
 
@@ -226,6 +262,7 @@ class ConfigInForce:
         registry: ModelRegistry,
         supervisor: ProcessSupervisor,
         tenants: TenantServices,
+        lifecycle: ModelLifecycle,
         *,
         counters: CounterRegistry,
         on_applied: Callable[[], object],
@@ -235,6 +272,7 @@ class ConfigInForce:
         self._registry = registry
         self._supervisor = supervisor
         self._tenants = tenants
+        self._lifecycle = lifecycle
         self._counters = counters
         self._on_applied = on_applied
 
@@ -251,12 +289,7 @@ class ConfigInForce:
             ConfigError: a key has changed that needs a restart, or a file of an added or changed model has an error.
             Unavailable: a model that would change is being updated.
         """
-        self._check_fixed_keys(path, config)
-        diff = self._registry.compare(config.models)
-        # Unchanged models serve from their snapshots, so only added and changed models need the files.
-        problems = [each for name in (*diff.added, *diff.changed) for each in model_problems.get(name, ())]
-        if problems:
-            raise ConfigError(*problems)
+        diff = self.compare(path, config, model_problems)
         update_devices(self._devices, config)
         self._supervisor.fork_servers.reconcile(config.models.values())
         self._registry.apply(diff, config.models, now)
@@ -265,8 +298,21 @@ class ConfigInForce:
             self._tenants.resolver.configure(config.tenants)
             self._tenants.authorizer.listener_tenants = admitted_tenants(config)
             self._tenants.on_changed({name: listener_auth(config, name) for name in config.listeners})
+        self._lifecycle.configure(lifecycle_limits(config))
         self._on_applied()
         self.apply_accounting(now)
+        return diff
+
+    def compare(self, path: Path, config: Config, model_problems: Mapping[str, Sequence[str]]) -> ConfigDiff:
+        """Return the changes that `apply` would make; raise what it would raise."""
+        self._check_fixed_keys(path, config)
+        diff = self._registry.compare(config.models)
+        # Loaded models serve from their snapshots, so only the others need their files.
+        unloaded = [name for name, model in self._registry.models.items() if model.loading.is_unloaded]
+        needed = dict.fromkeys((*diff.added, *diff.changed, *diff.retried, *unloaded))
+        problems = [each for name in needed for each in model_problems.get(name, ())]
+        if problems:
+            raise ConfigError(*problems)
         return diff
 
     @property
@@ -317,6 +363,20 @@ def admitted_tenants(config: Config) -> dict[str, Sequence[str]]:
     return {name: each.tenants for name, each in config.listeners.items()}
 
 
+def lifecycle_limits(config: Config) -> LifecycleLimits:
+    """Return the limits for loading and unloading models."""
+    daemon, tenants = config.daemon, config.tenants
+    return LifecycleLimits(
+        daemon.max_model_bytes,
+        {name: each.max_model_bytes for name, each in tenants.items() if each.max_model_bytes},
+        {name: each.weight for name, each in tenants.items()},
+        daemon.min_resident,
+        daemon.max_load_queue,
+        max(1, cgroup.usable_core_count() // 2),  # the other cores serve meanwhile
+        daemon.drain_timeout,
+    )
+
+
 def update_devices(devices: MutableMapping[str, DeviceBudget], config: Config) -> None:
     """Add every device that a model of the configuration uses, and set its limits from the configuration."""
     for name in dict.fromkeys(device for model in config.models.values() for device in model.devices_by_weight_copy):
@@ -331,7 +391,7 @@ def update_devices(devices: MutableMapping[str, DeviceBudget], config: Config) -
 def _fixed_values(config: Config) -> dict[str, object]:
     """Return the values, by key, of the settings that only a restart can change."""
     fixed: dict[str, object] = {f"daemon.{key}": value for key, value in vars(config.daemon).items()}
-    for key in ("drain_timeout", "accounting_interval", "max_batch_seconds"):
+    for key in _RELOADABLE_KEYS:
         del fixed[f"daemon.{key}"]
     for name, each in config.listeners.items():
         keys = {"address": each.address, "key": each.key, "max_connections": each.max_connections}

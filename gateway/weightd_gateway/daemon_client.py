@@ -16,7 +16,12 @@ from weightd_gateway.auth import Caller
 from weightd_gateway.error_codes import to_request_error
 from weightd_gateway.fairness import AdmissionControl
 from weightd_protocol.errors import WeightdError
-from weightd_protocol.messages.control import ModelMetadataResponse, ReadyResponse, ServerMetadataResponse
+from weightd_protocol.messages.control import (
+    LoadResponse,
+    ModelMetadataResponse,
+    ReadyResponse,
+    ServerMetadataResponse,
+)
 from weightd_protocol.messages.metrics import MetricsResponse
 from weightd_protocol.messages.status import StatusResponse
 
@@ -91,6 +96,14 @@ class DaemonClient:
         """Return the signature of a model; the daemon replies once the model is loaded."""
         return await _await_response(self._client(caller).metadata(model))
 
+    async def load(self, caller: Caller, model: str) -> None:
+        """Load a model; return once it serves."""
+        await self._change(self._client(caller).load(model, timeout=self._timeout))
+
+    async def unload(self, caller: Caller, model: str) -> None:
+        """Unload a model; return once its processes have ended."""
+        await self._change(self._client(caller).unload(model, timeout=self._timeout))
+
     async def status(self, caller: Caller) -> StatusResponse:
         """Return the daemon's status, at most one second old."""
         client = self._client(caller)
@@ -124,6 +137,14 @@ class DaemonClient:
         """Close all connections; requests in flight fail with `Unavailable`."""
         for client in self._clients.values():
             await client.close()
+
+    async def _change(self, response: Awaitable[LoadResponse]) -> None:
+        try:
+            await _await_response(response)
+        finally:
+            # The next status shows the change.
+            self._statuses.clear()
+            self._metrics.clear()
 
     def _client(self, caller: Caller) -> AsyncClient:
         client = self._clients.get(caller.tenant)

@@ -6,13 +6,14 @@ from them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from weightd_protocol.errors import NotFound
+from weightd_protocol.errors import InvalidArgument, NotFound, PermissionDenied
 from weightd_protocol.messages.control import ModelMetadataResponse, ServerMetadataResponse
 from weightd_protocol.messages.inference import TensorSignature
 from weightd_protocol.messages.metrics import Histogram, MetricsResponse, ModelMetrics
+from weightd_protocol.schema import label
 
 VERSION = "1"
 """The version of every model: only one version exists at a time, and an update replaces it."""
@@ -28,7 +29,15 @@ _EXTENSIONS = (
 _SHARED_MEMORY = "system_shared_memory"
 
 # Repository index states of models that cannot serve, by weightd's state. Any other state is reported as LOADING.
-_INDEX_STATES: Mapping[str, str] = {"failed": "UNAVAILABLE", "gone": "UNAVAILABLE", "draining": "UNLOADING"}
+_INDEX_STATES: Mapping[str, str] = {
+    "failed": "UNAVAILABLE",
+    "gone": "UNAVAILABLE",
+    "unloaded": "UNAVAILABLE",
+    "draining": "UNLOADING",
+}
+
+# Parameters of Triton's load and unload requests that change nothing here: each model is unloaded alone.
+_IGNORED_LOAD_PARAMETERS = frozenset({"unload_dependents"})
 
 # Triton's names of engines, by weightd's names. Tools only use them to choose icons.
 _BACKENDS: Mapping[str, str] = {"onnxruntime": "onnxruntime"}
@@ -95,6 +104,22 @@ def repository_index(metrics: MetricsResponse, *, only_ready: bool = False) -> l
         for each in metrics.models
         if each.ready or not only_ready
     ]
+
+
+def check_model_control(*, is_allowed: bool) -> None:
+    """Raise `PermissionDenied` unless callers may load and unload models."""
+    if not is_allowed:
+        raise PermissionDenied("this gateway loads and unloads no models: model_control in its configuration is off")
+
+
+def check_load_parameters(names: Iterable[str]) -> None:
+    """Raise `InvalidArgument` if a load or unload request has a parameter that weightd does not support."""
+    unsupported = sorted(name for name in names if name not in _IGNORED_LOAD_PARAMETERS)
+    if unsupported:
+        raise InvalidArgument(
+            f"parameters: unsupported: {', '.join(map(label, unsupported))}; the model's files and settings come from"
+            " the daemon's configuration"
+        )
 
 
 def state_of(model: ModelMetrics) -> str:

@@ -9,7 +9,7 @@ PROTOCOL_VERSION = 2
 MAX_HEADER_BYTES = 64 * 1024
 
 # A status response lists every process of every model, with about 400 bytes each: 63 processes on each of 8 devices fit
-# several times over. Only a client that requested status, metrics or logs accepts such a header.
+# several times over. Only a client that requested status, metrics, logs or names of models accepts such a header.
 MAX_STATUS_BYTES = 4 * 1024 * 1024
 
 # Headers between the daemon and its child processes are larger, because all inputs of the self-test name every tensor,
@@ -59,8 +59,8 @@ MAX_PATH_BYTES = 4096
 # The longest timeout of a request is one hour. Requests that may wait longer are batch processing.
 MAX_TIMEOUT_US = 3_600_000_000
 
-# Models of one daemon. Names of full length fit twice into a header.
-MAX_MODELS = 128
+# Models of one daemon. Names of full length fit many times into a status response.
+MAX_MODELS = 1024
 
 # Devices of one daemon: twice the number of cards in a host. Also the maximum number of ranks of a model.
 MAX_DEVICES = 64

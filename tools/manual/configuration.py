@@ -92,7 +92,7 @@ owns the shared weights, and its workers attach to them.
 
 `weightctl reload` or SIGHUP reads the file again and adds, replaces and removes models without interrupting requests.
 Changes to `[daemon]` and `[listeners.NAME]` take effect after a restart, except for `drain_timeout`,
-`accounting_interval` and `max_batch_seconds`."""
+`accounting_interval`, `max_batch_seconds`, `max_model_bytes`, `min_resident` and `max_load_queue`."""
 
 _GATEWAY_DESCRIPTION = """\
 The configuration file of `weightd gateway`, in TOML. Every key has a default, but the gateway rejects all callers until

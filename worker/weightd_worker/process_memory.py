@@ -13,8 +13,12 @@ and stay in the page cache, from where they return on the next use.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
 import time
 from typing import Callable, Iterable, Iterator, Mapping, Tuple
+
+import numpy as np
 
 from weightd_worker.pagesharing.libc import PAGE, libc, unsupported_reason
 
@@ -79,43 +83,51 @@ def private_bytes() -> int:
     return (int(resident) - int(shared)) * PAGE
 
 
-_SMAPS = "/proc/self/smaps"
+# Not smaps: for that, the kernel counts every page of the model, too.
+_MAPS = "/proc/self/maps"
+_PAGEMAP = "/proc/self/pagemap"
 
-# Index of the path in a line of smaps. A mapping without a file has no path.
+# Index of the path in a line of maps. A mapping without a file has no path.
 _PATH_FIELD = 5
+
+# Bits of a page in the pagemap: it is in memory, it is swapped out, it belongs to a file or is shared.
+_PRESENT, _SWAPPED, _FILE = 1 << 63, 1 << 62, 1 << 61
 
 
 def drop_unchanged_pages() -> None:
-    """Drop the pages of libraries that this process cannot change and has not changed: their code and constants."""
+    """Drop the pages of libraries that this process cannot change and has not changed: their code and constants.
+
+    A loader writes private pages, for relocations, before it protects them; dropping these would break the library.
+    """
     if unsupported_reason():
         return
     # A failure only means that the pages still count as memory of the process.
     with contextlib.suppress(OSError):
-        with open(_SMAPS, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - a path object costs memory
-            mappings = list(unchanged_mappings(file))
-        for begin, end in mappings:
+        with open(_MAPS, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - a path object costs memory
+            mappings = list(library_mappings(file))
+        with open(_PAGEMAP, "rb", buffering=0) as pagemap:  # noqa: PTH123 - a path object costs memory
+            entries = [
+                os.pread(pagemap.fileno(), (end - begin) // PAGE * 8, begin // PAGE * 8) for begin, end in mappings
+            ]
+        unchanged = list(map(is_unchanged, entries))  # before any page of numpy is dropped
+        for begin, end in itertools.compress(mappings, unchanged):
             libc().drop_file_pages(begin, end - begin)
 
 
-def unchanged_mappings(lines: Iterable[str]) -> Iterator[Tuple[int, int]]:
-    """Yield begin and end of each library mapping that is not writable and has no private page.
-
-    A loader writes private pages, for relocations, before it protects them; dropping these would break the library.
-
-    Args:
-        lines: the lines of /proc/PID/smaps.
-    """
-    address_range, is_candidate = "", False
+def library_mappings(lines: Iterable[str]) -> Iterator[Tuple[int, int]]:
+    """Yield begin and end of each library mapping that is not writable; `lines`: /proc/PID/maps."""
     for line in lines:
         words = line.split()
-        if not words[0].endswith(":"):
-            address_range, is_candidate = (
-                words[0],
-                "w" not in words[1] and len(words) > _PATH_FIELD and ".so" in words[_PATH_FIELD],
-            )
-        elif words[0] == "Anonymous:" and is_candidate and words[1] == "0":
-            begin, _, end = address_range.partition("-")
+        if len(words) > _PATH_FIELD and "w" not in words[1] and ".so" in words[_PATH_FIELD]:
+            begin, _, end = words[0].partition("-")
             yield int(begin, 16), int(end, 16)
+
+
+def is_unchanged(entries: bytes) -> bool:
+    """Return whether no page of a mapping is private, from the entries of its pages in the pagemap."""
+    flags = np.frombuffer(entries, np.uint64)
+    is_present, is_swapped, is_of_file = ((flags & np.uint64(bit)) != 0 for bit in (_PRESENT, _SWAPPED, _FILE))
+    return len(flags) > 0 and not bool((is_swapped | (is_present & ~is_of_file)).any())
 
 
 HOLDER_COST_BYTES: Mapping[str, int] = {"spawned": 32 << 20, "forked": 8 << 20}

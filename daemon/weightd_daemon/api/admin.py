@@ -9,16 +9,34 @@ import contextlib
 import functools
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from weightd_daemon.api.authorization import Authorizer
 from weightd_daemon.api.responses import ClientResponses
 from weightd_daemon.api.status import StatusReporter
+from weightd_daemon.models.lifecycle import ModelLifecycle
 from weightd_daemon.models.registry import ConfigDiff, ModelRegistry
 from weightd_daemon.platform import audit, event_loop
 from weightd_daemon.transport.connection import ClientConnection
-from weightd_protocol.errors import InvalidArgument, PermissionDenied, RequestError, Unauthenticated, Unavailable
-from weightd_protocol.messages.control import Reload, ReloadResponse, Update, UpdateResponse
+from weightd_protocol.errors import (
+    FailedPrecondition,
+    InvalidArgument,
+    PermissionDenied,
+    RequestError,
+    Unauthenticated,
+    Unavailable,
+)
+from weightd_protocol.messages.control import (
+    RESTART,
+    RETRY,
+    Load,
+    LoadResponse,
+    Reload,
+    ReloadResponse,
+    Unload,
+    Update,
+    UpdateResponse,
+)
 from weightd_protocol.messages.events import Logs
 from weightd_protocol.messages.inference import Infer
 from weightd_protocol.messages.types import FROM_CLIENT
@@ -26,8 +44,25 @@ from weightd_protocol.messages.types import FROM_CLIENT
 _MESSAGE_TYPES = {kind: name for name, kind in FROM_CLIENT.items()}
 
 
-RequestReload = Callable[[Callable[[ConfigDiff | RequestError], None]], None]
-"""Starts a reload of the configuration and calls its argument at the end; raises a RequestError if it cannot start."""
+RequestReload = Callable[[Callable[[ConfigDiff | RequestError], None], bool], None]
+"""Starts a reload of the configuration, or a dry run of it if the second argument is True, and calls the first argument
+at the end; raises a RequestError if it cannot start."""
+
+
+class DaemonControl(NamedTuple):
+    """The operations of the daemon as a whole that clients can request.
+
+    Attributes:
+        status: reports the state of the daemon and reads logs.
+        request_reload: see `RequestReload`.
+        unmap: called with the numbers of closed regions; has workers unmap them.
+        lifecycle: loads and unloads models.
+    """
+
+    status: StatusReporter
+    request_reload: RequestReload
+    unmap: Callable[[Sequence[int]], object]
+    lifecycle: ModelLifecycle
 
 
 class AdminApi:
@@ -36,25 +71,20 @@ class AdminApi:
     Args:
         registry: the models.
         authorizer: checks that a client is an operator.
-        reporter: reads logs.
-        request_reload: see `RequestReload`.
+        daemon: the operations of the daemon as a whole.
         responses: sends replies.
     """
 
     def __init__(
-        self,
-        registry: ModelRegistry,
-        authorizer: Authorizer,
-        reporter: StatusReporter,
-        request_reload: RequestReload,
-        responses: ClientResponses,
+        self, registry: ModelRegistry, authorizer: Authorizer, daemon: DaemonControl, responses: ClientResponses
     ) -> None:
         self._registry = registry
         self._authorizer = authorizer
-        self._reporter = reporter
-        self._request_reload = request_reload
+        self._reporter = daemon.status
+        self._request_reload = daemon.request_reload
+        self._lifecycle = daemon.lifecycle
         self._responses = responses
-        self._unsaved_responses: list[tuple[bytes, UpdateResponse]] = []
+        self._unsaved_responses: list[tuple[bytes, UpdateResponse | LoadResponse]] = []
         self._audit_refusals = audit.RefusalLog()
         # Operations in progress, by client and message id.
         self._pending_operations: dict[tuple[bytes, str], audit.AuditEntry] = {}
@@ -77,11 +107,42 @@ class AdminApi:
         with self._audit_operation(connection, message):
             model.update(connection.key, message.id, now, **paths, rollback=message.rollback, grant=grant)
 
+    def on_load(self, connection: ClientConnection, message: Load, frames: Sequence[Any], now: float) -> None:
+        """Load a model, or load it again."""
+        tenant = self._authorizer.authorize_load(connection, message.tenant, now)
+        model = self._registry.find(message.model_name, tenant)
+        if self._registry.is_closed:
+            raise Unavailable("weightd is stopping")
+        if message.action == RETRY and not (model.loading.may_retry or model.loading.is_retrying):
+            raise FailedPrecondition(f"{model.name} has not failed: it is {model.readiness.state_name}")
+        with self._audit_operation(connection, message):
+            if message.action == RESTART and not (model.loading.is_unloaded or model.loading.may_retry):
+                self._authorizer.check_operator(connection, "restart a model")
+                grant, weights = self._authorizer.file_grant(connection), model.versions.current.weights
+                model.update(connection.key, message.id, now, path="", weights=weights, rollback=False, grant=grant)
+                if message.wait:
+                    return
+            else:
+                is_operator = connection.identity.credential.is_operator and message.tenant is None
+                owner = "" if is_operator else tenant.name
+                self._lifecycle.load(model, owner, self._completion(connection, message))
+        if not message.wait:
+            self._responses.reply(connection.key, LoadResponse(message.id, model.name, model.readiness.state_name))
+
+    def on_unload(self, connection: ClientConnection, message: Unload, frames: Sequence[Any], now: float) -> None:
+        """Unload a model once its accepted requests have ended."""
+        tenant = self._authorizer.authorize_load(connection, message.tenant, now)
+        model = self._registry.find(message.model_name, tenant)
+        with self._audit_operation(connection, message):
+            self._lifecycle.unload(model, self._completion(connection, message))
+        if not message.wait:
+            self._responses.reply(connection.key, LoadResponse(message.id, model.name, model.readiness.state_name))
+
     def on_reload(self, connection: ClientConnection, message: Reload, frames: Sequence[Any], now: float) -> None:
         """Start a reload of the configuration."""
         self._authorizer.check_reload(connection)
         with self._audit_operation(connection, message):
-            self._request_reload(functools.partial(self._on_reloaded, connection.key, message.id))
+            self._request_reload(functools.partial(self._on_reloaded, connection.key, message.id), message.dry_run)
 
     def on_logs(self, connection: ClientConnection, message: Logs, frames: Sequence[Any], now: float) -> None:
         """Start to read the logs of a model's processes."""
@@ -91,7 +152,9 @@ class AdminApi:
 
     def audit_refusal(self, connection: ClientConnection, message: Any, error: RequestError, now: float) -> None:
         """Write the refusal of a message to the audit log, if it is a change or lacks a permission."""
-        if isinstance(error, (PermissionDenied, Unauthenticated)) or isinstance(message, (Update, Reload)):
+        if isinstance(error, (PermissionDenied, Unauthenticated)) or isinstance(
+            message, (Load, Unload, Update, Reload)
+        ):
             self._audit_refusals.write(_audit_entry(connection, message), audit.REFUSED, str(error), now)
 
     def audit_unknown_client(self, connection: ClientConnection, message_type: str, now: float) -> None:
@@ -103,9 +166,12 @@ class AdminApi:
     # --- replies ------------------------------------------------------------------------------------------------
 
     def reply_updated(self, client: bytes, response: UpdateResponse) -> None:
-        """Queue the reply to a completed update until the update is recorded on disk."""
-        self._on_operation_end(client, response.id)
-        self._unsaved_responses.append((client, response))
+        """Queue the reply to a completed update or restart until it is recorded on disk."""
+        entry = self._on_operation_end(client, response.id)
+        is_restart = entry is not None and entry.action == RESTART
+        self._unsaved_responses.append(
+            (client, LoadResponse(response.id, response.model_name, "serving") if is_restart else response)
+        )
 
     def send_saved_responses(self) -> None:
         """Send the replies that waited until their updates were recorded."""
@@ -119,6 +185,24 @@ class AdminApi:
 
     # --- private ------------------------------------------------------------------------------------------------
 
+    def _completion(
+        self, connection: ClientConnection, message: Load | Unload
+    ) -> Callable[[RequestError | None], object]:
+        """Return a function that ends the operation, and that replies if the client waits for its end."""
+        client = connection.key
+
+        def on_done(error: RequestError | None) -> None:
+            if error is not None and message.wait:
+                self.reply_failed(client, message.id, error)
+                return
+            self._on_operation_end(client, message.id, error)
+            if error is None and message.wait:
+                model = self._registry.models.get(message.model_name)
+                state = "unloaded" if model is None else model.readiness.state_name
+                self._responses.reply(client, LoadResponse(message.id, message.model_name, state))
+
+        return on_done
+
     def _on_reloaded(self, client: bytes, request_id: str, outcome: ConfigDiff | RequestError) -> None:
         """Reply that the new configuration is in force, or why not."""
         if isinstance(outcome, RequestError):
@@ -128,7 +212,9 @@ class AdminApi:
             self._responses.reply(client, ReloadResponse(request_id, *outcome))
 
     @contextlib.contextmanager
-    def _audit_operation(self, connection: ClientConnection, message: Update | Reload) -> Generator[None, None, None]:
+    def _audit_operation(
+        self, connection: ClientConnection, message: Load | Unload | Update | Reload
+    ) -> Generator[None, None, None]:
         """Register an operation that starts in the block for the audit log, unless the block refuses it.
 
         Raises:
@@ -136,7 +222,7 @@ class AdminApi:
         """
         key = connection.key, message.id
         if key in self._pending_operations:
-            raise InvalidArgument(f"id: expected an id that no running update or reload has, got {message.id!r}")
+            raise InvalidArgument(f"id: expected an id that no running operation has, got {message.id!r}")
         self._pending_operations[key] = _audit_entry(connection, message)
         try:
             yield
@@ -144,14 +230,17 @@ class AdminApi:
             self._pending_operations.pop(key, None)
             raise
 
-    def _on_operation_end(self, client: bytes, request_id: str, error: RequestError | None = None) -> None:
+    def _on_operation_end(
+        self, client: bytes, request_id: str, error: RequestError | None = None
+    ) -> audit.AuditEntry | None:
         entry = self._pending_operations.pop((client, request_id), None)
         if entry is None:
-            return
+            return None
         if error is None:
             audit.write(entry, audit.OK)
         else:
             self._audit_refusals.write(entry, audit.FAILED, str(error), event_loop.now())
+        return entry
 
 
 def _audit_entry(connection: ClientConnection, message: Any) -> audit.AuditEntry:
@@ -162,5 +251,9 @@ def _audit_entry(connection: ClientConnection, message: Any) -> audit.AuditEntry
         return audit.AuditEntry(
             action, connection.identity.audit_name, tenant, message.model_name, message.path, message.weights
         )
+    if isinstance(message, Reload) and message.dry_run:
+        return audit.AuditEntry("dry_run", connection.identity.audit_name, tenant)
+    if isinstance(message, Load):
+        return audit.AuditEntry(message.action, connection.identity.audit_name, tenant, message.model_name)
     name = message.description.model_name if isinstance(message, Infer) else getattr(message, "model_name", "")
     return audit.AuditEntry(_MESSAGE_TYPES[message.__class__], connection.identity.audit_name, tenant, name)

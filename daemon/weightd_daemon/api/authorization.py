@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from weightd_common.peer_credentials import OVERFLOW_ID
 from weightd_common.safe_open import OPERATOR, Grant
-from weightd_daemon.config.tenants import ALL_MODELS, INFER, OPERATE, STATUS
+from weightd_daemon.config.tenants import ALL_MODELS, INFER, LOAD, OPERATE, STATUS
 from weightd_daemon.platform.connection_limiter import NO_TENANT
 from weightd_daemon.scheduling.request import ClientOrigin, Request
 from weightd_daemon.tenants.tenant import Tenant, TenantResolver, Viewer
@@ -169,6 +169,22 @@ class Authorizer:
                 if self.tenants.has_tenants
                 else f"only the user that weightd runs as, and root, may {action}, and only on the daemon's unix socket"
             )
+
+    def authorize_load(self, connection: ClientConnection, name: str | None, now: float) -> Tenant:
+        """Return the tenant for which a client loads or unloads models, its own or the one in the message.
+
+        Raises:
+            PermissionDenied: the tenant may not.
+        """
+        tenant = self.charge_viewer(connection, name, now).tenant
+        if not (tenant.has_right(LOAD) or tenant.has_right(OPERATE)):
+            who = f'tenant {tenant.name} may not load or unload models: "{LOAD}" is not in its `may`'
+            raise PermissionDenied(
+                who
+                if self.tenants.has_tenants
+                else "only the user that weightd runs as, and root, may load or unload models"
+            )
+        return tenant
 
     def check_reload(self, connection: ClientConnection) -> None:
         """Check that a client may reload the configuration, which is the operator's file and concerns all models.

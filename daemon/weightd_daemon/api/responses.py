@@ -12,6 +12,7 @@ from weightd_daemon.transport.memory_budget import MemoryBudget
 from weightd_protocol import limits
 from weightd_protocol.codec import clip, encode
 from weightd_protocol.errors import Internal, LocalProtocolError, RequestError, ResourceExhausted
+from weightd_protocol.messages.control import ReloadResponse, ServerMetadataResponse
 from weightd_protocol.messages.events import LogsResponse
 from weightd_protocol.messages.inference import Error, InferResponse
 from weightd_protocol.messages.metrics import MetricsResponse
@@ -29,7 +30,7 @@ _MEMORY_FULL = (
 
 # The size limits of headers that may be longer than others.
 _MAX_BYTES: Mapping[type[Any], int] = dict.fromkeys(
-    (StatusResponse, MetricsResponse, LogsResponse), limits.MAX_STATUS_BYTES
+    (StatusResponse, MetricsResponse, LogsResponse, ServerMetadataResponse, ReloadResponse), limits.MAX_STATUS_BYTES
 )
 
 ShedRequests = Callable[[bytes, RequestError], object]

@@ -5,6 +5,7 @@ An inference request takes these steps:
     receive    `RequestRouter` decodes the message and calls the handler of its type
     authorize  `InferenceApi.on_infer` finds the tenant of the request and checks that the tenant may use the model
     validate   timeout, shared memory, priority and quotas are checked, and memory is reserved in the budget for clients
+    load       `ModelLifecycle` loads a model on demand; the request waits in the queue
     enqueue    `Dispatcher.infer` checks the inputs and starts the request on a free slot, or puts it into the queue
     dispatch   `Dispatcher.dispatch` forms the next batch when a slot is free
     execute    the slot's processes run the batch and report to `BatchResults.on_result`
@@ -19,13 +20,13 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from weightd_daemon.api.admin import AdminApi, RequestReload
+from weightd_daemon.api.admin import AdminApi, DaemonControl
 from weightd_daemon.api.authorization import RIGHT_REVOKED, Authorizer
 from weightd_daemon.api.region_registry import RegionRegistry
 from weightd_daemon.api.responses import ClientResponses, memory_full
-from weightd_daemon.api.status import StatusApi, StatusReporter
+from weightd_daemon.api.status import StatusApi
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.tenants import INFER, TenantConfig
 from weightd_daemon.models.registry import ModelRegistry
@@ -44,7 +45,16 @@ from weightd_protocol import limits, preview
 from weightd_protocol.codec import Decoder, heading, max_request_items
 from weightd_protocol.errors import InvalidArgument, PermissionDenied, RemoteProtocolError, RequestError, Unavailable
 from weightd_protocol.framing import Message
-from weightd_protocol.messages.control import ModelMetadata, ModelReady, Reload, ServerMetadata, ServerReady, Update
+from weightd_protocol.messages.control import (
+    Load,
+    ModelMetadata,
+    ModelReady,
+    Reload,
+    ServerMetadata,
+    ServerReady,
+    Unload,
+    Update,
+)
 from weightd_protocol.messages.events import Events, Logs
 from weightd_protocol.messages.inference import Cancel, Infer
 from weightd_protocol.messages.metrics import Metrics
@@ -59,20 +69,6 @@ _UNIX_SOCKET_ONLY = "memory can be shared only on the unix socket"
 
 # Arguments: the connection, the message, all frames of the message, and the time.
 MessageHandler = Callable[[ClientConnection, Any, Sequence[Any], float], None]
-
-
-class DaemonControl(NamedTuple):
-    """The operations of the daemon as a whole that clients can request.
-
-    Attributes:
-        status: reports the state of the daemon and reads logs.
-        request_reload: see `RequestReload`.
-        unmap: called with the numbers of closed regions; has workers unmap them.
-    """
-
-    status: StatusReporter
-    request_reload: RequestReload
-    unmap: Callable[[Sequence[int]], object]
 
 
 class RequestRouter:
@@ -128,7 +124,7 @@ class RequestRouter:
         self._inference = InferenceApi(
             model_registry, authorizer, self._usage_table, self.regions, self.responses, memory_budget
         )
-        self.admin = AdminApi(model_registry, authorizer, daemon.status, daemon.request_reload, self.responses)
+        self.admin = AdminApi(model_registry, authorizer, daemon, self.responses)
         status = StatusApi(model_registry, authorizer, daemon.status, self.responses)
         self._decoder = Decoder(FROM_CLIENT, max_items_for=self._inference.max_description_items)
         self._handlers: dict[type[Any], MessageHandler] = {
@@ -144,6 +140,8 @@ class RequestRouter:
             Metrics: status.on_metrics,
             Events: status.on_events,
             Logs: self.admin.on_logs,
+            Load: self.admin.on_load,
+            Unload: self.admin.on_unload,
             Update: self.admin.on_update,
             Reload: self.admin.on_reload,
         }
@@ -351,6 +349,10 @@ class InferenceApi:
             if not self._memory_budget.try_reserve(client, request.buffered_bytes):
                 self._responses.reserve_freed(request)
             reserved_bytes = request.buffered_bytes
+            loading = model.loading
+            if loading.is_unloaded:
+                loading.load_on_demand(tenant.name)
+            loading.last_used_at = now
             model.dispatcher.infer(request, now)
         except RequestError:
             usage.withdraw(tenant.quota, nbytes)

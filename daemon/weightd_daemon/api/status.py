@@ -69,6 +69,8 @@ class StatusApi:
         """Send a model's signature, as soon as it is known."""
         viewer = self._authorizer.charge_viewer(connection, message.tenant, now)
         model = self._registry.find(message.model_name, viewer.tenant)
+        if model.loading.is_unloaded and model.dispatcher.signature.built is None:
+            model.loading.load_on_demand(viewer.tenant.name)
         model.dispatcher.metadata.request(MetadataRequest(connection.key, message.id, connection.user))
 
     def on_server_metadata(
@@ -84,12 +86,14 @@ class StatusApi:
     def on_ready(
         self, connection: ClientConnection, message: ServerReady | ModelReady, frames: Sequence[Any], now: float
     ) -> None:
-        """Send whether a model, or every model, is ready, with the reasons if not."""
+        """Send whether a model, or every model that is to be loaded, is ready, with the reasons if not."""
         viewer = self._authorizer.charge_viewer(connection, message.tenant, now).tenant
         if isinstance(message, ModelReady):
-            models = [self._registry.find(message.model_name, viewer)]
+            model = self._registry.find(message.model_name, viewer)
+            # Requests to a model that loads on demand are answered once it has loaded.
+            models = [] if model.loading.is_unloaded and model.config.is_on_demand else [model]
         else:
-            models = list(self._registry.visible_models(viewer).values())
+            models = [each for each in self._registry.visible_models(viewer).values() if not each.loading.is_unloaded]
         reasons = (
             ["weightd is stopping"]
             if self._registry.is_closed

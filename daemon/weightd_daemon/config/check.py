@@ -116,7 +116,7 @@ def _other_problems(
 def describe_config(config: Config) -> Iterator[str]:
     """Yield a line that describes each model, each model group and each tenant."""
     for name, model in config.models.items():
-        workers = "1 worker" if model.workers == 1 else f"{model.workers} workers"
+        workers = _describe_workers(model)
         what = workers if model.ranks is None else _describe_ranks(model.ranks)
         yield f"{name}: {model.engine}, {what}, {model.path}"
     for name, group in config.groups.items():
@@ -125,6 +125,13 @@ def describe_config(config: Config) -> Iterator[str]:
     for name, tenant in config.tenants.items():
         models = "all models" if "*" in tenant.models else f"models {', '.join(tenant.models)}"
         yield f"tenant {name}: {_describe_tenant(name, tenant)}; may {', '.join(tenant.may) or 'do nothing'}; {models}"
+
+
+def _describe_workers(model: ModelConfig) -> str:
+    low, high = model.min_workers, model.max_workers
+    if low < high:
+        return f"{low} to {high} workers"
+    return "1 worker" if high == 1 else f"{high} workers"
 
 
 def _describe_tenant(name: str, tenant: TenantConfig) -> str:

@@ -76,6 +76,16 @@ class DaemonConfig:
     value shortens the wait of other tenants; a larger one uses devices more efficiently. Longer requests that cannot be
     split do not get the last free worker of a model, unless those of other tenants take about as long."""
 
+    max_model_bytes: int = field(default=0, metadata=integer(0, 2**62))
+    """Budget in bytes for the memory of all models on the CPU. For models with `load = "on_demand"`, idle ones are
+    unloaded to keep it. On a card, the memory of the card is the budget. 0: no limit."""
+
+    min_resident: float = field(default=5.0, metadata=number(MAX_SECONDS))
+    """Seconds for which a model stays loaded at least, so that models do not displace each other all the time."""
+
+    max_load_queue: int = field(default=64, metadata=integer(1, 100_000))
+    """Maximum models that wait for memory; requests to further models fail with RESOURCE_EXHAUSTED."""
+
     pass_environment: tuple[str, ...] = field(default=(), metadata=list_of(text(limits.MAX_NAME_BYTES), 256))
     """Additional environment variables for workers: a name, or a prefix followed by *. By default workers get only the
     variables that engines read."""

@@ -156,7 +156,9 @@ def _member_problem(model: ModelConfig, group: GroupConfig) -> str:
         "a model with ranks cannot be in a group": model.ranks is not None,
         'provider "ge" does not support groups': model.mindspore_lite.provider == "ge",
         f'expected sharing = "off", got "{model.sharing}": the library ignores it in a group': model.sharing != "off",
-        f"expected workers = 1, got {model.workers}: the group has one process on each device": model.workers != 1,
+        f"expected workers = 1, got {model.max_workers}: the group has one process on each device": (
+            model.max_workers != 1
+        ),
         f"expected spares = 0, got {model.spares}: the group has one process on each device": bool(model.spares),
         "MindSpore Lite rejects groups with variable_weights": model.mindspore_lite.variable_weights,
         f"expected batching.max_rows = 1, got {rows}: a model with several sizes shares no workspace": (

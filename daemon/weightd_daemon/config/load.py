@@ -22,7 +22,8 @@ from weightd_daemon.config.groups import (
     with_memberships,
 )
 from weightd_daemon.config.listeners import ListenerConfig, read_listeners
-from weightd_daemon.config.model import LOAD_KEYS, ModelConfig, complete_model
+from weightd_daemon.config.model import LOAD_KEYS, ModelConfig
+from weightd_daemon.config.model_rules import complete_model
 from weightd_daemon.config.tenants import TenantConfig, read_tenants
 from weightd_protocol import limits
 from weightd_protocol.errors import WeightdError

@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from weightd_common import devices as cores
-from weightd_common.devices import CPU, card_of, has_cores, is_cpu
-from weightd_common.toml_schema import MAX_SECONDS, ErrorCollector, check_name, derived, user_path
+from weightd_common.devices import CPU, is_cpu
+from weightd_common.toml_schema import MAX_SECONDS, derived, user_path
 from weightd_daemon.config import selftest as selftest_config
+from weightd_daemon.config import workers as workers_config
 from weightd_daemon.config.batching import BatchingConfig, SplitConfig
-from weightd_daemon.config.devices import DeviceConfig
-from weightd_daemon.config.ranks import MINDSPORE_LITE, RanksConfig
+from weightd_daemon.config.ranks import RanksConfig
 from weightd_daemon.config.selftest import SelfTestSetting
-from weightd_daemon.engines import ENGINES, engine_for, ranktable
+from weightd_daemon.config.workers import WorkerRange, WorkersSetting
+from weightd_daemon.engines import ENGINES
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd_daemon.engines.spec import EngineOptions, EngineSpec
 from weightd_protocol import limits
-from weightd_protocol.schema import FieldError, boolean, integer, list_of, number, one_of, record, text
+from weightd_protocol.schema import boolean, integer, list_of, number, one_of, record, text
 
 _NAME = text(limits.MAX_NAME_BYTES)
-
-# Prefixes of the device names that other programs use for GPUs.
-_GPU_NAMES = ("cuda", "gpu", "nvidia", "rocm")
 
 
 @dataclass(frozen=True)
@@ -55,8 +50,16 @@ class ReplacementPolicy(enum.Enum):
     REPLACE = "replace"  # stop the old generation first; requests wait until the new one is loaded
 
 
+class LoadMode(enum.Enum):
+    """When a model is loaded."""
+
+    START = "start"  # when the daemon starts
+    ON_DEMAND = "on_demand"  # when the first request arrives
+    MANUAL = "manual"  # when an operator asks for it
+
+
 # Keys about the handling of requests. They affect a load only by the tests of batching and splitting that it runs.
-_REQUEST_KEYS = ("batching", "split", "default_priority")
+_REQUEST_KEYS = ("batching", "split", "default_priority", "idle_unload")
 
 # Keys that determine the files and the interpreter that a load uses.
 LOAD_KEYS = ("path", "engine", "python", "devices", "sharing", "selftest", "ranks", *ENGINES)
@@ -79,8 +82,16 @@ class ModelConfig:
     """How processes start on the CPU. "fork": within milliseconds, from a process that has loaded the engine or the
     model. "spawn": with a new interpreter, as always on a card."""
 
-    workers: int = field(default=1, metadata=integer(1, 1024))
-    """Worker processes on each device."""
+    load: str = field(default=LoadMode.START.value, metadata=one_of([each.value for each in LoadMode]))
+    """When the model is loaded. "start": when the daemon starts; it stays loaded. "on_demand": when the first request
+    arrives; it may be unloaded when idle, or to make room for another model. "manual": by `weightctl load`."""
+
+    idle_unload: float = field(default=600.0, metadata=number(MAX_SECONDS))
+    """Seconds without requests after which a model with `load = "on_demand"` is unloaded. 0: never."""
+
+    workers: WorkersSetting = field(default=1, metadata=workers_config.field_metadata())
+    """Worker processes on each device. With a table such as {min = 1, max = 8, idle = 30.0}, further workers start
+    while requests wait, and stop when they were idle for this time; not on cards, with ranks or in a model group."""
 
     threads: int = field(default=1, metadata=integer(1, 1024))
     """Threads that one predict uses."""
@@ -184,6 +195,16 @@ class ModelConfig:
         return not all(map(is_cpu, self.devices))
 
     @property
+    def is_on_demand(self) -> bool:
+        """Whether the first request loads the model."""
+        return self.load == LoadMode.ON_DEMAND.value
+
+    @property
+    def loads_at_start(self) -> bool:
+        """Whether the model is loaded when the daemon starts, and stays loaded."""
+        return self.load == LoadMode.START.value
+
+    @property
     def devices_by_weight_copy(self) -> Mapping[str, tuple[str, ...]]:
         """The devices that share a copy of the weights, by the device that has the copy."""
         if self.is_on_cards or self.copies == "each" or len(self.devices) == 1:
@@ -200,7 +221,17 @@ class ModelConfig:
         """How many predicts of the model can run at once."""
         if self.ranks is not None:
             return max(1, len(self.ranks.groups))
-        return len(self.devices) * (self.workers if self.group is None else 1)
+        return len(self.devices) * (self.max_workers if self.group is None else 1)
+
+    @property
+    def min_workers(self) -> int:
+        """The number of workers on each device that always run."""
+        return self.workers.min if isinstance(self.workers, WorkerRange) else self.workers
+
+    @property
+    def max_workers(self) -> int:
+        """The most workers on each device."""
+        return self.workers.max if isinstance(self.workers, WorkerRange) else self.workers
 
     @property
     def default_level(self) -> int:
@@ -241,186 +272,3 @@ class ModelConfig:
     def options_by_engine(self) -> Mapping[str, EngineOptions]:
         """The options for each engine that has any, by engine name."""
         return {"mindspore_lite": self.mindspore_lite}
-
-
-def complete_model(
-    name: str, config: ModelConfig, devices: Mapping[str, DeviceConfig], base: Path, problems: ErrorCollector
-) -> ModelConfig:
-    """Return `config` with its defaults filled in and its paths made absolute.
-
-    The defaults that depend on ranks and groups have to be filled in before.
-
-    Args:
-        name: the name of the model.
-        config: the table as it was read.
-        devices: the tables [devices.NAME] by name.
-        base: the directory to which paths are relative.
-        problems: see `complete_daemon`.
-    """
-    config = dataclasses.replace(config, sharing=config.sharing or "on")
-    problems.add(check_name("model", name))
-    problems.add(_name_rank_devices(config, _check_core_tables(config, devices)), "devices", "ranks")
-    for needed, rule in _RULES:
-        problems.add(_name_rank_devices(config, rule(config)), *needed, *(["ranks"] if "devices" in needed else []))
-    inputs_path = selftest_config.inputs_path(config.selftest)
-    # A name without a slash is a command that is searched for in PATH.
-    python = str(base / config.python) if "/" in config.python else config.python or sys.executable
-    return dataclasses.replace(
-        config,
-        path=str(base / (config.path or "")),  # the path is None if the key is missing
-        engine=engine_name(config),
-        python=python,
-        spares=_spare_count(config),
-        batching=config.batching.fill_defaults(),
-        cores=tuple(
-            cores.format_cpulist(devices[each].cores) for each in config.devices if has_cores(each) and each in devices
-        ),
-        mindspore_lite=config.mindspore_lite.resolve_paths(base),
-        selftest=str(base / inputs_path) if inputs_path else config.selftest,
-    )
-
-
-# --- Rules for combinations of keys -------------------------------------------------------------------------------
-
-
-def engine_name(config: ModelConfig) -> str:
-    """Return the engine of a model, as configured or by the suffix of its file; "" if neither determines it."""
-    return config.engine or engine_for(Path(config.path or "").suffix)
-
-
-def _spare_count(config: ModelConfig) -> int:
-    if config.spares is not None or config.ranks is not None:
-        return config.spares or 0
-    return ranktable.DEFAULT_SPARES if config.is_on_cards else 0
-
-
-def _name_rank_devices(config: ModelConfig, errors: Iterable[FieldError]) -> Iterator[FieldError]:
-    """Attribute errors in the devices to the table of ranks, if the model has one: the devices come from there."""
-    for error in errors:
-        theirs = config.ranks is not None and error.path.startswith(".devices")
-        yield FieldError(error.problem).at(".ranks.devices") if theirs else error
-
-
-def _check_path(config: ModelConfig) -> Iterator[FieldError]:
-    engine, suffix = engine_name(config), Path(config.path).suffix
-    expected = ""
-    if not engine:
-        expected = f"a file that ends in {' or '.join(dict.fromkeys(each.suffix for each in ENGINES.values()))}"
-    elif suffix != ENGINES[engine].suffix:
-        expected = f"a {ENGINES[engine].suffix} file for engine {engine}"
-    if expected:
-        yield FieldError(f"expected {expected}, got {config.path!r}").at(".path")
-
-
-def _check_core_tables(config: ModelConfig, devices: Mapping[str, DeviceConfig]) -> Iterator[FieldError]:
-    device_by_core: dict[int, str] = {}
-    for index, device in enumerate(config.devices):
-        if not has_cores(device):
-            continue
-        if device not in devices:
-            yield FieldError(f'expected a table [devices."{device}"] with the key cpus').at(f".devices[{index}]")
-            continue
-        common = sorted(core for core in devices[device].cores if device_by_core.setdefault(core, device) != device)
-        if common:
-            text = f"{device} and {device_by_core[common[0]]} have cores in common: {cores.format_cpulist(common)}"
-            yield FieldError(text).at(f".devices[{index}]")
-
-
-def _check_devices(config: ModelConfig) -> Iterator[FieldError]:
-    if not config.devices:
-        yield FieldError("expected at least one device").at(".devices")
-    for index, device in enumerate(config.devices):
-        problem = _device_problem(device, config.devices)
-        if problem and config.devices.index(device) == index:
-            yield FieldError(problem).at(f".devices[{index}]")
-
-
-def _device_problem(device: str, devices: Sequence[str]) -> str:
-    if not is_cpu(device) and card_of(device) is None:
-        hint = "; GPUs are not supported" if device.lower().startswith(_GPU_NAMES) else ""
-        return f'expected "cpu", a set of cores such as "cpu:0" or a card such as "ascend:0", got {device!r}{hint}'
-    if devices.count(device) > 1:
-        return f"{device} is given twice"
-    if device == CPU and any(map(has_cores, devices)):
-        return 'expected either "cpu" or sets of cores'
-    if is_cpu(device) and not all(map(is_cpu, devices)):
-        return "expected either the CPU or cards, not both: their outputs differ"
-    return ""
-
-
-def _check_copies(config: ModelConfig) -> Iterator[FieldError]:
-    if config.copies == "each" and not all(map(has_cores, config.devices)):
-        yield FieldError('has an effect only on sets of cores such as "cpu:0"').at(".copies")
-
-
-def _check_priority(config: ModelConfig) -> Iterator[FieldError]:
-    if config.default_priority > config.priority_levels:
-        expected = f"expected at most priority_levels, {config.priority_levels}, got {config.default_priority}"
-        yield FieldError(expected).at(".default_priority")
-
-
-def _check_batching(config: ModelConfig) -> Iterator[FieldError]:
-    yield from (error.at(".batching") for error in config.batching.problems(is_on_cards=config.is_on_cards))
-    yield from (error.at(".split") for error in config.split.problems(config.batching))
-
-
-def _check_engine(config: ModelConfig) -> Iterator[FieldError]:
-    engine = engine_name(config)
-    if config.ranks is not None and not (engine == MINDSPORE_LITE or ENGINES[engine].is_ranks_only):
-        expected = f"expected mindspore, or mindspore_lite on cards; engine {engine} does not support ranks"
-        yield FieldError(expected).at(".engine")
-        return
-    if config.ranks is None and ENGINES[engine].is_ranks_only:
-        text = f"engine {engine} needs a table [models.NAME.ranks]"
-        yield FieldError(text).at(".engine")
-        return
-    for index, device in enumerate(config.devices):
-        if not ENGINES[engine].can_run_on(device):
-            yield FieldError(f"expected cpu, the only device of engine {engine}, got {device!r}").at(
-                f".devices[{index}]"
-            )
-            return
-
-
-def _check_engine_options(config: ModelConfig) -> Iterator[FieldError]:
-    engine = engine_name(config)
-    for name, options in config.options_by_engine.items():
-        if name == engine:
-            yield from (error.at(f".{name}") for error in options.problems(config.devices, config.sharing))
-        elif options != type(options)():
-            yield FieldError(f"has no effect: the engine of the model is {engine}").at(f".{name}")
-
-
-def _check_process_count(config: ModelConfig) -> Iterator[FieldError]:
-    max_devices_per_copy = max(map(len, config.devices_by_weight_copy.values()), default=1)
-    count = (config.workers + _spare_count(config)) * max_devices_per_copy
-    if count > limits.MAX_PIDS:
-        on = f" on {max_devices_per_copy} sets of cores" if max_devices_per_copy > 1 else ""
-        yield FieldError(f"expected at most {limits.MAX_PIDS} workers and spares{on}, got {count}").at(".spares")
-
-
-def _check_selftest(config: ModelConfig) -> Iterator[FieldError]:
-    if config.selftest != selftest_config.OFF:
-        return
-    for key in ("selftest_tolerance", "selftest_interval"):
-        if getattr(config, key):
-            yield FieldError('has no effect with selftest = "off"').at(f".{key}")
-    if config.is_on_cards and config.sharing == "on":
-        reason = "on a card only the self-test detects wrong weights after an attach"
-        yield FieldError(f'{reason}; set sharing = "off" as well, or give inputs').at(".selftest")
-
-
-_Rule = Callable[[ModelConfig], Iterable[FieldError]]
-
-# A rule is evaluated only if the keys that it reads are valid by themselves and by the rules before it.
-_RULES: Sequence[tuple[Sequence[str], _Rule]] = (
-    (("path", "engine"), _check_path),
-    (("devices",), _check_devices),
-    (("path", "engine", "devices"), _check_engine),
-    (("path", "engine", "devices", "sharing", *ENGINES), _check_engine_options),
-    (("devices", "copies"), _check_copies),
-    (("workers", "spares", "devices", "copies"), _check_process_count),
-    (("priority_levels", "default_priority"), _check_priority),
-    (("batching", "split", "devices"), _check_batching),
-    (("selftest", "selftest_tolerance", "selftest_interval", "devices", "sharing"), _check_selftest),
-)

@@ -14,7 +14,8 @@ from weightd_common.devices import card_of
 from weightd_common.toml_schema import ErrorCollector
 from weightd_daemon.config import selftest as selftest_config
 from weightd_daemon.config.devices import DeviceConfig
-from weightd_daemon.config.model import ModelConfig, ReplacementPolicy, engine_name
+from weightd_daemon.config.model import ModelConfig, ReplacementPolicy
+from weightd_daemon.config.model_rules import engine_name
 from weightd_daemon.config.ranks import (
     GROUP_PLACEHOLDER,
     MINDSPORE_LITE,
@@ -101,8 +102,8 @@ def _check_engine(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldErro
 
 
 def _check_processes(config: ModelConfig, ranks: RanksConfig) -> Iterator[FieldError]:
-    if config.workers != 1:
-        yield FieldError(f"expected 1: a group has one process for each rank, got {config.workers}").at(".workers")
+    if config.max_workers != 1:
+        yield FieldError(f"expected 1: a group has one process for each rank, got {config.max_workers}").at(".workers")
     if config.spares:
         yield FieldError(f"expected 0: all ranks are replaced together, got {config.spares}").at(".spares")
     if config.start != "fork":

@@ -34,11 +34,13 @@ from weightd_protocol.schema import (
     text,
 )
 
-# Rights: send requests to models; see data of other tenants; change models and the configuration.
+# Rights: send requests to models; see data of other tenants; load and unload models; change models and the
+# configuration.
 INFER = "infer"
 STATUS = "status"
+LOAD = "load"
 OPERATE = "operate"
-RIGHTS = (INFER, STATUS, OPERATE)
+RIGHTS = (INFER, STATUS, LOAD, OPERATE)
 
 # The pattern that matches all models.
 ALL_MODELS = "*"
@@ -101,9 +103,9 @@ class TenantConfig:
     """Models that the tenant can see and use."""
 
     may: tuple[str, ...] = field(default=(INFER,), metadata=list_of(one_of(RIGHTS), len(RIGHTS)))
-    """Rights. "infer": send requests to its models. "status": also see data of other tenants. "operate": update its
-    models and, if `models` is ["*"], reload the configuration, through the daemon's Unix socket. Root and the daemon's
-    user have all rights."""
+    """Rights. "infer": send requests to its models. "status": also see data of other tenants. "load": load and unload
+    its models. "operate": also update its models and, if `models` is ["*"], reload the configuration, through the
+    daemon's Unix socket. Root and the daemon's user have all rights."""
 
     model_dirs: tuple[str, ...] = field(default=(), metadata=list_of(user_path(limits.MAX_PATH_BYTES), _MAX_ENTRIES))
     """Directories from which the tenant may update its models, even with files that its user cannot read. Elsewhere the
@@ -134,6 +136,10 @@ class TenantConfig:
 
     max_shared_bytes: int = field(default=0, metadata=integer(0, _MAX_BYTES))
     """Maximum bytes of shared memory that the tenant may register. 0: `max_shm_bytes` of [daemon]."""
+
+    max_model_bytes: int = field(default=0, metadata=integer(0, _MAX_BYTES))
+    """Maximum bytes of the models that are loaded for this tenant: those with `load = "on_demand"` or "manual" whose
+    load a request or command of the tenant has caused. 0: no limit."""
 
     max_connections: int = field(default=0, metadata=integer(0, _MAX_COUNT))
     """Maximum connections of the tenant. 0: limited only by the daemon."""

@@ -82,6 +82,7 @@ class GenerationView(Machine[GenerationState, GenerationEvent], abc.ABC):
         built: the description of the model from the holder or the ranks, once they have loaded it.
         device_usage: the memory that one process takes on the card beside the weights.
         failure: why the generation has failed, or has fewer workers than configured.
+        worker_target: the number of workers on each device that should serve now.
     """
 
     def __init__(self, setup: GenerationSetup) -> None:
@@ -97,6 +98,7 @@ class GenerationView(Machine[GenerationState, GenerationEvent], abc.ABC):
         self.built: Built | None = None
         self.device_usage = DeviceUsage()
         self.failure = FailureReason()
+        self.worker_target = spec.workers
         self._actions: list[Action] = []
         self.processes = GenerationProcesses(
             label,
@@ -138,8 +140,13 @@ class GenerationView(Machine[GenerationState, GenerationEvent], abc.ABC):
 
     @property
     def has_all_workers(self) -> bool:
-        """Whether all configured workers and spares, or all ranks, are READY."""
-        return self.processes.count(ChildState.READY) == self.spec.process_count
+        """Whether all wanted workers and spares, or all ranks, are READY."""
+        return self.processes.count(ChildState.READY) >= self.wanted_process_count
+
+    @property
+    def wanted_process_count(self) -> int:
+        """The number of workers and spares on all devices that are wanted now, or the number of ranks."""
+        return self.spec.process_count_with(self.worker_target)
 
     @property
     def should_be_replaced(self) -> bool:

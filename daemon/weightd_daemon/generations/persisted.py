@@ -119,5 +119,7 @@ def resume_generation(setup: GenerationSetup, record: GenerationRecord, now: flo
             child.advance(ChildEvent.HOLD)
         if child.role is Role.HOLDER and spec.is_sharing and (record.built.handle or record.built.is_template):
             generation.attach_control.require(child, can_outlive_holder=spec.can_outlive_holder)
+    workers_by_device = generation.processes.workers_by_device()
+    generation.worker_target = spec.clamp_workers(max(workers_by_device.values(), default=0) - spec.spares)
     generation.on_resumed()
     return generation

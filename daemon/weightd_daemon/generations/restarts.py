@@ -60,9 +60,10 @@ class WorkerStarts:
         ):
             return ()
         workers_by_device = generation.processes.workers_by_device()
-        if workers_by_device.total() == spec.process_count:
+        wanted = generation.worker_target + spec.spares
+        if all(workers_by_device[device] >= wanted for device in self._devices):
             return ()
-        numbers = range(spec.processes_per_device)
+        numbers = range(wanted)
         return [device for number in numbers for device in self._devices if workers_by_device[device] <= number]
 
     def due_devices(self, now: float) -> Sequence[str]:
@@ -195,17 +196,18 @@ class LoadBackoff:
 
     Attributes:
         due_at: when the next attempt is due; `NEVER` if none is planned.
+        failures: how many attempts have failed since the last success.
     """
 
     def __init__(self) -> None:
         self.due_at = NEVER
-        self._failures = 0
+        self.failures = 0
 
     def on_failure(self, now: float) -> None:
         """Plan the next attempt, unless one is planned."""
         if self.due_at == NEVER:
-            delay_s = min(_MAX_LOAD_DELAY_S, _FIRST_LOAD_DELAY_S * 2.0**self._failures)
-            self._failures = min(self._failures + 1, _MAX_DOUBLINGS)
+            delay_s = min(_MAX_LOAD_DELAY_S, _FIRST_LOAD_DELAY_S * 2.0 ** min(self.failures, _MAX_DOUBLINGS))
+            self.failures += 1
             self.due_at = now + delay_s
 
     def cancel(self) -> None:
@@ -215,4 +217,4 @@ class LoadBackoff:
     def on_success(self) -> None:
         """Plan no attempt, and reset the delay."""
         self.due_at = NEVER
-        self._failures = 0
+        self.failures = 0

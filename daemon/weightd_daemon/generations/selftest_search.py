@@ -28,6 +28,11 @@ def _describe_case(case: SelfTestCase) -> str:
     return ", ".join(f"{name} {list(shape)}" for name, shape in case.items()) or "no input"
 
 
+def _is_complete(built: Built) -> bool:
+    """Return whether workers need nothing but this result of a holder. On a card, each build reports its memory."""
+    return built.device is None and not (built.handle or built.is_template or built.has_sharing_failed)
+
+
 class SelfTestSearch:
     """The state of the search for a generation's self-test.
 
@@ -65,7 +70,7 @@ class SelfTestSearch:
     def on_built(self, built: Built) -> None:
         """Record the self-test with which the holder has built, if any."""
         self.current_cases = ()
-        self.spec = replace(self.spec, cases=built.selftest_cases)
+        self.spec = replace(self.spec, cases=built.selftest_cases, built=built if _is_complete(built) else None)
 
     def on_holder_lost(self, *, has_timed_out: bool = False, is_external: bool = False) -> bool:
         """Record the loss of a holder; return whether it was lost in an attempt and another holder may succeed.

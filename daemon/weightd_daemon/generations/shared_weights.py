@@ -58,12 +58,14 @@ class Generation(GenerationBase):
         selftest_search: the search for the self-test, with its results so far.
         unmerged_principals: the tenants and users whose rows gave different results when they ran with others, by their
             numbers.
+        is_without_holder: whether the workers load without a holder, by the result of an earlier one.
     """
 
     def __init__(self, setup: GenerationSetup) -> None:
         super().__init__(setup)
         self.selftest_search = SelfTestSearch(self.spec.selftest, self.spec.row_test)
         self.unmerged_principals: dict[int, UnmergedPrincipal] = {}
+        self.is_without_holder = False
         self._starts = WorkerStarts(self)
 
     # --- state --------------------------------------------------------------------------------------------------
@@ -88,7 +90,7 @@ class Generation(GenerationBase):
     @property
     def progress(self) -> str:
         """A text that describes the current activity."""
-        ready_count, wanted_count = self.processes.count(ChildState.READY), self.spec.process_count
+        ready_count, wanted_count = self.processes.count(ChildState.READY), self.wanted_process_count
         if self.state in (GenerationState.SPAWNING, GenerationState.GATHERING):
             hello_count = sum(child.hello is not None for child in self.children.values())
             return f"spawned, {hello_count}/{1 if self.spec.can_fork_from_holder else wanted_count + 1} processes up"
@@ -147,8 +149,15 @@ class Generation(GenerationBase):
     # --- loading ------------------------------------------------------------------------------------------------
 
     def _start_processes(self, now: float, selftest: SelfTestSpec | None, slice_digests: tuple[str, ...]) -> None:
-        """Prepare the start: set up the self-test search. `_reconcile` starts the processes later."""
+        """Prepare the start: set up the self-test search. `_reconcile` starts the processes later.
+
+        If an earlier holder of the same files shared nothing, the workers load without a holder, and have to reproduce
+        the earlier holder's self-test.
+        """
         self.selftest_search = SelfTestSearch(selftest or self.spec.selftest, self.spec.row_test)
+        if selftest is not None and selftest.built is not None:
+            self.built, self.is_without_holder = selftest.built, True
+            self.advance(GenerationEvent.BUILT)
 
     def _on_greeted(self, hello: Hello, now: float) -> None:
         self.attach_control.on_hello(has_fixed_pids=self._is_sharing and hello.sharing_traits.pids_fixed_at_build)
@@ -222,7 +231,7 @@ class Generation(GenerationBase):
         self._starts.on_ready()
         self.failure = FailureReason()
         self.attach_control.on_attached()
-        self.processes.fill_slots(self.spec.workers)
+        self.processes.fill_slots(self.worker_target)
         if self.state in LOADING:
             self.advance(GenerationEvent.READY)
 
@@ -243,7 +252,7 @@ class Generation(GenerationBase):
                     self.failure.with_prefix(f"{reason}; ") if self.failure.reason else FailureReason(reason), now
                 )
         if self.state in ACTIVE and self.state is not GenerationState.SNAPSHOTTING:
-            self.processes.fill_slots(self.spec.workers)
+            self.processes.fill_slots(self.worker_target)
             self._spawn_missing(now)
             self._build_if_gathered(now)
             self._attach(now)
@@ -391,4 +400,5 @@ def _attach_order(built: Built, row_test: RowTestSpec) -> Attach:
         built.row_support,
         built.rebuilds_per_shape,
         built.first_shapes,
+        built.selftest_digest,
     )

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from weightd_common.safe_open import OPERATOR, Grant
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.selftest import AUTO, SelfTestSetting
+from weightd_protocol.messages.worker import Built
 from weightd_protocol.messages.worker_common import SelfTestCases
 
 # The time for which a start without free memory on the card is retried. It is unknown how long a driver takes to
@@ -17,17 +18,20 @@ _MEMORY_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class SelfTestSpec:
-    """The self-test settings for a holder; the fields are the same as in `Build`.
+    """The self-test settings for a holder; the fields but `built` are the same as in `Build`.
 
     Attributes:
         should_search: whether the holder searches for inputs.
         cases: the inputs that worked before or were configured.
         failed_cases: the inputs that failed.
+        built: the result of an earlier holder that shared nothing, so that no further holder is needed; None: load with
+            a holder.
     """
 
     should_search: bool = True
     cases: SelfTestCases = ()
     failed_cases: SelfTestCases = ()
+    built: Built | None = None
 
     @classmethod
     def from_config(cls, key: SelfTestSetting) -> SelfTestSpec:
@@ -95,7 +99,7 @@ class GenerationSpec:
     """The configuration of a generation.
 
     Attributes:
-        workers: the number of workers on each device that serve requests.
+        workers: the least number of workers on each device that serve requests.
         load_timeout: the seconds that one build or attach may take; also the seconds until HELLO, if it is more than a
             minute.
         spares: the number of further attached workers on each device, which replace lost ones.
@@ -108,6 +112,7 @@ class GenerationSpec:
         devices: the devices of the workers; empty for the generation's device.
         row_test: the row test that the holder runs.
         rank_group: the configuration of the rank group; None for a holder and its workers.
+        max_workers: the most workers on each device that serve requests; 0 for `workers`.
     """
 
     workers: int
@@ -121,12 +126,13 @@ class GenerationSpec:
     devices: tuple[str, ...] = ()
     row_test: RowTestSpec = NO_ROW_TEST
     rank_group: RankGroupSpec | None = None
+    max_workers: int = 0
 
     @classmethod
     def from_config(cls, config: ModelConfig, devices: tuple[str, ...]) -> GenerationSpec:
         """Return the configuration of a generation on these devices."""
         return cls(
-            config.workers,
+            config.min_workers,
             config.load_timeout,
             spares=config.spares or 0,
             is_sharing=config.sharing != "off",
@@ -136,6 +142,7 @@ class GenerationSpec:
             can_fork_from_holder=config.can_fork_from_holder,
             devices=devices,
             row_test=RowTestSpec.from_config(config),
+            max_workers=config.max_workers,
         )
 
     @property
@@ -152,16 +159,19 @@ class GenerationSpec:
         return replace(self, can_fork_from_holder=False)
 
     @property
-    def processes_per_device(self) -> int:
-        """The number of processes that attach on each device."""
-        return self.workers + self.spares
-
-    @property
     def process_count(self) -> int:
-        """The number of workers and spares on all devices, or the number of ranks."""
+        """The most workers and spares on all devices, or the number of ranks."""
+        return self.process_count_with(max(self.workers, self.max_workers))
+
+    def process_count_with(self, workers: int) -> int:
+        """Return the number of workers and spares on all devices with this number of workers on each device."""
         if self.rank_group is not None:
             return self.rank_group.size
-        return self.processes_per_device * max(1, len(self.devices))
+        return (workers + self.spares) * max(1, len(self.devices))
+
+    def clamp_workers(self, workers: int) -> int:
+        """Return the number of workers on each device that is closest to `workers` and allowed."""
+        return max(self.workers, min(workers, self.max_workers))
 
 
 @dataclass(frozen=True)

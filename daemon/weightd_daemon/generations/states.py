@@ -22,7 +22,7 @@ class GenerationState(enum.Enum):
     SPAWNING = "spawning"  # holder and workers, or ranks, start
     GATHERING = "gathering"  # the processes send HELLO with their pids
     BUILDING = "building"  # the holder builds the model and exports its weights; or ranks join and load their slices
-    ATTACHING = "attaching"  # workers attach to these weights; or all ranks run the self-test
+    ATTACHING = "attaching"  # workers attach to these weights, or load their own; or all ranks run the self-test
     RESUMING = "resuming"  # an earlier daemon has loaded it; its workers reconnect
     SERVING = "serving"  # at least one worker has been READY
     DRAINING = "draining"  # no new work; workers exit, then the holder
@@ -169,6 +169,7 @@ GENERATION_TRANSITIONS: Mapping[tuple[GenerationState, GenerationEvent], Generat
     (GenerationState.SNAPSHOTTING, GenerationEvent.SNAPSHOT_TAKEN): GenerationState.SPAWNING,
     (GenerationState.SNAPSHOTTING, GenerationEvent.RESUME): GenerationState.RESUMING,
     (GenerationState.SPAWNING, GenerationEvent.GREETED): GenerationState.GATHERING,
+    (GenerationState.SPAWNING, GenerationEvent.BUILT): GenerationState.ATTACHING,
     (GenerationState.GATHERING, GenerationEvent.GATHERED): GenerationState.BUILDING,
     (GenerationState.BUILDING, GenerationEvent.RETRY): GenerationState.GATHERING,
     (GenerationState.BUILDING, GenerationEvent.BUILT): GenerationState.ATTACHING,

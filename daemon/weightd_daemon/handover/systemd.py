@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Iterator,
 from typing import NamedTuple
 
 from weightd_common.devices import CPU
-from weightd_common.log_text import to_one_line
+from weightd_common.log_text import plural, to_one_line
 from weightd_common.service_manager import ServiceManager
 from weightd_daemon.config.load import Config
 from weightd_daemon.generations.base import GenerationBase
@@ -169,7 +169,11 @@ def _describe_activity(models: Iterable[ServedModel], load_progress: Callable[[G
     counts: Counter[str] = Counter()
     serving = 0
     workers = 0
+    unloaded = 0
     for model in models:
+        if model.loading.is_unloaded:
+            unloaded += 1
+            continue
         for deployment in model.deployments:
             main = deployment.main_generation
             where = "" if main.device == CPU else f" on {main.device}"
@@ -179,6 +183,8 @@ def _describe_activity(models: Iterable[ServedModel], load_progress: Callable[[G
         workers += sum(len(each.serving.processes.serving) for each in model.deployments if each.serving is not None)
     for doing, count in counts.items():
         yield f"{count} {'model is' if count == 1 else 'models are'} {doing}"
+    if unloaded:
+        yield f"{plural(unloaded, 'model')} not loaded"
     yield f"serving {serving} models from {workers} workers"
 
 

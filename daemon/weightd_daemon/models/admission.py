@@ -1,9 +1,14 @@
-"""The admission of a deployment's generations: the resources that each needs, and which generations make room."""
+"""The admission of a deployment's generations: the resources that each needs, and which generations make room.
+
+Two limits apply: the budgets for the memory of models (`residency.py`), for which other models may be unloaded, and the
+limits of the device (`placement.py`), for which older generations of the same model may be drained.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.spec import GenerationSpec
@@ -15,6 +20,58 @@ from weightd_protocol.messages.worker_common import DeviceMemory
 _log = logging.getLogger("weightd.generation")
 
 
+class ModelMemory(Protocol):
+    """The memory of a model's generations within the budgets of the host, its cards and the tenants."""
+
+    def admit(self, label: str, request: ResourceRequest, device: str) -> Verdict:
+        """Return whether a generation may start its processes; until then its memory is requested."""
+        raise NotImplementedError
+
+    def restore(self, label: str, request: ResourceRequest, device: str) -> None:
+        """Record a generation that an earlier daemon has loaded."""
+
+    def on_serving(self, label: str) -> None:
+        """Record that a generation serves."""
+
+    def on_leaving(self, label: str) -> None:
+        """Record that the processes of a generation are exiting."""
+
+    def on_ended(self, label: str) -> None:
+        """Record that no process of a generation is left."""
+
+
+class Verdict(NamedTuple):
+    """The answer to a request for memory.
+
+    Attributes:
+        is_granted: whether the memory is reserved.
+        rejection_reason: why it can never be; "" if it may be later.
+    """
+
+    is_granted: bool
+    rejection_reason: str = ""
+
+
+class UnlimitedMemory:
+    """The memory of a model whose memory has no budget."""
+
+    def admit(self, label: str, request: ResourceRequest, device: str) -> Verdict:
+        """Grant every request."""
+        return Verdict(is_granted=True)
+
+    def restore(self, label: str, request: ResourceRequest, device: str) -> None:
+        """Do nothing."""
+
+    def on_serving(self, label: str) -> None:
+        """Do nothing."""
+
+    def on_leaving(self, label: str) -> None:
+        """Do nothing."""
+
+    def on_ended(self, label: str) -> None:
+        """Do nothing."""
+
+
 class Admission:
     """Decides which generations of a deployment fit its placement.
 
@@ -23,8 +80,10 @@ class Admission:
         rollout_policy: the configured memory of a process.
         wake: called when resources were released for which a generation waits.
         predecessor: the deployments whose room may be taken if there is no room for both; None: no such deployments.
+        memory: the budgets for the model's memory.
 
     Attributes:
+        memory: as above.
         is_released: whether resources were released since a generation began to wait.
     """
 
@@ -34,7 +93,9 @@ class Admission:
         rollout_policy: RolloutPolicy,
         wake: Callable[[], object],
         predecessor: ReplacedDeployments | None = None,
+        memory: ModelMemory | None = None,
     ) -> None:
+        self.memory = memory or UnlimitedMemory()
         self._predecessor = predecessor
         self.is_released = False
         self._placement = placement
@@ -58,7 +119,13 @@ class Admission:
     def restore(self, generation: GenerationBase, snapshot: Snapshot, port: int) -> None:
         """Reserve the resources and the port of a generation that already runs, even if they exceed the limits."""
         self._learn(generation)
-        self._placement.restore(generation.label, self.request(generation.spec, snapshot), port)
+        request = self.request(generation.spec, snapshot)
+        self._placement.restore(generation.label, request, port)
+        self.memory.restore(generation.label, request, self._placement.name)
+
+    def has_memory(self, label: str, request: ResourceRequest) -> Verdict:
+        """Return whether the budgets have memory for a generation; other models may be unloaded for it meanwhile."""
+        return self.memory.admit(label, request, self._placement.name)
 
     def rejection_reason(self, label: str, request: ResourceRequest, now: float) -> str:
         """Return why there is no room for a generation, or "".

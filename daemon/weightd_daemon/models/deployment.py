@@ -7,6 +7,7 @@ while one generation takes over from another, and only if the device has room fo
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from weightd_daemon.generations.actions import Action, AddSlot, DeleteFiles
 from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.progress import FailureReason, RetryHint
 from weightd_daemon.generations.restarts import RestartBackoff
+from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource, SelfTestSpec
 from weightd_daemon.generations.states import ACTIVE, GenerationState
 from weightd_daemon.models.admission import Admission
@@ -23,7 +25,6 @@ from weightd_daemon.models.deployment_state import (
     DeploymentEvent,
     DeploymentState,
     DeploymentView,
-    ReplacedDeployments,
     RolloutPolicy,
 )
 from weightd_daemon.models.placement import Placement
@@ -40,11 +41,10 @@ class Deployment(DeploymentView):
         spec: the specification of each generation.
         rollout_policy: how one generation replaces another.
         make_generation: makes a generation of a source, with a new number.
-        wake: called when a generation that waits for room may find it now, so that `tick` is due.
-        predecessor: see `Admission`.
+        admission: decides which generations there is room for.
 
     Attributes:
-        admission: decides which generations the placement has room for.
+        admission: as above.
     """
 
     def __init__(
@@ -53,12 +53,11 @@ class Deployment(DeploymentView):
         spec: GenerationSpec,
         rollout_policy: RolloutPolicy,
         make_generation: Callable[[Placement, ModelSource, GenerationSpec], GenerationBase],
-        wake: Callable[[], object],
-        predecessor: ReplacedDeployments | None = None,
+        admission: Admission,
     ) -> None:
         super().__init__(placement, spec)
         self._rollout_policy = rollout_policy
-        self.admission = Admission(placement, rollout_policy, wake, predecessor)
+        self.admission = admission
         self._make_generation = make_generation
         self._backoff = RestartBackoff()
         self._serving_since = 0.0
@@ -68,10 +67,17 @@ class Deployment(DeploymentView):
 
     # --- events -------------------------------------------------------------------------------------------------
 
+    def load(self, source: ModelSource) -> None:
+        """Load this source while the deployment `is_unloaded` or `has_failed`."""
+        self.advance(DeploymentEvent.LOAD if self.is_unloaded else DeploymentEvent.RETRY)
+        self._backoff = RestartBackoff()
+        self.start(source)
+
     def start(self, source: ModelSource) -> None:
         """Load a generation of this source."""
         self._wanted_source = None
         self.loading = self._last_generation = self._make_generation(self.placement, source, self.spec)
+        self.loading.worker_target = self.worker_target
         self.loading.start()
         self._collect_actions()
 
@@ -79,6 +85,7 @@ class Deployment(DeploymentView):
         """Take over a generation, and its port, that the previous daemon loaded from this snapshot."""
         self.loading = self._last_generation = generation
         self.spec = generation.spec
+        self.worker_target = generation.worker_target
         self.advance(DeploymentEvent.SERVE)
         self.admission.restore(generation, snapshot, port)
 
@@ -97,12 +104,6 @@ class Deployment(DeploymentView):
         self.start(source)
         self._wanted_source = wanted_again
 
-    def retry(self, source: ModelSource) -> None:
-        """Load this source after the deployment has failed (`has_failed`)."""
-        self.advance(DeploymentEvent.RETRY)
-        self._backoff = RestartBackoff()
-        self.start(source)
-
     def on_snapshot_taken(self, source: ModelSource, snapshot: Snapshot, selftest: SelfTestSpec | None = None) -> bool:
         """Let the generation that waits for this snapshot continue as soon as there is room.
 
@@ -110,6 +111,9 @@ class Deployment(DeploymentView):
         waits.
         """
         is_awaited = self.is_awaiting_snapshot(source)
+        if selftest is not None and self._failed_generation is not None:
+            # The result of the earlier holder may be the cause of the failure.
+            selftest = dataclasses.replace(selftest, built=None)
         if is_awaited:
             self._pending_snapshot = snapshot, selftest
         return is_awaited
@@ -150,16 +154,23 @@ class Deployment(DeploymentView):
         """Announce that the deployment will be drained, so that other generations may wait for its room."""
         self.placement.mark_leaving([generation.label for generation in self.generations])
 
-    def vacate(self, now: float) -> None:
-        """Drain the generations and load none, so that another model of the same name can take the room."""
-        if self.state is not DeploymentState.ESTABLISHED:
-            return
-        self.advance(DeploymentEvent.VACATE)
+    def unload(self, now: float, event: DeploymentEvent = DeploymentEvent.UNLOAD) -> None:
+        """Drain all generations and load none; running batches may take `predict_timeout` seconds more.
+
+        Args:
+            now: the clock.
+            event: UNLOAD: until `load`. VACATE: until `reinstate`, so that another model of the same name can take the
+                room.
+        """
+        self.advance(event)
         self.mark_leaving()
         self._wanted_source = None
+        self._is_failing = False
+        self.worker_target = self.spec.workers
         for generation in (self.serving, self.loading):
             if generation is not None:
-                _log.info("%s stops: a changed model replaces it", generation.label, extra=generation.log_extra())
+                if event is DeploymentEvent.VACATE:
+                    _log.info("%s stops: a changed model replaces it", generation.label, extra=generation.log_extra())
                 self._drain_generation(generation, now)
         self.loading = self._pending_snapshot = None
 
@@ -225,6 +236,12 @@ class Deployment(DeploymentView):
             return
         snapshot, selftest = self._pending_snapshot
         coming, old, need = self.loading, self.serving, self.admission.request(self.spec, snapshot)
+        verdict = self.admission.has_memory(coming.label, need)
+        if verdict.rejection_reason:
+            coming.fail(FailureReason(verdict.rejection_reason), now)
+            self._on_loading_failed(coming, now)
+        if not verdict.is_granted:
+            return
         is_replacing = self._rollout_policy.policy is ReplacementPolicy.REPLACE and not self.is_updating
         reason = self.admission.rejection_reason(coming.label, need, now)
         if self.draining and (is_replacing or reason or old is not None or len(self.draining) > 1):
@@ -298,6 +315,15 @@ class Deployment(DeploymentView):
             self.spec = self.spec.without_forking()
             self._wanted_source = failed.source
             return
+        elif isinstance(failed, Generation) and failed.is_without_holder and not failed.failure.is_transient:
+            _log.warning(
+                "%s: workers cannot load without a holder, so the next generation has one: %s",
+                failed.label,
+                failed.cause,
+                extra=failed.log_extra(),
+            )
+            self._wanted_source = failed.source
+            return
         elif self.state is DeploymentState.INITIAL and failed.failure.retry_hint is not RetryHint.MAY_SUCCEED:
             self._fail(failed)
         else:
@@ -321,7 +347,7 @@ class Deployment(DeploymentView):
         consequence = (
             ""
             if last.failure.is_transient
-            else f"; no further attempt on {self.placement.name} before a reload or an update"
+            else f"; no further attempt on {self.placement.name} before a retry, a reload or an update"
         )
         _log.error("%s failed: %s%s", last.label, last.cause, consequence, extra=last.log_extra())
 
@@ -347,6 +373,10 @@ class Deployment(DeploymentView):
 
         Only the serving generation may add slots.
         """
+        if self.serving is not None:
+            self.admission.memory.on_serving(self.serving.label)
+        for generation in self.draining:
+            self.admission.memory.on_leaving(generation.label)
         self._actions += [
             (generation, action)
             for generation in self.generations
@@ -356,6 +386,7 @@ class Deployment(DeploymentView):
         for generation in [each for each in self.draining if each.is_ended]:
             self.draining.remove(generation)
             self.placement.release(generation.label)
+            self.admission.memory.on_ended(generation.label)
             self._actions.append((generation, DeleteFiles()))
 
 

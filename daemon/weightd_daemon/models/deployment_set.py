@@ -13,8 +13,14 @@ from weightd_daemon.generations.persisted import GenerationRecord, record_genera
 from weightd_daemon.generations.rank_group import RankGroup
 from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource, RowTestSpec
+from weightd_daemon.models.admission import Admission, ModelMemory
 from weightd_daemon.models.deployment import Deployment
-from weightd_daemon.models.deployment_state import ReplacedDeployments, RolloutPolicy
+from weightd_daemon.models.deployment_state import (
+    DeploymentEvent,
+    DeploymentState,
+    ReplacedDeployments,
+    RolloutPolicy,
+)
 from weightd_daemon.models.interfaces import ProcessManager
 from weightd_daemon.models.load_limit import LoadLimiter
 from weightd_daemon.models.placement import Placement
@@ -35,6 +41,7 @@ class DeploymentSet:
         ids: numbers the generations.
         load_limiter: limits how many workers of all models load at once; None: workers attach one after another.
         predecessor: the deployments whose room this set may take if there is no room for both.
+        memory: the budgets for the memory of the generations; None: no budget.
 
     Attributes:
         process_events: handles the messages and exits of its processes.
@@ -51,6 +58,7 @@ class DeploymentSet:
         ids: IdSequence,
         load_limiter: LoadLimiter | None = None,
         predecessor: ReplacedDeployments | None = None,
+        memory: ModelMemory | None = None,
     ) -> None:
         self._use = use
         self._process_manager = process_manager
@@ -59,7 +67,13 @@ class DeploymentSet:
         self._leaving_models: set[str] = set()
         self.process_events = ProcessEvents(process_manager, use, self.reconcile)
         self._deployments = [
-            Deployment(placement, spec, rollout_policy, self._factory.make, self._wake, predecessor)
+            Deployment(
+                placement,
+                spec,
+                rollout_policy,
+                self._factory.make,
+                Admission(placement, rollout_policy, self._wake, predecessor, memory),
+            )
             for placement, spec in placements
         ]
 
@@ -73,7 +87,7 @@ class DeploymentSet:
         self._started_count += 1
         if self._started_count == self._use.model_count:
             for deployment in self._deployments:
-                deployment.start(self._use.source)
+                deployment.load(self._use.source)
         self.reconcile(now)
 
     def resume(self, records: Sequence[GenerationRecord], now: float) -> None:
@@ -85,7 +99,7 @@ class DeploymentSet:
             if record is not None:
                 remaining.remove(record)
             if record is None or not self._resume_generation(deployment, record, now):
-                deployment.start(self._use.source)
+                deployment.load(self._use.source)
         self.reconcile(now)
 
     def records(self) -> list[GenerationRecord]:
@@ -110,13 +124,20 @@ class DeploymentSet:
             deployment.on_snapshot_failed(self._use.loaded_source(source), cause, now, is_transient=is_transient)
         self.reconcile(now)
 
-    def retry(self, now: float) -> None:
-        """Load each failed deployment again; if all have failed, read the model files again."""
+    def load(self, now: float) -> None:
+        """Load each deployment that is unloaded or has failed; if all have failed, read the model files again."""
         if all(each.has_failed for each in self._deployments):
             self._use.renew_source()
         for deployment in self._deployments:
-            if deployment.has_failed:
-                deployment.retry(self._use.source)
+            if deployment.is_unloaded or deployment.has_failed:
+                deployment.load(self._use.source)
+        self.reconcile(now)
+
+    def unload(self, now: float) -> None:
+        """Unload each deployment that is not unloaded; none may be updating or vacated."""
+        for deployment in self._deployments:
+            if not deployment.is_unloaded:
+                deployment.unload(now)
         self.reconcile(now)
 
     def covers_row_test(self, config: ModelConfig) -> bool:
@@ -140,7 +161,8 @@ class DeploymentSet:
     def vacate(self, now: float) -> None:
         """Drain the serving and loading generations so that their replacement finds room."""
         for deployment in self._deployments:
-            deployment.vacate(now)
+            if deployment.state is DeploymentState.ESTABLISHED:
+                deployment.unload(now, DeploymentEvent.VACATE)
         self.reconcile(now)
 
     def reinstate(self, now: float) -> None:

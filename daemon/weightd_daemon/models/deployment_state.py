@@ -22,6 +22,7 @@ from weightd_daemon.platform.memory import MIB
 class DeploymentState(enum.Enum):
     """The state of a deployment, which decides what follows the failure of a generation."""
 
+    UNLOADED = "unloaded"  # nothing is loaded until `load`
     INITIAL = "initial"  # nothing has served yet: a generation that cannot be loaded leads to FAILED
     ESTABLISHED = "established"  # something has served: a lost generation is loaded again without limit
     UPDATING = "updating"  # another source is loaded beside it, to take over on all devices at once
@@ -34,6 +35,8 @@ class DeploymentState(enum.Enum):
 class DeploymentEvent(enum.Enum):
     """An event that changes the state of a deployment."""
 
+    LOAD = "load"
+    UNLOAD = "unload"
     SERVE = "serve"
     UPDATE = "update"
     FINISH_UPDATE = "finish update"
@@ -49,6 +52,11 @@ LOADING_STATES = frozenset(
 )
 
 DEPLOYMENT_TRANSITIONS: Mapping[tuple[DeploymentState, DeploymentEvent], DeploymentState] = {
+    (DeploymentState.UNLOADED, DeploymentEvent.LOAD): DeploymentState.INITIAL,
+    (DeploymentState.UNLOADED, DeploymentEvent.SERVE): DeploymentState.ESTABLISHED,
+    (DeploymentState.INITIAL, DeploymentEvent.UNLOAD): DeploymentState.UNLOADED,
+    (DeploymentState.ESTABLISHED, DeploymentEvent.UNLOAD): DeploymentState.UNLOADED,
+    (DeploymentState.FAILED, DeploymentEvent.UNLOAD): DeploymentState.UNLOADED,
     (DeploymentState.INITIAL, DeploymentEvent.SERVE): DeploymentState.ESTABLISHED,
     (DeploymentState.INITIAL, DeploymentEvent.FAIL): DeploymentState.FAILED,
     (DeploymentState.ESTABLISHED, DeploymentEvent.UPDATE): DeploymentState.UPDATING,
@@ -112,12 +120,14 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
         loading: the generation that loads, or None.
         draining: the generations that are shutting down.
         spec: the specification of the next generation.
+        worker_target: the number of workers on each device that should serve now.
     """
 
     def __init__(self, placement: Placement, spec: GenerationSpec) -> None:
-        super().__init__(DEPLOYMENT_TRANSITIONS, DeploymentState.INITIAL, f"a deployment on {placement.name}", {})
+        super().__init__(DEPLOYMENT_TRANSITIONS, DeploymentState.UNLOADED, f"a deployment on {placement.name}", {})
         self.placement = placement
         self.spec = spec
+        self.worker_target = spec.workers
         self.serving: GenerationBase | None = None
         self.loading: GenerationBase | None = None
         self.draining: list[GenerationBase] = []
@@ -148,9 +158,17 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
         )
 
     @property
+    def last_generation(self) -> GenerationBase | None:
+        """The serving, the loading or the last generation; None if nothing was ever loaded."""
+        return self.serving or self.loading or self._last_generation
+
+    @property
     def main_generation(self) -> GenerationBase:
-        """The generation that represents the deployment in reports: the serving, the loading or the last one."""
-        generation = self.serving or self.loading or self._last_generation
+        """The generation that represents the deployment in reports: the serving, the loading or the last one.
+
+        A deployment that was never loaded has none.
+        """
+        generation = self.last_generation
         if generation is None:
             raise RuntimeError("the deployment has not started")
         return generation
@@ -166,6 +184,11 @@ class DeploymentView(Machine[DeploymentState, DeploymentEvent]):
     def is_updating(self) -> bool:
         """Whether the generation that `update` loads has neither taken over nor failed."""
         return self.state in (DeploymentState.UPDATING, DeploymentState.REPAIRING)
+
+    @property
+    def is_unloaded(self) -> bool:
+        """Whether nothing is loaded until `load`; generations may still be draining."""
+        return self.state is DeploymentState.UNLOADED
 
     @property
     def has_failed(self) -> bool:

@@ -11,6 +11,7 @@ from weightd_daemon.config.model import Membership, ModelConfig, ReplacementPoli
 from weightd_daemon.models.deployment_set import DeploymentSet
 from weightd_daemon.models.deployment_state import placements, rollout_policy
 from weightd_daemon.models.interfaces import ClientNotifier, DeployedModel, ProcessManager
+from weightd_daemon.models.lifecycle import ModelLifecycle
 from weightd_daemon.models.load_limit import LoadLimiter
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget
@@ -31,9 +32,10 @@ class ModelFactory:
         add_timer: called with the timer of each model.
         scheduling: the parts that all dispatchers share.
         load_limiter: limits how many workers of all models load at once; None: workers attach one after another.
+        lifecycle: loads and unloads models within budgets; None: every model stays loaded, without a budget.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917
         self,
         devices: Mapping[str, DeviceBudget],
         process_manager: ProcessManager,
@@ -41,7 +43,9 @@ class ModelFactory:
         add_timer: Callable[[Timer], object],
         scheduling: SharedScheduling,
         load_limiter: LoadLimiter | None,
+        lifecycle: ModelLifecycle | None = None,
     ) -> None:
+        self._lifecycle = lifecycle
         self._devices = devices
         self._process_manager = process_manager
         self._client_notifier = client_notifier
@@ -80,6 +84,7 @@ class ModelFactory:
             ids=ids,
             shared_scheduling=scheduling,
             find_deployments=find_deployments,
+            observer=self._lifecycle,
         )
         self._add_timer(model.timer)
         return model
@@ -116,6 +121,7 @@ class ModelFactory:
             ids=ids,
             load_limiter=self._load_limiter,
             predecessor=predecessor,
+            memory=self._lifecycle,
         )
 
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from typing import Protocol
 
 from weightd_common.safe_open import Grant
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.generations.base import GenerationBase
-from weightd_daemon.generations.restarts import NEVER, LoadBackoff
+from weightd_daemon.generations.restarts import NEVER
 from weightd_daemon.generations.spec import ModelSource
-from weightd_daemon.generations.states import advance
 from weightd_daemon.models.deployment_set import DeploymentSet
 from weightd_daemon.models.interfaces import ClientNotifier, ProcessManager
 from weightd_daemon.models.persisted import ModelRecord
-from weightd_daemon.models.readiness import MODEL_PHASE_TRANSITIONS, ModelPhase, ModelPhaseEvent, Readiness
+from weightd_daemon.models.readiness import Readiness
+from weightd_daemon.models.residency.model_loading import ModelLoading, OnDemandLoader
 from weightd_daemon.models.rollout import Rollouts
+from weightd_daemon.models.scaling.workers import ScaledWorkers
 from weightd_daemon.models.versions import IdSequence, ModelVersions
 from weightd_daemon.platform.event_loop import Timer
 from weightd_daemon.processes.events import Snapshot
@@ -24,6 +26,13 @@ from weightd_daemon.scheduling.dispatcher import Dispatcher, SharedScheduling
 from weightd_protocol.errors import Unavailable
 
 _log = logging.getLogger("weightd")
+
+
+class ModelObserver(OnDemandLoader, Protocol):
+    """Loads and unloads models, and follows their changes."""
+
+    def on_changed(self, model: ServedModel) -> None:
+        """Record that a model may have become loaded, unloaded or failed."""
 
 
 class ServedModel:
@@ -37,6 +46,7 @@ class ServedModel:
         ids: numbers the model's generations and sources.
         shared_scheduling: the parts of its dispatcher that all dispatchers share.
         find_deployments: returns its deployments, which a model group shares among its models.
+        observer: loads the model on demand, and is called after each change; None: the model stays loaded.
 
     Attributes:
         dispatcher: the dispatcher of the model's requests.
@@ -44,6 +54,8 @@ class ServedModel:
         deployments: one for each device; one for all sets of cores that share a copy of the weights; or one for each
             rank group.
         readiness: the availability of the model.
+        loading: loads and unloads the model.
+        workers: the number of workers, if it follows the load.
         note: the error of the last change of the configuration, or "".
         successor: the model that is being loaded to replace this one after a change of the configuration.
         timer: calls `tick` when an event is due.
@@ -59,6 +71,7 @@ class ServedModel:
         ids: IdSequence,
         shared_scheduling: SharedScheduling,
         find_deployments: Callable[[ServedModel], DeploymentSet],
+        observer: ModelObserver | None = None,
     ) -> None:
         self.name = name
         self.note = ""
@@ -85,8 +98,18 @@ class ServedModel:
         self._rollouts = Rollouts(
             name, config, tuple(self.deployments), self.versions, self.dispatcher, client_notifier.update_sink
         )
-        self._phase = ModelPhase.OPEN
-        self._load_backoff = LoadBackoff()
+        self.loading = ModelLoading(
+            name,
+            config,
+            deployments=self.deployments,
+            versions=self.versions,
+            rollouts=self._rollouts,
+            dispatcher=self.dispatcher,
+            readiness=self.readiness,
+            loader=observer,
+        )
+        self.workers = ScaledWorkers(name, config, self.dispatcher, self.deployments)
+        self._observer = observer
 
     # --- from clients -------------------------------------------------------------------------------------------
 
@@ -111,7 +134,7 @@ class ServedModel:
         """
         self._rollouts.check_alone()
         unavailable = self.readiness.unavailable
-        if unavailable is not None and not self.may_retry:
+        if unavailable is not None and not self.loading.may_retry:
             raise unavailable.to_error()
         self._rollouts.start(client, request_id, now, path=path, weights=weights, rollback=rollback, grant=grant)
         self.deployments.reconcile(now)
@@ -125,6 +148,7 @@ class ServedModel:
     def resume(self, record: ModelRecord, now: float) -> None:
         """Take over the generations that the previous daemon has loaded, and load the missing ones."""
         self.versions.restore(record.source, record.previous, record.sources)
+        self.loading.owner = record.owner
         self.deployments.resume(record.generations, now)
 
     def record(self) -> ModelRecord | None:
@@ -136,7 +160,8 @@ class ServedModel:
         if not resumable or source not in [each.number for each in sources]:
             return None
         previous, last_ids = sum(each.number for each in sources[1:]), self.versions.last_ids
-        return ModelRecord(self.name, self.config, source, previous, last_ids, tuple(sources), tuple(resumable))
+        owner = self.loading.owner
+        return ModelRecord(self.name, self.config, source, previous, last_ids, tuple(sources), tuple(resumable), owner)
 
     def on_snapshot_taken(self, source: ModelSource, snapshot: Snapshot, now: float) -> None:
         """Record the snapshot of a source, and let the generations that wait for it continue."""
@@ -149,22 +174,19 @@ class ServedModel:
         cause = cause if self.config.group is None else f"{self.name}: {cause}"
         self.deployments.on_snapshot_failed(source, cause, now, is_transient=is_transient)
 
-    def retry(self, now: float) -> None:
-        """Load each failed deployment again; if all have failed, read the model files again."""
-        if self.may_retry:
-            self.deployments.retry(now)
-
     def tick(self, now: float) -> None:
         """Perform everything that is due at `now`."""
-        self.dispatcher.expire(now, self.readiness.explain_error)
+        explain_error = functools.partial(self.readiness.explain_error, is_on_demand=self.config.is_on_demand)
+        self.dispatcher.expire(now, explain_error)
         for source in self.versions.snapshots.take_overdue(now):
             cause = f"no snapshot within load_timeout ({self.config.load_timeout:g} s)"
             self.on_snapshot_failed(source, cause, now, is_transient=True)
         self.deployments.tick(now)
-        if now >= self._load_backoff.due_at:
-            self.retry(now)
+        if now >= self.loading.backoff.due_at:
+            self.loading.retry(now)
         self.dispatcher.dispatch_gathered(now)
-        self._set_timer()
+        self.workers.tick(now)
+        self._set_timer(now)
 
     def drain(self, now: float, *, timeout_s: float = 0.0, is_replaced: bool = False) -> None:
         """Accept no more requests and shut down.
@@ -175,9 +197,7 @@ class ServedModel:
             is_replaced: whether another model of the same name adopts the queued requests, also requests that return to
                 the queue later because a worker exits. Otherwise queued requests fail.
         """
-        self._phase = advance(
-            MODEL_PHASE_TRANSITIONS, self._phase, ModelPhaseEvent.REPLACE if is_replaced else ModelPhaseEvent.CLOSE
-        )
+        self.loading.close(is_replaced=is_replaced)
         if not is_replaced:
             self.dispatcher.fail_waiting(Unavailable("weightd is stopping"))
         self.versions.snapshots.cancel_pending()
@@ -213,20 +233,19 @@ class ServedModel:
             self.deployments.perform_actions(now)
         if self.dispatcher.signature.built is None and (built := self.readiness.built) is not None:
             self.dispatcher.on_built(built)
-        self._plan_retry(now)
-        unavailable = self.readiness.unavailable
-        self.dispatcher.set_unavailable(
-            None if unavailable is None else unavailable.to_error, fails_waiting=self._phase is not ModelPhase.REPLACED
-        )
+        self.loading.plan_retry(now)
+        self.loading.apply_availability()
         self.dispatcher.dispatch(now)
-        self._set_timer()
+        self._set_timer(now)
+        if self._observer is not None:
+            self._observer.on_changed(self)
 
     # --- state --------------------------------------------------------------------------------------------------
 
     @property
     def is_draining(self) -> bool:
         """Whether the model is shutting down."""
-        return self._phase is not ModelPhase.OPEN
+        return self.loading.is_draining
 
     @property
     def is_gone(self) -> bool:
@@ -243,41 +262,24 @@ class ServedModel:
         """Every generation that still has processes or files; for a deployment without one, its last generation."""
         generations = self.deployments.generations
         for deployment in self.deployments:
-            if deployment.main_generation not in generations:
-                generations.append(deployment.main_generation)
+            last = deployment.last_generation
+            if last is not None and last not in generations and not deployment.is_unloaded:
+                generations.append(last)
         return generations + (self.successor.generations if self.successor is not None else [])
-
-    @property
-    def may_retry(self) -> bool:
-        """Whether `retry` would load anything."""
-        return self.readiness.has_failures and not self.is_updating and not self.is_draining
-
-    def retry_delay_s(self, now: float) -> float | None:
-        """Return the seconds until the daemon retries a failed load by itself; None if it will not."""
-        due_at = self._load_backoff.due_at
-        return max(0.0, due_at - now) if self.may_retry and due_at != NEVER else None
 
     # --- private ------------------------------------------------------------------------------------------------
 
-    def _plan_retry(self, now: float) -> None:
-        """Schedule the next attempt to load deployments that failed for a transient reason."""
-        readiness, backoff = self.readiness, self._load_backoff
-        if readiness.is_serving_everywhere:
-            backoff.on_success()
-        elif self.is_updating:
-            pass  # if the update fails, the next attempt is due as before
-        elif not readiness.has_failures:
-            backoff.cancel()
-        elif backoff.due_at == NEVER and readiness.has_transient_failures:
-            backoff.on_failure(now)
-            extra = readiness.main_generation.log_extra()
-            _log.warning("%s: next attempt to load the model in %g s", self.name, backoff.due_at - now, extra=extra)
-
-    def _set_timer(self) -> None:
+    def _set_timer(self, now: float) -> None:
         """Schedule `tick` for the next known event.
 
         An event that is planned afterwards and is due sooner moves the timer itself.
         """
-        retry_at = self._load_backoff.due_at if self.may_retry else NEVER
-        due_at = min(self.versions.snapshots.next_event_at, retry_at, self.deployments.next_tick_at)
+        self.workers.observe(now)
+        retry_at = self.loading.backoff.due_at if self.loading.may_retry else NEVER
+        due_at = min(
+            self.versions.snapshots.next_event_at,
+            retry_at,
+            self.deployments.next_tick_at,
+            self.workers.next_event_at,
+        )
         self.timer.set(min(due_at, self.dispatcher.next_event_at))

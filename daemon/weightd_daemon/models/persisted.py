@@ -92,7 +92,7 @@ class ModelRecord:
     """The persisted model: its configuration, and the sources that it serves and served before the last update.
 
     `source` and `previous` are numbers of `sources`, 0 for none. `last_ids` are the last numbers that were assigned to
-    a generation and to a source.
+    a generation and to a source. `owner` is the tenant to which the memory of the model is charged; "" for none.
     """
 
     name: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES))
@@ -102,6 +102,7 @@ class ModelRecord:
     last_ids: tuple[int, ...] = field(metadata=list_of(_COUNT, 2))
     sources: tuple[SourceRecord, ...] = field(metadata=list_of(record(SourceRecord), 2))
     generations: tuple[GenerationRecord, ...] = field(metadata=list_of(record(GenerationRecord), limits.MAX_DEVICES))
+    owner: str = field(default="", metadata=text(limits.MAX_NAME_BYTES, empty=True))
 
     @property
     def children(self) -> list[str]:

@@ -13,9 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from weightd_common.log_text import plural
+from weightd_common.log_text import format_mib, plural
 from weightd_daemon.engines.ranktable import card_bytes
-from weightd_daemon.platform.memory import MIB
 
 # The largest number of cards whose names are listed in full.
 _MAX_NAMES = 8
@@ -218,11 +217,11 @@ class DeviceBudget:
         if self.capacity_bytes is None or used + request.total_bytes <= self.capacity_bytes:
             return ""
         return (
-            f"{self.name} does not have enough memory: {label} needs {_format_mib(request.total_bytes)} "
+            f"{self.name} does not have enough memory: {label} needs {format_mib(request.total_bytes)} "
             f"({_format_copies(request)} of "
-            f"{_format_mib(card_bytes(request.weight_bytes))} weights, {_format_processes(request)}), "
-            f"{_format_mib(max(0, self.capacity_bytes - used))} of {_format_mib(self.capacity_bytes)} are free"
-            f"{_format_reservations({each: _format_mib(had.total_bytes) for each, had in other_requests.items()})}"
+            f"{format_mib(card_bytes(request.weight_bytes))} weights, {_format_processes(request)}), "
+            f"{format_mib(max(0, self.capacity_bytes - used))} of {format_mib(self.capacity_bytes)} are free"
+            f"{_format_reservations({each: format_mib(had.total_bytes) for each, had in other_requests.items()})}"
         )
 
 
@@ -341,10 +340,6 @@ def _format_copies(request: ResourceRequest) -> str:
 def _format_processes(request: ResourceRequest) -> str:
     if request.buffer_bytes:
         return (
-            f"one process of {_format_mib(request.process_bytes)}, communication of {_format_mib(request.buffer_bytes)}"
+            f"one process of {format_mib(request.process_bytes)}, communication of {format_mib(request.buffer_bytes)}"
         )
-    return f"{plural(request.process_count, 'process')} of {_format_mib(request.process_bytes)}"
-
-
-def _format_mib(size: int) -> str:
-    return f"{-(-size // MIB):,} MiB"
+    return f"{plural(request.process_count, 'process')} of {format_mib(request.process_bytes)}"

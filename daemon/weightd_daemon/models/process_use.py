@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Sequence
 
 from weightd_daemon.config.model import ModelConfig
@@ -200,6 +201,9 @@ class OneModelUse(ProcessUse):
 
     def on_selftest_found(self, source: ModelSource, selftest: SelfTestSpec) -> None:
         """Record the self-test for later generations of this source."""
+        if self._model.config.selftest_tolerance:
+            # Workers need the answers of a holder, which are among the files of its generation.
+            selftest = dataclasses.replace(selftest, built=None)
         self._versions.snapshots.set_selftest(source, selftest)
 
     def update_batching(self, generation: GenerationBase) -> None:

@@ -15,9 +15,11 @@ from weightd_protocol.messages.worker import Built
 
 
 class ModelPhase(enum.Enum):
-    """The phase of a model: open, or shutting down."""
+    """The phase of a model: open, unloaded, or shutting down."""
 
     OPEN = "open"
+    UNLOADING = "unloading"  # further requests are refused; the accepted ones end, then the model is unloaded
+    UNLOADED = "unloaded"  # nothing is loaded; requests to a model that loads on demand wait
     REPLACED = "replaced"  # shutting down; another model of the name adopts the queued requests, now and later
     CLOSED = "closed"  # shutting down; queued requests fail
 
@@ -25,12 +27,22 @@ class ModelPhase(enum.Enum):
 class ModelPhaseEvent(enum.Enum):
     """An event that changes the phase of a model."""
 
+    REFUSE = "refuse"
+    UNLOAD = "unload"
+    LOAD = "load"
     REPLACE = "replace"
     CLOSE = "close"
 
 
 MODEL_PHASE_TRANSITIONS: Mapping[tuple[ModelPhase, ModelPhaseEvent], ModelPhase] = {
+    (ModelPhase.OPEN, ModelPhaseEvent.REFUSE): ModelPhase.UNLOADING,
+    (ModelPhase.OPEN, ModelPhaseEvent.UNLOAD): ModelPhase.UNLOADED,
+    (ModelPhase.UNLOADING, ModelPhaseEvent.UNLOAD): ModelPhase.UNLOADED,
+    (ModelPhase.OPEN, ModelPhaseEvent.LOAD): ModelPhase.OPEN,
+    (ModelPhase.UNLOADED, ModelPhaseEvent.LOAD): ModelPhase.OPEN,
     (ModelPhase.OPEN, ModelPhaseEvent.REPLACE): ModelPhase.REPLACED,
+    (ModelPhase.UNLOADING, ModelPhaseEvent.REPLACE): ModelPhase.REPLACED,
+    (ModelPhase.UNLOADED, ModelPhaseEvent.REPLACE): ModelPhase.REPLACED,
     (
         ModelPhase.CLOSED,
         ModelPhaseEvent.REPLACE,
@@ -99,6 +111,11 @@ class Readiness:
         )
 
     @property
+    def is_unloaded(self) -> bool:
+        """Whether no device serves or loads the model, because it was not wanted yet or was unloaded."""
+        return all(each.is_unloaded for each in self._deployments)
+
+    @property
     def has_failed(self) -> bool:
         """Whether every device has failed to load the model."""
         return all(each.has_failed for each in self._deployments)
@@ -114,18 +131,28 @@ class Readiness:
         return any(each.is_transient for each in self._deployments)
 
     @property
-    def state(self) -> GenerationState:
-        """The state of the model: SERVING if any device serves it, FAILED if all have failed."""
+    def state_name(self) -> str:
+        """The state of the model: "serving" if any device serves it, "failed" if all have failed, "unloaded"."""
         if self.is_serving:
-            return GenerationState.SERVING
+            return GenerationState.SERVING.display_name
+        if self.is_unloaded:
+            return ModelPhase.UNLOADED.value
         loading = [each for each in self._deployments if not each.has_failed]
-        return (loading or self._deployments)[0].main_generation.state
+        return (loading or self._deployments)[0].main_generation.state.display_name
 
     @property
     def main_generation(self) -> GenerationBase:
-        """The generation that represents the model in reports: a serving one, if any."""
+        """The generation that represents the model in reports: a serving one, if any.
+
+        A model that was never loaded has none.
+        """
         main = next((each for each in self._deployments if each.serving is not None), self._deployments[0])
         return main.main_generation
+
+    @property
+    def last_generation(self) -> GenerationBase | None:
+        """The `main_generation`; None if the model was never loaded."""
+        return None if self._deployments[0].last_generation is None else self.main_generation
 
     @property
     def built(self) -> Built | None:
@@ -142,15 +169,24 @@ class Readiness:
             # FAILED_PRECONDITION: a retry is useless until the operator acts.
             error_type = Unavailable if self.has_transient_failures else FailedPrecondition
             return ModelUnavailable(error_type, f"{self._name} failed: {'; '.join(causes)}")
+        if self.is_unloaded:
+            return ModelUnavailable(FailedPrecondition, not_loaded_text(self._name))
         if any(each.serving is not None or each.is_busy for each in self._deployments):
             return None
         return ModelUnavailable(Unavailable, f"{self._name} is being unloaded")
 
-    def explain_error(self, error: RequestError) -> RequestError:
-        """Return the error for a client: a missed deadline becomes UNAVAILABLE if no worker could have answered."""
+    def explain_error(self, error: RequestError, *, is_on_demand: bool = False) -> RequestError:
+        """Return the error for a client: a missed deadline becomes UNAVAILABLE if no worker could have answered.
+
+        A model that loads on demand may take longer to load than a request can wait, so the error stays there.
+        """
         serving = [each.serving for each in self._deployments if each.serving is not None]
         if not isinstance(error, DeadlineExceeded) or any(each.processes.serving for each in serving):
             return error
+        if self.is_unloaded or (is_on_demand and not serving):
+            last = self.last_generation
+            progress = "" if last is None or self.is_unloaded else f": {last.progress}"
+            return DeadlineExceeded(f"{self._name} was not loaded within the deadline{progress}")
         generation = self.main_generation
         if serving and not generation.cause:
             return error  # a worker has exited, and its replacement is starting
@@ -160,6 +196,8 @@ class Readiness:
     def unready_reason(self, now: float) -> str:
         """Return why the model is not ready, or "" if a worker has answered within the watchdog's period."""
         serving = [each.serving for each in self._deployments if each.serving is not None]
+        if self.is_unloaded:
+            return f"{self._name} is not loaded"
         if not serving:
             unavailable, generation = self.unavailable, self.main_generation
             return (
@@ -175,3 +213,8 @@ class Readiness:
             return f"{self._name}: all workers have exited and are being replaced"
         period_s = processes.watchdog_period_s
         return f"{self._name}: no worker has answered for {silence_s:.1f} s, the watchdog period is {period_s:g} s"
+
+
+def not_loaded_text(model: str) -> str:
+    """Return the error text for a request to a model that only an operator loads."""
+    return f"{model} is not loaded; load it with: weightctl load {model}"

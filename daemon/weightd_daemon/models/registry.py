@@ -136,7 +136,7 @@ class ModelRegistry:
             tuple(
                 name
                 for name, config in configs.items()
-                if name in self.models and not self._is_changed(name, config) and self.models[name].may_retry
+                if name in self.models and not self._is_changed(name, config) and self.models[name].loading.may_retry
             ),
         )
         for name in (*diff.changed, *diff.removed):
@@ -153,7 +153,7 @@ class ModelRegistry:
         for name in diff.changed:
             self._replace(name, configs[name], now)
         for name in diff.retried:
-            self.models[name].retry(now)
+            self.models[name].loading.retry(now)
         # Status reports list the models in the order of the configuration file.
         self.models = {name: self.models[name] for name in configs}
 
@@ -198,7 +198,7 @@ class ModelRegistry:
 
     def _start(self, name: str, config: ModelConfig, now: float) -> None:
         self.models[name] = self._make_named(name, config)
-        self.models[name].start(now)
+        _start_model(self.models[name], now)
 
     def _remove(self, name: str, now: float) -> None:
         model = self.models.pop(name)
@@ -214,6 +214,10 @@ class ModelRegistry:
             _log.info(
                 "%s: the changed configuration is in force; nothing had to be loaded", name, extra=subject_extra(name)
             )
+        elif model.config != config and model.loading.is_unloaded and not config.loads_at_start:
+            successor = self._make_named(name, config, model)
+            _start_model(successor, now)
+            self._take_over(model, successor, now)
         elif model.config != config:
             self.changing.append(model)
             model.successor = self._make_named(name, config, model)
@@ -231,16 +235,22 @@ class ModelRegistry:
         """Let the new model take over once it serves, or at once if the old one does not serve."""
         name = old.name
         if new.readiness.is_complete or not old.readiness.may_serve_soon:
-            # Without a successor, the old model counts as leaving.
-            old.successor = None
-            self.models[name] = new
-            new.adopt_requests(old, now)
-            old.drain(now, timeout_s=old.config.predict_timeout, is_replaced=True)
-            _log.info("%s: the changed configuration is in force", name, extra=subject_extra(name))
+            self._take_over(old, new, now)
         elif new.readiness.has_failed:
             old.note = f"the changed configuration is not in force: {new.readiness.unready_reason(now)}"
             _log.error("%s: %s", name, old.note, extra=subject_extra(name))
             self._discard_successor(old, now)
+
+    def _take_over(self, old: ServedModel, new: ServedModel, now: float) -> None:
+        # Without a successor, the old model counts as leaving.
+        old.successor = None
+        if old not in self.changing:
+            self.changing.append(old)
+        self.models[old.name] = new
+        new.loading.owner, new.loading.last_used_at = old.loading.owner, old.loading.last_used_at
+        new.adopt_requests(old, now)
+        old.drain(now, timeout_s=old.config.predict_timeout, is_replaced=True)
+        _log.info("%s: the changed configuration is in force", old.name, extra=subject_extra(old.name))
 
     def _remove_if_drained(self, model: ServedModel, now: float) -> None:
         replacement = self.models.get(model.name)
@@ -256,3 +266,10 @@ class ModelRegistry:
             self.changing.remove(model)
             self._past_deaths += model.deployments.deaths
             _log.info("%s: the old model has stopped", model.name, extra=subject_extra(model.name))
+
+
+def _start_model(model: ServedModel, now: float) -> None:
+    if model.config.loads_at_start:
+        model.start(now)
+    else:
+        model.loading.start_unloaded()

@@ -185,6 +185,49 @@ def _start_thread(target: Callable[[], None]) -> None:
     threading.Thread(target=target, name="memory", daemon=True).start()
 
 
+class MemoryMeter:
+    """Measures the memory of one model at a time in the background.
+
+    Args:
+        subjects_of: returns what to measure for a model.
+        start: starts a function without waiting for it.
+    """
+
+    def __init__(
+        self,
+        subjects_of: Callable[[str], Sequence[MemorySubject]],
+        start: Callable[[Callable[[], None]], object] | None = None,
+    ) -> None:
+        self._subjects_of = subjects_of
+        self._start = start or _start_thread
+        # The model that is being measured, and its memory once that is known.
+        self._model = ""
+        self._pss_bytes: int | None = None
+        self._is_measuring = False
+
+    def poll(self, model: str) -> int | None:
+        """Return the memory of a model's processes in bytes (PSS); until it is known, return None and measure it."""
+        if self._is_measuring:
+            return None
+        if self._model == model and self._pss_bytes is not None:
+            self._model = ""
+            return self._pss_bytes
+        self._model, self._pss_bytes, self._is_measuring = model, None, True
+        subjects = self._subjects_of(model)
+        try:
+            self._start(lambda: self._measure(subjects))
+        except RuntimeError as error:
+            self._is_measuring = False
+            _log.warning("cannot measure process memory: %s", with_limit_hint(str(error)))
+        return None
+
+    def _measure(self, subjects: Sequence[MemorySubject]) -> None:
+        try:
+            self._pss_bytes = measure_footprint(subjects).pss_bytes
+        finally:
+            self._is_measuring = False
+
+
 T = TypeVar("T")
 
 # A value is measured again only if it is older than this.

@@ -28,18 +28,23 @@ _EMPTY_HISTOGRAM = Histogram((), 0.0)
 
 
 def model_metrics(
-    model: ServedModel, counter_registry: CounterRegistry, footprint: MemoryFootprint, *, ready: bool
+    model: ServedModel,
+    counter_registry: CounterRegistry,
+    footprint: MemoryFootprint,
+    *,
+    ready: bool,
+    reserved_bytes: int,
 ) -> ModelMetrics:
     """Return the counters and the state of a model; its histograms count since the first start of the daemon."""
-    counters, main_generation = counter_registry.counters_of(model.name), model.readiness.main_generation
+    counters, generation = counter_registry.counters_of(model.name), model.readiness.last_generation
     requests = model.dispatcher.status(event_loop.now())
     return ModelMetrics(
         name=model.name,
         engine=model.config.engine,
-        state=model.readiness.state.display_name,
+        state=model.readiness.state_name,
         ready=ready,
-        generation=main_generation.number,
-        sha256=main_generation.sha256,
+        generation=0 if generation is None else generation.number,
+        sha256="" if generation is None else generation.sha256,
         queued=requests.queued,
         running=requests.running,
         processes=process_counts(model.generations),
@@ -58,6 +63,7 @@ def model_metrics(
         saved_bytes=footprint.saved_bytes,
         copy_bytes=footprint.copy_bytes,
         max_queue=model.config.max_queue,
+        reserved_bytes=reserved_bytes,
     )
 
 
@@ -85,7 +91,7 @@ def tenant_model_metrics(model: ServedModel, queued: int, *, ready: bool) -> Mod
     return ModelMetrics(
         name=model.name,
         engine=model.config.engine,
-        state=model.readiness.state.display_name,
+        state=model.readiness.state_name,
         ready=ready,
         generation=0,
         sha256="",
@@ -114,7 +120,7 @@ def tenant_model_status(
         name=model.name,
         engine=model.config.engine,
         path="",
-        state=model.readiness.state.display_name,
+        state=model.readiness.state_name,
         queued=queued.get((tenant.name, model.name), 0),
         served=usage.served,
         failed=usage.refused_total,

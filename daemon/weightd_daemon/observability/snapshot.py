@@ -21,15 +21,18 @@ from weightd_daemon.generations.base import GenerationBase
 from weightd_daemon.generations.process import WorkerProcess
 from weightd_daemon.generations.progress import describe_selftest
 from weightd_daemon.models import batching
+from weightd_daemon.models.lifecycle import ModelLifecycle
 from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.registry import ModelRegistry
+from weightd_daemon.models.residency.reservations import HOST
 from weightd_daemon.observability.load_progress import LoadMonitor, copied_text
 from weightd_daemon.observability.memory import (
     MemoryFootprint,
     MemoryReport,
     MemorySampler,
     MemoryScan,
+    MemorySubject,
     memory_subject,
     memory_subjects,
 )
@@ -67,6 +70,7 @@ from weightd_protocol.messages.status import (
     ProxyStatus,
     RowsCount,
     StatusResponse,
+    WorkersStatus,
 )
 from weightd_protocol.version import VERSION
 
@@ -108,6 +112,7 @@ class SnapshotSources:
         memory_budget: the memory for messages of clients.
         proxies: the proxies of the ZeroMQ listeners.
         shutdown: the state of the daemon's stop.
+        lifecycle: has the memory that is reserved for models.
         config_note: returns why the configuration in force differs from the configuration file; "" if it does not.
         shims: the shim; empty without one.
     """
@@ -121,6 +126,7 @@ class SnapshotSources:
     memory_budget: MemoryBudget
     proxies: ZmqProxies
     shutdown: Shutdown
+    lifecycle: ModelLifecycle
     config_note: Callable[[], str]
     shims: Sequence[ShimView] = ()
 
@@ -148,6 +154,13 @@ class SnapshotBuilder:
         generations = self._sources.registry.models[model].generations
         return {each.number: files[each.label] for each in generations if each.label in files}
 
+    def memory_subjects(self, model: str) -> Sequence[MemorySubject]:
+        """Return the processes of a model, whose memory is to be measured."""
+        sources = self._sources
+        found = sources.registry.models.get(model)
+        models = [] if found is None else [found]
+        return memory_subjects(models, sources.supervisor.processes, sources.supervisor.storage.files).get(model, ())
+
     def status(self, memory_scan: MemoryScan) -> StatusResponse:
         """Return the complete status, with the memory that `memory_scan` has read."""
         sources = self._sources
@@ -173,6 +186,8 @@ class SnapshotBuilder:
                 for each in supervisor.fork_servers.servers.values()
             ),
             tenants=self._tenant_statuses(models) if sources.tenants.has_tenants else (),
+            model_bytes=sources.lifecycle.reservations.reserved_bytes(HOST),
+            max_model_bytes=sources.lifecycle.reservations.budgets.capacities.get(HOST, 0),
         )
 
     def tenant_status(self, request_id: str, tenant: Tenant) -> StatusResponse:
@@ -211,6 +226,7 @@ class SnapshotBuilder:
                     sources.books.counters,
                     report.footprints.get(model.name, MemoryFootprint()),
                     ready=self._is_ready(model),
+                    reserved_bytes=sources.lifecycle.reservations.model_bytes(model.name),
                 )
                 for model in models
             ),
@@ -285,7 +301,7 @@ def _model_status(model: ServedModel, memory_scan: MemoryScan, sources: Snapshot
         name=model.name,
         engine=model.config.engine,
         path=clip(source.path),
-        state=model.readiness.state.display_name,
+        state=model.readiness.state_name,
         queued=requests.queued,
         served=requests.latencies.count,
         failed=requests.failed,
@@ -301,7 +317,12 @@ def _model_status(model: ServedModel, memory_scan: MemoryScan, sources: Snapshot
         weights=clip(source.weights),
         executions=_executions_status(requests.execution_counters),
         group=model.config.group.name if model.config.group is not None else "",
-        retry_s=model.retry_delay_s(event_loop.now()),
+        retry_s=model.loading.retry_delay_s(event_loop.now()),
+        attempts=model.loading.backoff.failures,
+        load=model.config.load,
+        reserved_bytes=sources.lifecycle.reservations.model_bytes(model.name),
+        owner=model.loading.owner if sources.tenants.get(model.loading.owner) is not None else "",
+        workers=None if model.workers.number is None else WorkersStatus(*model.workers.number),
     )
 
 

@@ -1,4 +1,4 @@
-"""Audit log of loads, updates and reloads, of the users who requested them, and of refused operations.
+"""Audit log of loads, unloads, updates and reloads, of the users who requested them, and of refused operations.
 
 Each entry is one event of the logger `weightd.audit`: ``audit KEY=VALUE ...``, where each value is a JSON string in
 ASCII, so that names from clients cannot forge entries. In the journal the values are fields, too (`AUDIT_ACTION=`,
@@ -24,6 +24,9 @@ REFUSED = "refused"
 OPERATOR = "operator"
 """The user of changes that the configuration file causes, not a client."""
 
+DAEMON = "weightd"
+"""The user of loads and unloads that the daemon decides by itself."""
+
 # Clients can repeat refused operations at will: each user of a tenant gets one entry in this interval. The daemon keeps
 # 2,000 events.
 _REFUSAL_INTERVAL_S = 10.0
@@ -35,9 +38,10 @@ class AuditEntry(NamedTuple):
     """An operation and the user who requested it.
 
     Attributes:
-        action: "load", "update", "rollback" or "reload"; for a refused operation, the type of the message.
+        action: "load", "unload", "retry", "restart", "update", "rollback", "reload" or "dry_run" (of a reload); for a
+            refused operation, the type of the message.
         user: "uid 1001", "key Z85", "host ADDRESS", "this host" (a local client whose user the kernel does not report)
-            or "operator".
+            "operator" or "weightd".
         tenant: the tenant of the user; "" for none.
         model: the name of the model, as the client wrote it; "" for none.
         path: the path of a model file; "" for none.

@@ -59,6 +59,7 @@ class Scheduler:
         clocks: as above.
         tenancy: handles several tenants.
         deadlines: of the requests that have not ended.
+        wait_limit_s: the seconds after which `schedule_by` is called for a queued request; infinity for never.
     """
 
     def __init__(  # noqa: PLR0913
@@ -75,6 +76,7 @@ class Scheduler:
         counters: ModelCounters | None = None,
     ) -> None:
         self._schedule_by = schedule_by
+        self.wait_limit_s = math.inf
         self.deadlines = Deadlines()
         self._times = BatchTimes()
         self.slots = SlotPool()
@@ -165,6 +167,7 @@ class Scheduler:
         else:
             queue.append(request)
         self._watch_deadline(request)
+        self._schedule_by(now + self.wait_limit_s)
         return evicted
 
     def assign(self, now: float) -> Iterator[tuple[Slot, Batch]]:
@@ -200,10 +203,8 @@ class Scheduler:
                 self._former.start_split(request, slot.policy, batch_key)
                 request_queue.append(request)
                 continue
-            yield (
-                slot,
-                self._assign(slot, request, batch_key, now, is_long=self.tenancy.is_head_long(queue, request, now)),
-            )
+            is_long = self.tenancy.is_head_long(queue, request, now)
+            yield slot, self._assign(slot, request, batch_key, now, is_long=is_long)
         if expired == MAX_ENDED_PER_TURN:
             self._schedule_by(AT_ONCE)
 

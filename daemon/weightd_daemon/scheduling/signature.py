@@ -158,6 +158,11 @@ class MetadataReplies:
         """Apply a new configuration to further replies."""
         self._config = config
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a request waits until the signature is known."""
+        return bool(self._waiting)
+
     def request(self, request: MetadataRequest) -> None:
         """Reply to a metadata request, or queue it until the signature is known.
 

@@ -123,6 +123,22 @@ class SlotProcesses:
         for each in self.of_slot(process):
             self._watchdog.remove(each)
 
+    def set_wait_limit(self, seconds: float) -> None:
+        """Have the dispatcher's `schedule_by` called once a request was queued for this time; infinity for never."""
+        self._scheduler.wait_limit_s = seconds
+
+    @property
+    def waiting_count(self) -> int:
+        """The number of requests that wait only for a slot, in the queue or behind the running batches of a slot."""
+        queue = self._scheduler.queue
+        queued_batches = sum(max(0, len(slot.batches) - slot.concurrency) for slot in self._slots.accepting.values())
+        return queue.normal.count + queue.long.count + queue.splitting.count + queued_batches
+
+    @property
+    def accepting(self) -> Sequence[Slot]:
+        """The slots that take batches."""
+        return tuple(self._slots.accepting.values())
+
     def release(self, process: str) -> None:
         """Remove the slot of a process whose loss its batches did not cause; they are queued again."""
         self._scheduler.release_slot(process)

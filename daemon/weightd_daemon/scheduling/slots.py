@@ -37,10 +37,10 @@ class Slot:
         concurrency: the number of batches that the slot runs at once.
         batches: the batches by number, in the order in which the slot received them and starts them.
         is_quick: whether the last batch was quick. A quick slot may have one batch queued behind the running ones.
-        lockstep: tracks the reports of processes that compute together. Such a slot has no queued batch, because an
-            item that a process has received is never taken back.
+        lockstep: tracks the reports of processes that compute together; they never return an item for another slot.
         support_processes: processes that receive no batches, but without which the slot is lost.
         model_index: the index of the model in a process that serves several models.
+        idle_since: when it answered its last batch (monotonic seconds).
     """
 
     name: str
@@ -53,6 +53,7 @@ class Slot:
     lockstep: LockstepTracker | None = None
     support_processes: tuple[str, ...] = ()
     model_index: int = 0
+    idle_since: float = 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -125,6 +126,7 @@ class Slot:
         # A batch may have run although it was still considered queued here.
         duration_s = now - batch.started_at if batch.started_at < now else 0.0
         self.is_quick = duration_s < MAX_QUICK_S
+        self.idle_since = now
         if self.batches:
             self._start_queued(now)
         return duration_s

@@ -215,6 +215,7 @@ def tenant_statuses(
             _account_statuses(tenant.name, usages[tenant.name], listed, queued),
             shares.get(tenant.name) if shares else None,
             merged_counts[tenant.name],
+            tenant.config.max_model_bytes,
         )
         for tenant in tenant_list
     )
@@ -252,4 +253,5 @@ def _account_status(model: str, usage: Usage, queued: int) -> AccountStatus:
         queued,
         dict(usage.refused),
         usage.unexpected_exits,
+        usage.resident_byte_seconds,
     )

@@ -50,6 +50,9 @@ _SHARE_SAMPLES = 6
 # The maximum number of seconds in the file.
 _MAX_SECONDS = 1e15
 
+# The maximum number of byte-seconds in the file.
+_MAX_BYTE_SECONDS = 1e27
+
 _COUNT = integer(0, limits.MAX_COUNT)
 _SECONDS = number(_MAX_SECONDS)
 
@@ -81,6 +84,7 @@ class UsageRecord:
     bytes_out: int = field(metadata=_COUNT)
     unexpected_exits: int = field(metadata=_COUNT)
     refused: dict[str, int] = field(metadata=mapping(_COUNT, len(REASONS)))
+    resident_byte_seconds: float = field(default=0.0, metadata=number(_MAX_BYTE_SECONDS))
 
     @property
     def key(self) -> tuple[str, str]:
@@ -102,6 +106,7 @@ class Usage:
         unexpected_exits: slots that were lost to the tenant's requests.
         in_flight: requests that were accepted and have not ended.
         refused: the number of errors by reason, including errors of messages other than requests.
+        resident_byte_seconds: the memory that the model has had reserved on the tenant's account, times its duration.
     """
 
     __slots__ = (
@@ -111,6 +116,7 @@ class Usage:
         "queue_seconds",
         "refused",
         "requests",
+        "resident_byte_seconds",
         "rows",
         "served",
         "slot_seconds",
@@ -128,6 +134,7 @@ class Usage:
         self.unexpected_exits = 0
         self.in_flight = 0
         self.refused: dict[str, int] = {}
+        self.resident_byte_seconds = 0.0
 
     def admit(self, quota: Quota, config: TenantConfig, description: RequestDescription, nbytes: int) -> None:
         """Count a request with `nbytes` tensor bytes, here and in the quota of its tenant.
@@ -198,7 +205,9 @@ class Usage:
     @property
     def is_empty(self) -> bool:
         """Whether nothing was counted."""
-        return not (self.requests or self.refused or self.unexpected_exits or self.slot_seconds)
+        return not (
+            self.requests or self.refused or self.unexpected_exits or self.slot_seconds or self.resident_byte_seconds
+        )
 
     def add(self, other: Usage | UsageRecord) -> None:
         """Add the counters of another usage, except its requests in flight and unknown reasons."""
@@ -207,6 +216,7 @@ class Usage:
         self.rows = min(self.rows + other.rows, _MAX_COUNT)
         self.slot_seconds += other.slot_seconds
         self.queue_seconds += other.queue_seconds
+        self.resident_byte_seconds += other.resident_byte_seconds
         self.bytes_in = min(self.bytes_in + other.bytes_in, _MAX_COUNT)
         self.bytes_out = min(self.bytes_out + other.bytes_out, _MAX_COUNT)
         self.unexpected_exits = min(self.unexpected_exits + other.unexpected_exits, _MAX_COUNT)
@@ -228,6 +238,7 @@ class Usage:
             self.bytes_out,
             self.unexpected_exits,
             dict(self.refused),
+            min(self.resident_byte_seconds, _MAX_BYTE_SECONDS),
         )
 
 
@@ -335,6 +346,11 @@ class UsageTable:
         if usage is None:
             usage = usages[model] = Usage()
         return usage
+
+    def add_resident_time(self, tenant: str, model: str, byte_seconds: float) -> None:
+        """Add the memory that a model has had reserved on the account of a tenant; "" is no tenant."""
+        if tenant:
+            self.usage_of(tenant, model).resident_byte_seconds += byte_seconds
 
     def items(self, tenant: str) -> Iterator[tuple[str, Usage]]:
         """Yield each model for which a tenant has any usage, with the usage."""

@@ -102,6 +102,10 @@ class GatewayConfig:
     """Allow tensors in files in /dev/shm, as Triton's clients use them. Requires addresses local to this host. Callers
     can use every such file of the gateway's user, and no other."""
 
+    model_control: bool = field(default=False, metadata=boolean())
+    """Allow callers to load and unload models, as far as the daemon allows it: a tenant needs the right "load" or
+    "operate". The gateway's own identity may load every model if the gateway runs as the daemon's user."""
+
     page: bool = field(default=True, metadata=boolean())
     """Serve the status page at /."""
 

@@ -46,12 +46,21 @@ class ModelApi:
         daemon_client: the client of the daemon.
         regions: the shared-memory regions that callers have registered.
         has_shared_memory: whether callers may register regions.
+        has_model_control: whether callers may load and unload models.
     """
 
-    def __init__(self, daemon_client: DaemonClient, regions: RegisteredRegions, *, has_shared_memory: bool) -> None:
+    def __init__(
+        self,
+        daemon_client: DaemonClient,
+        regions: RegisteredRegions,
+        *,
+        has_shared_memory: bool,
+        has_model_control: bool,
+    ) -> None:
         self._daemon_client = daemon_client
         self._regions = regions
         self._has_shared_memory = has_shared_memory
+        self._has_model_control = has_model_control
 
     def handlers(self, calls: RpcHandlers) -> dict[str, Handler]:
         """Return the gRPC handler of each method, by the method's name."""
@@ -65,7 +74,7 @@ class ModelApi:
             "ModelStatistics": self._model_statistics,
             "RepositoryIndex": self._repository_index,
             "RepositoryModelLoad": self._load,
-            "RepositoryModelUnload": self._load,
+            "RepositoryModelUnload": self._unload,
             "SystemSharedMemoryStatus": self._memory_status,
             "SystemSharedMemoryRegister": self._memory_register,
             "SystemSharedMemoryUnregister": self._memory_unregister,
@@ -125,7 +134,16 @@ class ModelApi:
         return _encode("RepositoryIndexResponse", {"models": models})
 
     async def _load(self, call: RpcContext, request: Any) -> bytes:
-        raise InvalidArgument("models can be loaded and changed only by `weightctl update` and `weightctl reload`")
+        oip_view.check_model_control(is_allowed=self._has_model_control)
+        oip_view.check_load_parameters(request.parameters)
+        await self._daemon_client.load(call.caller, model_of(request.model_name))
+        return _encode("RepositoryModelLoadResponse", {})
+
+    async def _unload(self, call: RpcContext, request: Any) -> bytes:
+        oip_view.check_model_control(is_allowed=self._has_model_control)
+        oip_view.check_load_parameters(request.parameters)
+        await self._daemon_client.unload(call.caller, model_of(request.model_name))
+        return _encode("RepositoryModelUnloadResponse", {})
 
     async def _memory_status(self, call: RpcContext, request: Any) -> bytes:
         check_local(call)

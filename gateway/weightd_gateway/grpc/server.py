@@ -156,7 +156,12 @@ class GrpcServer:
             self.http2_filter,
         )
         shm_resolver = ShmResolver(gateway.regions, daemon_client.allocate, gateway.parsers)
-        methods = ModelApi(daemon_client, gateway.regions, has_shared_memory=config.shared_memory)
+        methods = ModelApi(
+            daemon_client,
+            gateway.regions,
+            has_shared_memory=config.shared_memory,
+            has_model_control=config.model_control,
+        )
         reflection = Reflection(self._reflection_streams).handlers(calls)
         return {
             INFERENCE_SERVICE: {

@@ -12,7 +12,7 @@ from weightd_common.rate_limits import RateLimitedLog
 from weightd_gateway import oip_view
 from weightd_gateway.auth import Caller
 from weightd_gateway.context import Gateway
-from weightd_gateway.daemon_client import TRACEPARENT
+from weightd_gateway.daemon_client import TRACEPARENT, DaemonClient
 from weightd_gateway.error_codes import to_request_error
 from weightd_gateway.fairness import FairLimit
 from weightd_gateway.http import infer_json
@@ -115,7 +115,8 @@ class HttpApi:
             Operation.STATISTICS: self._statistics,
             Operation.INFER: HttpInference(gateway).infer,
             Operation.INDEX: self._index,
-            Operation.LOAD: _refuse_load,
+            Operation.LOAD: _ModelControl(gateway).load,
+            Operation.UNLOAD: _ModelControl(gateway).unload,
             Operation.REGIONS: self._regions,
             Operation.REGISTER: self._register,
             Operation.UNREGISTER: self._unregister,
@@ -220,7 +221,7 @@ class HttpApi:
         return json_reply(oip_view.statistics(await self._daemon_client.metrics(caller), name))
 
     async def _index(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
-        ready = (await self._read_parameters(request, caller)).get("ready", False)
+        ready = (await _read_parameters(self._daemon_client, request, caller)).get("ready", False)
         return json_reply(
             oip_view.repository_index(await self._daemon_client.metrics(caller), only_ready=ready is True)
         )
@@ -261,7 +262,7 @@ class HttpApi:
         return json_reply(_LOG_SETTINGS)
 
     async def _change_setting(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
-        if await self._read_parameters(request, caller):
+        if await _read_parameters(self._daemon_client, request, caller):
             raise InvalidArgument("this setting is read-only; the operator sets it in the configuration of weightd")
         return await (self._logging if request.raw_path.startswith("/v2/logging") else self._trace)(
             request, caller, name
@@ -273,7 +274,7 @@ class HttpApi:
         return json_reply(self._gateway.regions.status(caller, name))
 
     async def _register(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
-        parameters = await self._read_parameters(request, caller)
+        parameters = await _read_parameters(self._daemon_client, request, caller)
         location = parameters.get("key"), parameters.get("offset", 0), parameters.get("byte_size")
         self._gateway.regions.register(caller, name, *location)
         return json_reply({})
@@ -286,17 +287,37 @@ class HttpApi:
         """List no regions, or confirm the removal of regions that cannot exist."""
         return json_reply([] if request.method == "GET" else {})
 
-    # --- helpers -----------------------------------------------------------------------------------------------
 
-    async def _read_parameters(self, request: HttpRequest, caller: Caller) -> dict[str, Any]:
-        """Return the JSON object in the body of a request; an empty body is an empty object."""
-        with self._daemon_client.admission.admit(caller) as permit:
-            content = await read_body(request, permit, _MAX_PARAMETER_BYTES, bytearray)
-            return infer_json.parse_map(bytes(content)) if content else {}
+class _ModelControl:
+    """Loads and unloads models for callers."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._daemon_client = gateway.daemon_client
+
+    async def load(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        """Load a model; reply once it serves."""
+        await self._check(request, caller)
+        await self._daemon_client.load(caller, name)
+        return json_reply({})
+
+    async def unload(self, request: HttpRequest, caller: Caller, name: str) -> HttpReply:
+        """Unload a model; reply once its processes have ended."""
+        await self._check(request, caller)
+        await self._daemon_client.unload(caller, name)
+        return json_reply({})
+
+    async def _check(self, request: HttpRequest, caller: Caller) -> None:
+        oip_view.check_model_control(is_allowed=self._gateway.config.model_control)
+        content = await _read_parameters(self._daemon_client, request, caller)
+        oip_view.check_load_parameters(content.get("parameters") or {})
 
 
-async def _refuse_load(request: HttpRequest, caller: Caller, name: str) -> HttpReply:
-    raise InvalidArgument("models can be loaded and changed only by `weightctl update` and `weightctl reload`")
+async def _read_parameters(daemon_client: DaemonClient, request: HttpRequest, caller: Caller) -> dict[str, Any]:
+    """Return the JSON object in the body of a request; an empty body is an empty object."""
+    with daemon_client.admission.admit(caller) as permit:
+        content = await read_body(request, permit, _MAX_PARAMETER_BYTES, bytearray)
+        return infer_json.parse_map(bytes(content)) if content else {}
 
 
 async def _refuse_cuda_register(request: HttpRequest, caller: Caller, name: str) -> HttpReply:

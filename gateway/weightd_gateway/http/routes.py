@@ -26,6 +26,7 @@ class Operation(enum.Enum):
     INFER = enum.auto()
     INDEX = enum.auto()
     LOAD = enum.auto()
+    UNLOAD = enum.auto()
     REGIONS = enum.auto()
     REGISTER = enum.auto()
     UNREGISTER = enum.auto()
@@ -108,8 +109,10 @@ def _server_route(rest: list[str]) -> Route:
     if methods is not None:
         return Route(methods)
     match rest:
-        case ["repository", "models", name, "load" | "unload"]:
+        case ["repository", "models", name, "load"]:
             return Route({"POST": Operation.LOAD}, name)
+        case ["repository", "models", name, "unload"]:
+            return Route({"POST": Operation.UNLOAD}, name)
         case [kind, "region", name, act] if name and (kind, act) in _REGION_ROUTES:
             return Route(_REGION_ROUTES[kind, act], name)
         case _:

@@ -22,6 +22,7 @@ class AccountStatus:
     the tenant that was reached. `rows` and `slot_seconds` count what workers ran, the latter in seconds of workers.
     `queue_seconds` is the time from the arrival of each request until a worker received it. `bytes_in` and `bytes_out`
     count transferred tensors. `unexpected_exits` counts workers that crashed because of the tenant's requests.
+    `resident_byte_seconds` is the memory that was reserved for the model on the tenant's account, times its duration.
     """
 
     model: str = field(metadata=text(limits.MAX_MODEL_NAME_BYTES, empty=True))
@@ -36,6 +37,7 @@ class AccountStatus:
     queued: int = field(metadata=_COUNT)
     failed: Dict[str, int] = field(metadata=mapping(_COUNT, limits.MAX_REFUSAL_REASONS))
     unexpected_exits: int = field(default=0, metadata=omit_default(_COUNT))
+    resident_byte_seconds: float = field(default=0.0, metadata=omit_default(number()))
 
     @property
     def refused(self) -> int:
@@ -73,6 +75,7 @@ class TenantStatus:
 
     `share` is the tenant's part of the seconds of all workers in the last minute; absent if the workers were idle.
     `merged_accounts` is the number of accounts that were merged into one because a response has limited room.
+    `max_model_bytes` is the tenant's budget for the memory of models; 0: no limit.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -80,3 +83,4 @@ class TenantStatus:
     accounts: Tuple[AccountStatus, ...] = field(metadata=list_of(record(AccountStatus), limits.MAX_MODELS + 1))
     share: Optional[float] = field(default=None, metadata=number())
     merged_accounts: int = field(default=0, metadata=omit_default(_COUNT))
+    max_model_bytes: int = field(default=0, metadata=omit_default(_COUNT))

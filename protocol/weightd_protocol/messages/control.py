@@ -8,7 +8,7 @@ from typing import Optional, Tuple
 from weightd_protocol import limits
 from weightd_protocol.frozen import dataclass
 from weightd_protocol.messages.inference import TensorSignature
-from weightd_protocol.schema import boolean, integer, list_of, record, text
+from weightd_protocol.schema import boolean, integer, list_of, one_of, record, text
 
 _COUNT = integer(0, limits.MAX_COUNT)
 
@@ -134,19 +134,65 @@ class UpdateResponse:
     configured_path: str = field(metadata=text(limits.MAX_PATH_BYTES))
 
 
+LOAD, RETRY, RESTART = "load", "retry", "restart"
+
+
+@dataclass(frozen=True)
+class Load:
+    """client → daemon: load a model that is not loaded.
+
+    With the action "load", a model that is loaded already stays as it is. "retry" loads a model that has failed.
+    "restart" loads a model from its files again beside the serving version, which it then replaces. With `wait` the
+    response is sent once the model serves or has failed, otherwise at once. The daemon's user, root, and tenants that
+    may `load` or `operate` may send this; "restart" requires `operate`.
+    """
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    action: str = field(default=LOAD, metadata=one_of((LOAD, RETRY, RESTART)))
+    wait: bool = field(default=False, metadata=boolean())
+    tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
+    """Tenant on whose behalf a gateway sends the request (`acts_for`); None for the sender's tenant."""
+
+
+@dataclass(frozen=True)
+class Unload:
+    """client → daemon: refuse further requests of a model, finish the accepted ones, and unload the model.
+
+    With `wait` the response is sent once no process of the model is left, otherwise at once. A model that loads on
+    demand is loaded again by its next request. The permissions of `Load` apply.
+    """
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    wait: bool = field(default=False, metadata=boolean())
+    tenant: Optional[str] = field(default=None, metadata=text(limits.MAX_NAME_BYTES))
+    """Tenant on whose behalf a gateway sends the request (`acts_for`); None for the sender's tenant."""
+
+
+@dataclass(frozen=True)
+class LoadResponse:
+    """daemon → client: the answer to `Load` and `Unload`; `state` is the present state of the model."""
+
+    id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    model_name: str = field(metadata=text(limits.MAX_NAME_BYTES))
+    state: str = field(metadata=text(limits.MAX_NAME_BYTES))
+
+
 @dataclass(frozen=True)
 class Reload:
-    """client → daemon: read the configuration file again and apply it.
+    """client → daemon: read the configuration file again and apply it; with `dry_run`, only report the changes.
 
     The daemon's user, root, and tenants that may `operate` every model may send this.
     """
 
     id: str = field(metadata=text(limits.MAX_ID_BYTES))
+    dry_run: bool = field(default=False, metadata=boolean())
 
 
 @dataclass(frozen=True)
 class ReloadResponse:
-    """daemon → client: the configuration file is valid and in force.
+    """daemon → client: the configuration file is valid and, unless it was a dry run, in force.
 
     `added` models load, `changed` models switch to the new configuration, and `removed` models drain. `retried` models
     had failed and are loaded again unchanged.

@@ -83,6 +83,7 @@ class ModelMetrics:
     saved_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     copy_bytes: Optional[int] = field(default=None, metadata=_COUNT)
     max_queue: int = field(default=0, metadata=omit_default(_COUNT))
+    reserved_bytes: int = field(default=0, metadata=omit_default(_COUNT))
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,19 @@ class ExecutionsStatus:
 
 
 @dataclass(frozen=True)
+class WorkersStatus:
+    """The number of workers of a model on each device, if it follows the load.
+
+    `target` is the number that is wanted now, from `min` to `max`; `reason` says why.
+    """
+
+    target: int = field(metadata=_COUNT)
+    min: int = field(metadata=_COUNT)
+    max: int = field(metadata=_COUNT)
+    reason: str = field(metadata=text(limits.MAX_TEXT_BYTES, empty=True))
+
+
+@dataclass(frozen=True)
 class ModelStatus:
     """A model of the configuration. Latency is in microseconds, from arrival to response in the daemon.
 
@@ -131,7 +144,11 @@ class ModelStatus:
     `unexpected_exits` counts processes that exited without being stopped. `quarantined` counts request contents that
     are rejected because they crashed workers. `note` describes the last failed change of the model. `group` is the
     model group with which it shares processes. `retry_s` is the time in seconds until the daemon loads a failed model
-    again; absent if it does not.
+    again; absent if it does not. `attempts` counts the loads that have failed since the model last served.
+
+    `load` tells when the model is loaded: "start", "on_demand" or "manual". `reserved_bytes` is the memory that is
+    reserved for it in the budget for models, and `owner` the tenant to which this memory is charged; "" for none.
+    `workers` is absent if the number of workers is fixed.
     """
 
     name: str = field(metadata=text(limits.MAX_NAME_BYTES))
@@ -153,6 +170,11 @@ class ModelStatus:
     executions: Optional[ExecutionsStatus] = field(default=None, metadata=record(ExecutionsStatus))
     group: str = field(default="", metadata=omit_default(text(limits.MAX_NAME_BYTES, empty=True)))
     retry_s: Optional[float] = field(default=None, metadata=number())
+    attempts: int = field(default=0, metadata=omit_default(_COUNT))
+    load: str = field(default="start", metadata=omit_default(text(limits.MAX_NAME_BYTES)))
+    reserved_bytes: int = field(default=0, metadata=omit_default(_COUNT))
+    owner: str = field(default="", metadata=omit_default(text(limits.MAX_NAME_BYTES, empty=True)))
+    workers: Optional[WorkersStatus] = field(default=None, metadata=record(WorkersStatus))
 
 
 @dataclass(frozen=True)
@@ -232,7 +254,8 @@ class StatusResponse:
     `note` gives the reason why the configuration in force is not the one in the file. `dropped_responses` counts
     responses that could not be sent because the client had disconnected or did not read. `memory` is absent if the
     control group is unknown. `buffered_bytes` is the memory for requests and for responses that clients have not read,
-    `max_memory_bytes` its limit. `tenants` is empty if the configuration has no tenants. A client that may not see
+    `max_memory_bytes` its limit. `model_bytes` is the memory that is reserved for models on the CPU, `max_model_bytes`
+    its budget (0: no limit). `tenants` is empty if the configuration has no tenants. A client that may not see
     other tenants' data receives the models that it may use and its own tenant; all other values are 0 or empty.
     """
 
@@ -258,3 +281,5 @@ class StatusResponse:
     tenants: Tuple[TenantStatus, ...] = field(
         default=(), metadata=omit_default(list_of(record(TenantStatus), limits.MAX_TENANTS + 1))
     )
+    model_bytes: int = field(default=0, metadata=omit_default(_COUNT))
+    max_model_bytes: int = field(default=0, metadata=omit_default(_COUNT))

@@ -3,6 +3,8 @@
 from typing import Dict, Type, Union
 
 from weightd_protocol.messages.control import (
+    Load,
+    LoadResponse,
     ModelMetadata,
     ModelMetadataResponse,
     ModelReady,
@@ -12,6 +14,7 @@ from weightd_protocol.messages.control import (
     ServerMetadata,
     ServerMetadataResponse,
     ServerReady,
+    Unload,
     Update,
     UpdateResponse,
 )
@@ -34,6 +37,8 @@ ClientMessage = Union[
     Metrics,
     Events,
     Logs,
+    Load,
+    Unload,
     Update,
     Reload,
 ]
@@ -49,6 +54,7 @@ DaemonMessage = Union[
     MetricsResponse,
     EventsResponse,
     LogsResponse,
+    LoadResponse,
     UpdateResponse,
     ReloadResponse,
 ]
@@ -66,6 +72,8 @@ FROM_CLIENT: Dict[str, Type[ClientMessage]] = {
     "metrics": Metrics,
     "events": Events,
     "logs": Logs,
+    "load": Load,
+    "unload": Unload,
     "update": Update,
     "reload": Reload,
 }
@@ -84,6 +92,7 @@ TO_CLIENT: Dict[str, Type[DaemonMessage]] = {
     "metrics_response": MetricsResponse,
     "events_response": EventsResponse,
     "logs_response": LogsResponse,
+    "load_response": LoadResponse,
     "update_response": UpdateResponse,
     "reload_response": ReloadResponse,
 }

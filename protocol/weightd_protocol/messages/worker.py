@@ -112,11 +112,10 @@ class Build:
     """daemon → holder: build the model and share its weights with these processes.
 
     With `search_selftest`, the holder searches for a self-test: `selftest_cases` worked before and are tried first,
-    `failed_cases` failed and are skipped. Without it, `selftest_cases` come from the configuration and must work; if
-    it is empty, the model has no self-test unless the process was given a sample. `max_rows` is the largest number
-    of rows in a predict of several requests; 1 means that requests are not batched and rows are not tested.
-    `allowed_batch_sizes` are the only numbers of rows that a predict may have; empty for any. `exact` tells whether to
-    test that batched results equal single results bit for bit.
+    `failed_cases` failed and are skipped. Without it, `selftest_cases` are configured and must work; without cases, the
+    model has no self-test unless the process was given a sample. `max_rows` is the largest number of rows in a predict
+    of several requests; 1: requests are not batched, and rows are not tested. `allowed_batch_sizes` are the only
+    numbers of rows of a predict; empty for any. `exact` tells whether batched results must equal single ones exactly.
     """
 
     engine_pids: Tuple[str, ...] = field(metadata=list_of(text(limits.MAX_PID_BYTES), limits.MAX_PIDS))
@@ -211,6 +210,7 @@ class Attach:
     row_support: Optional[RowSupport] = field(default=None, metadata=record(RowSupport))
     rebuilds_per_shape: bool = field(default=False, metadata=boolean())
     first_shapes: Optional[SelfTestCase] = field(default=None, metadata=SELFTEST_CASE)
+    selftest_digest: str = field(default="", metadata=DIGEST)
 
 
 @dataclass(frozen=True)

@@ -171,8 +171,9 @@ class WorkerSession(Session):
         bytes_before = private_bytes()
         reference, row_support, first_case = builder.build_holder(order)
         engine.release_cached_memory()
-        drop_unchanged_pages()
         shared_weights = self._share_weights(reference, bytes_before)
+        if self._template_model is None:  # otherwise `freeze_memory` has dropped them
+            drop_unchanged_pages()
         self._handle = shared_weights.handle
         if self._handle and reference.digest:
             if builder.prefer_holder_answers(builder.run_selftest(reference.cases)).digest != reference.digest:
@@ -257,10 +258,13 @@ class WorkerSession(Session):
         if inherited_model is None:
             builder.build_worker(order)
             answer_before = builder.run_selftest(order.selftest_cases)
-            engine.release_cached_memory()
+            # Without shared weights, a second run would only show that the answers repeat.
+            needs_second_run = bool(order.handle) or not order.selftest_digest
+            if needs_second_run:
+                engine.release_cached_memory()
             shared_weights = engine.sharing.attach(order.handle)
             self._handle = order.handle
-            answer = builder.run_selftest(order.selftest_cases)
+            answer = builder.run_selftest(order.selftest_cases) if needs_second_run else answer_before
         else:
             builder.load_sample()
             answer_before = answer = builder.run_selftest(order.selftest_cases)

@@ -1,0 +1,439 @@
+"""Loading and unloading of models: on demand, on request, when idle, and to make room for each other.
+
+`ModelLifecycle` performs what `ResidencyTable` decides. All changes happen in `tick`, which its timer calls after each
+event, so that no model is loaded or unloaded while another one is in the middle of a change.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from weightd_common.devices import is_cpu
+from weightd_common.log_text import format_mib, plural
+from weightd_daemon.models.admission import Verdict
+from weightd_daemon.models.model import ServedModel
+from weightd_daemon.models.placement import DeviceBudget, ResourceRequest
+from weightd_daemon.models.readiness import not_loaded_text
+from weightd_daemon.models.residency.load_queue import LoadQueue
+from weightd_daemon.models.residency.needs import NeedMeter, estimate_bytes
+from weightd_daemon.models.residency.reservations import HOST, Budgets, MemoryNeed, Reservation, Residence
+from weightd_daemon.models.residency.table import Grant, ResidencyTable, Unload
+from weightd_daemon.platform import audit, event_loop
+from weightd_daemon.platform.event_loop import Timer
+from weightd_daemon.platform.log_setup import subject_extra
+from weightd_protocol.errors import FailedPrecondition, RequestError, ResourceExhausted, Unavailable
+
+_log = logging.getLogger("weightd")
+
+_NEVER = float("inf")
+
+# How often a model that is being unloaded is asked whether its last request has ended.
+_DRAIN_INTERVAL_S = 0.02
+
+# The estimated seconds until a model that waits for memory has left the queue of loads.
+_RETRY_AFTER_S = 1.0
+
+
+class LifecycleLimits(NamedTuple):
+    """The configured limits.
+
+    Attributes:
+        max_model_bytes: the budget for the memory of all models on the CPU; 0: no limit.
+        tenant_limits: the budget of each tenant that has one.
+        weights: the weight of each tenant.
+        min_resident_s: the seconds for which a model stays loaded at least.
+        max_load_queue: how many models may wait for memory.
+        max_loading: how many models may load at the same time.
+        drain_timeout_s: the seconds that the requests of a model may take before it is unloaded.
+    """
+
+    max_model_bytes: int = 0
+    tenant_limits: Mapping[str, int] = {}
+    weights: Mapping[str, float] = {}
+    min_resident_s: float = 0.0
+    max_load_queue: int = 64
+    max_loading: int = 1
+    drain_timeout_s: float = 30.0
+
+
+class _PendingUnload(NamedTuple):
+    """An unload that waits for the accepted requests of a model."""
+
+    deadline: float
+    on_done: Callable[[RequestError | None], object]
+
+
+class ModelLifecycle:
+    """Loads and unloads models within the budgets.
+
+    Args:
+        configured: the limits.
+        find_model: returns the model of a name; None if no model has it.
+        devices: the devices of all models, by name.
+        charge: see `ResidencyTable`.
+        measure: starts to measure the memory of a model and returns it once it is known, until then None.
+        clock: returns monotonic seconds.
+
+    Attributes:
+        timer: calls `tick`.
+        table: decides which generations may start, and which models are unloaded.
+        reservations: the reservations.
+        needs: the measured memory of models.
+    """
+
+    def __init__(
+        self,
+        configured: LifecycleLimits,
+        find_model: Callable[[str], ServedModel | None],
+        devices: Mapping[str, DeviceBudget],
+        charge: Callable[[str, str, float], object] = lambda tenant, model, byte_seconds: None,
+        measure: Callable[[str], int | None] = lambda _: None,
+        clock: Callable[[], float] = event_loop.now,
+    ) -> None:
+        self._find_model = find_model
+        self._clock = clock
+        self._devices = devices
+        self._limits = configured
+        self.table = ResidencyTable(Budgets(), self._residence, charge)
+        self.reservations = self.table.reservations
+        self.timer = Timer(self.tick)
+        self._pending_unloads: dict[str, _PendingUnload] = {}
+        # Models to unload because no tenant that waits for them may have them loaded.
+        self._refused: dict[str, RequestError] = {}
+        self._load_waiters: dict[str, list[Callable[[RequestError | None], object]]] = {}
+        # The files of one more model are read while others load.
+        self._queue = LoadQueue(configured.max_loading + 1)
+        # The memory that each model needed when it was loaded last, or would have needed.
+        self._known_bytes: dict[str, int] = {}
+        self._meter = NeedMeter(measure)
+        self.needs = self._meter.needs
+
+    def configure(self, configured: LifecycleLimits) -> None:
+        """Apply other limits."""
+        self._limits = configured
+        self._queue.max_starting = configured.max_loading + 1
+        self._wake()
+
+    # --- for clients and operators ------------------------------------------------------------------------------
+
+    def load_on_demand(self, name: str, tenant: str) -> None:
+        """Load a model for a request that will wait for it; the caller has checked that it `is_unloaded`.
+
+        Raises:
+            RequestError: the model does not load on demand, can never fit, or too many models wait for memory.
+        """
+        model = self._find_model(name)
+        if model is None or not model.config.is_on_demand:
+            raise FailedPrecondition(not_loaded_text(name))
+        if name in self._queue:
+            return
+        self._check_load(model, tenant)
+        self._queue.put(name, tenant)
+        # The load starts at once if nothing is ahead of it: the request is put into the model's queue next.
+        self._start_queued(just_wanted=name)
+
+    def load(self, model: ServedModel, tenant: str, on_done: Callable[[RequestError | None], object]) -> None:
+        """Load a model that is unloaded or has failed; call `on_done` once it serves or has failed.
+
+        Raises:
+            RequestError: the model can never fit, or is being updated or unloaded.
+        """
+        if model.name in self._pending_unloads:
+            raise Unavailable(f"{model.name} is being unloaded: try again once it is unloaded")
+        if model.is_updating:
+            raise Unavailable(f"{model.name} is being updated: try again after the update")
+        if model.loading.is_unloaded or model.loading.may_retry:
+            self._check_load(model, tenant)
+            self._begin_load(model, tenant, "requested by an operator")
+        self._load_waiters.setdefault(model.name, []).append(on_done)
+        self._wake()
+
+    def unload(self, model: ServedModel, on_done: Callable[[RequestError | None], object]) -> None:
+        """Refuse further requests of a model, and unload it once the accepted ones have ended.
+
+        Raises:
+            RequestError: the model must stay loaded, or is being updated.
+        """
+        model.loading.check_unloadable()
+        if model.config.required:
+            raise FailedPrecondition(f"{model.name} has required = true and stays loaded")
+        if model.name in self._pending_unloads:
+            raise Unavailable(f"{model.name} is being unloaded already")
+        if model.loading.is_unloaded:
+            on_done(None)
+            return
+        model.loading.refuse_requests()
+        deadline = self._clock() + self._limits.drain_timeout_s
+        self._pending_unloads[model.name] = _PendingUnload(deadline, on_done)
+        self._wake()
+
+    # --- from deployments (`ModelMemory`) -----------------------------------------------------------------------
+
+    def admit(self, label: str, request: ResourceRequest, device: str) -> Verdict:
+        """Return whether a generation may start its processes; until then its memory is requested."""
+        there = self.reservations.get(label)
+        if there is not None:
+            return Verdict(not there.is_waiting)
+        self._refresh_budgets()
+        name, need = _model_of(label), self._need(label, request, device)
+        self._queue.on_read(name)
+        self._meter.set_file_bytes(label, request.weight_bytes)
+        self._known_bytes[name] = sum(need.values())
+        reason = self.table.rejection_reason(name, need)
+        if reason:
+            return Verdict(is_granted=False, rejection_reason=reason)
+        if not self._find_owner(name):
+            self._wake()
+            return Verdict(is_granted=False)
+        self.table.request(label, name, need)
+        is_granted = self.table.try_grant(label, self._clock())
+        self._wake()
+        return Verdict(is_granted)
+
+    def restore(self, label: str, request: ResourceRequest, device: str) -> None:
+        """Record a generation that an earlier daemon has loaded."""
+        self._meter.set_file_bytes(label, request.weight_bytes)
+        self.table.restore(label, _model_of(label), self._need(label, request, device), self._clock())
+
+    def on_serving(self, label: str) -> None:
+        """Record that a generation serves."""
+        now = self._clock()
+        self.table.on_loaded(label, now)
+        if self._meter.on_serving(label, now):
+            self._wake()
+
+    def on_leaving(self, label: str) -> None:
+        """Record that the processes of a generation are exiting."""
+        self.table.on_release(label)
+
+    def on_ended(self, label: str) -> None:
+        """Record that no process of a generation is left."""
+        self.table.on_ended(label, self._clock())
+        self._meter.forget(label)
+        self._wake()
+
+    # --- from models --------------------------------------------------------------------------------------------
+
+    def on_changed(self, model: ServedModel) -> None:
+        """Record that a model may have become loaded, unloaded or failed."""
+        if model.readiness.has_failed or model.loading.is_unloaded:
+            self._queue.on_read(model.name)
+        if (
+            self._queue
+            or model.name in self._load_waiters
+            or model.name in self._pending_unloads
+            or model.loading.is_unloaded
+        ):
+            self._wake()
+
+    # --- the timer ----------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Perform everything that is due."""
+        self._finish_unloads(now)
+        if self._limits.max_model_bytes or self._limits.tenant_limits:
+            for label, nbytes in self._meter.run(self.reservations, now):
+                self.table.on_measured(label, {HOST: nbytes}, now)
+        for label, card, nbytes in _observed_excess(self.reservations, self._devices):
+            self.table.on_measured(label, {card: nbytes}, now)
+        self._refresh_budgets()
+        self._start_queued()
+        self._cancel_unwanted(now)
+        self._perform(self.table.plan(now), now)
+        self._notify_load_waiters(now)
+        pending = now + _DRAIN_INTERVAL_S if self._pending_unloads else _NEVER
+        waiting = now + _RETRY_AFTER_S if self.reservations.waiting_count else _NEVER
+        measuring = self._meter.next_event_at if self._limits.max_model_bytes or self._limits.tenant_limits else _NEVER
+        self.timer.set(min(self.table.next_event_at, pending, waiting, measuring))
+
+    # --- private ------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        self.timer.set_no_later_than(0.0)
+
+    def _residence(self, name: str) -> Residence:
+        model = self._find_model(name)
+        if model is None:
+            return Residence()
+        return Residence(
+            is_pinned=not model.config.is_on_demand,
+            idle_unload_s=model.config.idle_unload,
+            is_idle=model.loading.is_evictable and model.successor is None,
+            last_used_at=model.loading.last_used_at,
+            owner=model.loading.owner,
+        )
+
+    def _refresh_budgets(self) -> None:
+        """Read the capacities again: a card reports its memory only when it is used first."""
+        configured = self._limits
+        capacities = {HOST: configured.max_model_bytes} if configured.max_model_bytes else {}
+        for device in self._devices.values():
+            if not is_cpu(device.name) and device.capacity_bytes is not None:
+                # Models that load at the start are admitted by the limits of the card alone.
+                others = sum(
+                    each.total_bytes
+                    for label, each in device.reserved.items()
+                    if self._residence(_model_of(label)).is_pinned
+                )
+                capacities[device.name] = max(0, device.capacity_bytes - others)
+        self.reservations.budgets = Budgets(
+            capacities,
+            configured.tenant_limits,
+            configured.weights,
+            configured.min_resident_s,
+            configured.max_loading,
+        )
+
+    def _need(self, label: str, request: ResourceRequest, device: str) -> MemoryNeed:
+        model = _model_of(label)
+        if not is_cpu(device):
+            # The limits of the card decide about models that load at the start.
+            if self._residence(model).is_pinned:
+                return {}
+            capacity = self.reservations.budgets.capacities.get(device)
+            return {device: _card_bytes(request, self._devices.get(device), capacity)}
+        known = self.needs.find(model)
+        if known is not None and known.file_bytes == request.weight_bytes:
+            return {HOST: known.nbytes}
+        return {HOST: estimate_bytes(request)}
+
+    def _check_load(self, model: ServedModel, tenant: str) -> None:
+        owners = [*self._queue.tenants, *(each.owner for each in self.reservations if each.is_waiting)]
+        max_queue = self._limits.max_load_queue
+        # One tenant cannot take the whole queue.
+        if len(owners) >= max_queue or (tenant and owners.count(tenant) >= max(1, max_queue // 2)):
+            text = f"{model.name} cannot be loaded now: {plural(len(owners), 'model')} wait for memory (max_load_queue)"
+            raise ResourceExhausted(text, retry_after=_RETRY_AFTER_S)
+        nbytes, limit = self._known_bytes.get(model.name), self._limits.tenant_limits.get(tenant)
+        if nbytes is not None and limit is not None and nbytes > limit:
+            raise _tenant_refusal(model.name, nbytes, limit)
+
+    def _begin_load(self, model: ServedModel, owner: str, reason: str) -> None:
+        model.loading.owner = owner
+        _log.info("%s: loading, %s", model.name, reason, extra=subject_extra(model.name))
+        model.loading.load(self._clock())
+
+    def _perform(self, actions: Iterable[Grant | Unload], now: float) -> None:
+        for action in actions:
+            name = action.model if isinstance(action, Unload) else _model_of(action.label)
+            model = self._find_model(name)
+            if model is None:
+                continue
+            if isinstance(action, Grant):
+                model.deployments.reconcile(now)
+            elif model.loading.is_evictable:
+                _log.info("%s: unloading: %s", name, action.reason, extra=subject_extra(name))
+                audit.write(
+                    audit.AuditEntry("unload", audit.DAEMON, model.loading.owner, name), audit.OK, action.reason
+                )
+                model.loading.unload(now)
+
+    def _finish_unloads(self, now: float) -> None:
+        for name, pending in list(self._pending_unloads.items()):
+            model = self._find_model(name)
+            if model is None or model.is_draining or model.loading.is_unloaded:
+                if model is None or model.is_draining or model.deployments.is_gone:
+                    del self._pending_unloads[name]
+                    pending.on_done(None)
+            elif model.dispatcher.is_idle or now >= pending.deadline:
+                _log.info("%s: unloading: requested by an operator", name, extra=subject_extra(name))
+                model.loading.unload(now, forget_snapshot=True)
+
+    def _start_queued(self, just_wanted: str = "") -> None:
+        for name, tenant in self._queue.take():
+            model = self._find_model(name)
+            if model is None or not model.loading.is_unloaded or not (name == just_wanted or _is_wanted(model)):
+                continue
+            audit.write(audit.AuditEntry("load", audit.DAEMON, tenant, name), audit.OK, "on demand")
+            self._queue.on_starting(name)
+            self._begin_load(model, tenant, f"requested by tenant {tenant}")
+
+    def _cancel_unwanted(self, now: float) -> None:
+        """Unload models that load on demand and wait for memory, although no request waits for them any more."""
+        for each in list(self.reservations):
+            model = self._find_model(each.model) if each.is_waiting else None
+            if (
+                model is not None
+                and model.config.is_on_demand
+                and each.model not in self._load_waiters
+                and model.loading.is_evictable
+                and not _is_wanted(model)
+            ):
+                _log.info("%s: not loaded: no request waits for it any more", each.model)
+                model.loading.unload(now)
+        for name in list(self._refused):
+            model, error = self._find_model(name), self._refused.pop(name)
+            if model is not None and not model.loading.is_unloaded and not model.is_draining:
+                model.dispatcher.fail_waiting(error)
+                for on_done in self._load_waiters.pop(name, []):
+                    on_done(error)
+                model.loading.unload(now)
+
+    def _find_owner(self, name: str) -> bool:
+        """Charge a model to a tenant that waits for it and whose budget suffices; return whether there is one."""
+        model = self._find_model(name)
+        if model is None:
+            return True
+        nbytes = self._known_bytes[name]
+        waiting = [each.name for each in model.dispatcher.queued_by_tenant]
+        for tenant in [model.loading.owner, *waiting]:
+            if nbytes <= self._limits.tenant_limits.get(tenant, nbytes):
+                model.loading.owner = tenant
+                return True
+        self._refused[name] = _tenant_refusal(name, nbytes, self._limits.tenant_limits[model.loading.owner])
+        return False
+
+    def _notify_load_waiters(self, now: float) -> None:
+        for name in list(self._load_waiters):
+            model = self._find_model(name)
+            if model is None:
+                for on_done in self._load_waiters.pop(name):
+                    on_done(FailedPrecondition(f"{name} was removed from the configuration"))
+            elif model.readiness.has_failed or model.readiness.is_complete or model.loading.is_unloaded:
+                unavailable = model.readiness.unavailable if not model.loading.is_unloaded else None
+                error = None if unavailable is None else unavailable.to_error()
+                for on_done in self._load_waiters.pop(name):
+                    on_done(error)
+
+
+def _is_wanted(model: ServedModel) -> bool:
+    """Return whether a request waits for the model."""
+    return not model.dispatcher.is_idle or model.dispatcher.metadata.has_waiting
+
+
+def _card_bytes(request: ResourceRequest, card: DeviceBudget | None, capacity_bytes: int | None) -> int:
+    """Return the memory of a generation on a card.
+
+    As long as the memory of its processes is neither configured nor observed, it is estimated from the other models on
+    the card. Because of an estimate alone, no model is refused.
+    """
+    observed = [each.process_bytes for each in card.reserved.values() if each.process_bytes] if card else []
+    if request.process_bytes or not observed:
+        return request.total_bytes
+    estimate = replace(request, process_bytes=min(observed)).total_bytes
+    return max(request.total_bytes, estimate if capacity_bytes is None else min(estimate, capacity_bytes))
+
+
+def _observed_excess(
+    reservations: Iterable[Reservation], devices: Mapping[str, DeviceBudget]
+) -> Iterator[tuple[str, str, int]]:
+    """Yield the label, the card and the observed memory of each generation that takes more than it has reserved."""
+    for each in reservations:
+        for pool, nbytes in each.need.items():
+            request = devices[pool].reserved.get(each.label) if pool in devices else None
+            if request is not None and request.total_bytes > nbytes:
+                yield each.label, pool, request.total_bytes
+
+
+def _tenant_refusal(model: str, nbytes: int, limit: int) -> ResourceExhausted:
+    return ResourceExhausted(
+        f"{model} needs {format_mib(nbytes)}, but max_model_bytes of this tenant is {format_mib(limit)}"
+    )
+
+
+def _model_of(label: str) -> str:
+    """Return the name of the model in a generation's label."""
+    return label.rpartition(".")[0]

@@ -1,0 +1,1 @@
+"""Which models are in memory: budgets, loads on demand and unloads."""

@@ -1,0 +1,148 @@
+"""Decides how many workers a model has, if the configuration gives bounds instead of a number.
+
+`WorkerScaling` decides without I/O: it receives the load and the clock, and returns the wanted number. It guarantees
+that the number stays within the bounds, that it grows to at most twice its value and only after the last growth has
+become effective, and that it shrinks only by workers that were idle for `WorkerRange.idle` seconds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from weightd_daemon.config.workers import WorkerRange
+from weightd_daemon.generations.restarts import NEVER
+
+# The seconds for which requests must wait before another worker is started. A pause of the daemon or a burst of short
+# requests is over sooner; the start of a worker takes a few milliseconds.
+WAIT_S = 0.1
+
+# The interval at which surplus workers that were busy are checked again.
+_SURPLUS_CHECK_S = 1.0
+
+
+class WorkerUse(NamedTuple):
+    """A worker that serves.
+
+    Attributes:
+        name: the name of the process.
+        device: the device on which it runs.
+        idle_since: when it answered its last batch, in monotonic seconds; None while it has a batch.
+    """
+
+    name: str
+    device: str
+    idle_since: float | None
+
+
+class WorkerLoad(NamedTuple):
+    """The load of a model.
+
+    Attributes:
+        waiting: the number of requests that wait for a worker.
+        workers: the workers that serve.
+        has_surplus: whether more workers run than are wanted.
+    """
+
+    waiting: int
+    workers: Sequence[WorkerUse]
+    has_surplus: bool = False
+
+
+class WorkerScaling:
+    """Decides how many workers a model has on each device. Times are monotonic seconds.
+
+    Args:
+        bounds: the bounds of the number.
+        device_count: the number of devices.
+
+    Attributes:
+        next_check_at: when `decide` may return another number, unless requests begin to wait sooner.
+        reason: why the number is what it is, as a text for users.
+    """
+
+    def __init__(self, bounds: WorkerRange, device_count: int) -> None:
+        self._bounds = bounds
+        self._device_count = max(1, device_count)
+        self._waiting_since: float | None = None
+        self._grown_at: float | None = None
+        self.next_check_at = 0.0
+        self.reason = "no requests have waited"
+
+    def reset(self) -> None:
+        """Forget the load, because no worker serves."""
+        self._waiting_since = self._grown_at = None
+        self.next_check_at = 0.0
+        self.reason = "no requests have waited"
+
+    def wait_limit_s(self, target: int) -> float:
+        """Return after how many seconds a waiting request requires a call of `observe`."""
+        return WAIT_S if target < self._bounds.max else NEVER
+
+    def observe(self, target: int, waiting: int, now: float) -> None:
+        """Record whether requests wait."""
+        if not waiting or target >= self._bounds.max:
+            self._waiting_since = None
+        elif self._waiting_since is None:
+            self._waiting_since = now
+            self.next_check_at = min(self.next_check_at, now + WAIT_S)
+
+    def decide(self, target: int, load: WorkerLoad, now: float) -> int:
+        """Return the wanted number of workers on each device.
+
+        Args:
+            target: the number that is wanted so far.
+            load: the load of the model.
+            now: the clock.
+        """
+        if self._grown_at is None:
+            # The use of the workers before this call is unknown.
+            self._grown_at = now
+        self.observe(target, load.waiting, now)
+        wanted = self._grown(target, load, now)
+        if wanted == target and not load.waiting:
+            wanted = self._shrunk(target, load, now)
+        self._plan(wanted, load, now)
+        return wanted
+
+    def _grown(self, target: int, load: WorkerLoad, now: float) -> int:
+        is_effective = len(load.workers) >= target * self._device_count
+        if self._waiting_since is None or now < self._waiting_since + WAIT_S or not is_effective:
+            return target
+        # Doubling reaches any number in a few steps, but one burst does not start all workers.
+        step = min(-(-load.waiting // self._device_count), target)
+        wanted = min(target + step, self._bounds.max)
+        self._waiting_since, self._grown_at = None, now
+        self.reason = "requests waited"
+        return wanted
+
+    def _shrunk(self, target: int, load: WorkerLoad, now: float) -> int:
+        idle = Counter(each.device for each in load.workers if self._idle_at(each, now) <= now)
+        devices = Counter(each.device for each in load.workers)
+        if target <= self._bounds.min or len(devices) < self._device_count:
+            return target
+        wanted = max(self._bounds.min, target - min(idle[device] for device in devices))
+        if wanted < target:
+            at_least = " (the minimum)" if wanted == self._bounds.min else ""
+            self.reason = f"further workers were idle for {self._bounds.idle:g} s{at_least}"
+        return wanted
+
+    def _idle_at(self, worker: WorkerUse, now: float) -> float:
+        """Return when a worker has been idle for long enough, if it stays idle."""
+        since = now if worker.idle_since is None else worker.idle_since
+        return max(since, now if self._grown_at is None else self._grown_at) + self._bounds.idle
+
+    def _plan(self, target: int, load: WorkerLoad, now: float) -> None:
+        due_at = [NEVER]
+        if self._waiting_since is not None:
+            grow_at = self._waiting_since + WAIT_S
+            due_at.append(grow_at if grow_at > now else now + WAIT_S)
+        if target > self._bounds.min and load.workers:
+            idle_at = min(self._idle_at(each, now) for each in load.workers)
+            due_at.append(max(idle_at, now + _SURPLUS_CHECK_S))
+        elif target > self._bounds.min:
+            due_at.append(now + self._bounds.idle)
+        if load.has_surplus:
+            due_at.append(now + _SURPLUS_CHECK_S)
+        self.next_check_at = min(due_at)
