@@ -24,7 +24,7 @@ from weightd_protocol.messages.status import ProcessStatus, StatusResponse
 from . import hostile, hostile_regions, hostile_unix
 from .client import ClientPlan
 from .fleet import ClientProcess, ClientProcesses
-from .kinds import LETHAL, PROXIES, Fault
+from .kinds import LETHAL, ON_DEMAND, PROXIES, Fault
 from .material import Model
 from .schedule import Event
 from .service import Service, Watched, generations, processes, ready_workers
@@ -121,6 +121,7 @@ class Injector:
             **dict.fromkeys(_GARBAGE, self._garbage),
             Fault.UPDATE: self._update,
             Fault.RELOAD: self._reload,
+            Fault.UNLOAD: self._unload,
             Fault.KILL_DAEMON: self._kill_daemon,
         }
         if not act[event.fault](event, rng):
@@ -389,6 +390,21 @@ class Injector:
                 client.update(model.name, str(model.path))
 
         thread = self._spawn(update)
+        self._begin(event, lambda status: not thread.is_alive())
+        return True
+
+    def _unload(self, event: Event, rng: random.Random) -> bool:
+        event = dataclasses.replace(event, model=ON_DEMAND)
+        pause_s = rng.choice((0.0, rng.uniform(0.0, 2.0)))
+
+        def unload() -> None:
+            # Another fault may kill the daemon meanwhile, or the model may be changing.
+            with contextlib.suppress(RequestError), Client(self.service.unix_address, timeout=UPDATE_LIMIT_S) as client:
+                client.unload(ON_DEMAND)
+                time.sleep(pause_s)
+                client.load(ON_DEMAND)
+
+        thread = self._spawn(unload)
         self._begin(event, lambda status: not thread.is_alive())
         return True
 

@@ -37,6 +37,7 @@ class Fault(enum.Enum):
     CANCEL = "cancel"
     UPDATE = "update"
     RELOAD = "reload"
+    UNLOAD = "unload"
     KILL_DAEMON = "kill-daemon"
 
 
@@ -48,6 +49,8 @@ AT_STORES = frozenset({Fault.TRUNCATE_STORE, Fault.OVERWRITE_STORE})
 LETHAL = AT_RANKS | AT_STORES
 # Faults for which the daemon blames the requests of the worker that exits, once each.
 BLAMING = frozenset({Fault.SEGV_WORKER, Fault.HANG_WORKER})
+# The model that loads on demand; the fault UNLOAD unloads it.
+ON_DEMAND = "elastic"
 # Faults that close the connections of ZeroMQ clients only.
 PROXIES = frozenset({Fault.KILL_PROXY, Fault.KILL_ZYGOTE})
 # Faults that the clients cause themselves, at any time.

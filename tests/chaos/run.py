@@ -15,7 +15,7 @@ from . import material, verdict
 from .client import ClientPlan
 from .faults import Injector
 from .fleet import ClientProcess, ClientProcesses
-from .kinds import Fault
+from .kinds import ON_DEMAND, Fault
 from .report import Report, summary
 from .resources import MIB, Usage, growth, usage
 from .schedule import Event, Target, plan
@@ -115,6 +115,7 @@ class Run:
                 "engine": each.engine,
                 **common,
                 **(each.table if each.table else {**whole, **ROWS[each.name]}),
+                **({"load": "on_demand", "idle_unload": 0.0} if each.name == ON_DEMAND else {}),
             }
             for each in self._models.values()
         }

@@ -247,11 +247,12 @@ class Service:
 
     def unhealthy(self, status: StatusResponse) -> list[str]:
         """Return the models without all of their workers, and "proxy" if the proxy is missing."""
-        serving = {model.name for model in status.models if model.state == "serving"}
+        states = {model.name: model.state for model in status.models}
         models = [
             name
             for name, table in self._models.items()
-            if name not in serving or len(ready_workers(status, name)) != _workers(table)
+            if not (table.get("load") == "on_demand" and states[name] == "unloaded")
+            and (states[name] != "serving" or len(ready_workers(status, name)) != _workers(table))
         ]
         return sorted(models) + ["proxy"] * ("proxy" not in self.front())
 

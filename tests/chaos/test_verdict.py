@@ -49,6 +49,7 @@ def test_no_error_is_legal_without_faults(code: str) -> None:
     ("code", "strikes"),
     [
         (UNAVAILABLE, [strike(Fault.KILL_DAEMON, model="")]),
+        (UNAVAILABLE, [strike(Fault.UNLOAD)]),
         (LATE, [strike(Fault.HANG_WORKER)]),
         (LATE, [strike(Fault.KILL_DAEMON, model="")]),
         (FULL, [strike(Fault.FLOOD)]),

@@ -14,7 +14,7 @@ from weightd_daemon.scheduling.fault_isolation.offenders import (
 )
 
 from . import cut
-from .kinds import BLAMING, LETHAL, PROXIES, Fault
+from .kinds import BLAMING, LETHAL, ON_DEMAND, PROXIES, Fault
 from .ledger import WRONG, Incident
 from .material import POISONED
 
@@ -79,6 +79,12 @@ def _no_worker(incident: Incident, strikes: Sequence[Strike]) -> bool:
     return _late(incident) and _during(*LETHAL, Fault.POISON)(incident, strikes)
 
 
+def _not_loaded(incident: Incident, strikes: Sequence[Strike]) -> bool:
+    """The model that loads on demand was not loaded again at the deadline of the request."""
+    faults = (*LETHAL, Fault.POISON, Fault.UNLOAD)
+    return _late(incident) and incident.model == ON_DEMAND and _during(*faults)(incident, strikes)
+
+
 def _group_exchanged(incident: Incident, strikes: Sequence[Strike]) -> bool:
     """At the deadline, the old rank group had exited, as no ports are free for two, and the new one was not ready."""
     return _late(incident) and incident.model == cut.NAME and _during(Fault.UPDATE, Fault.RELOAD)(incident, strikes)
@@ -133,6 +139,7 @@ def _cancelled(incident: Incident, _: Sequence[Strike]) -> bool:
 LEGAL: Mapping[str, Sequence[Rule]] = {
     "UNAVAILABLE": (
         _during(Fault.KILL_DAEMON, everywhere=True),
+        _during(Fault.UNLOAD),
         _proxy_lost,
         _no_worker,
         _group_exchanged,
@@ -143,6 +150,7 @@ LEGAL: Mapping[str, Sequence[Rule]] = {
         _during(Fault.HANG_WORKER),
         _during(Fault.KILL_DAEMON, everywhere=True),
         _not_forked,
+        _not_loaded,
     ),
     "RESOURCE_EXHAUSTED": (_during(Fault.FLOOD), _during(Fault.DEAF_CROWD, everywhere=True), _poisoned, _suspected),
     "INTERNAL": (_two_deaths, _poisoned, _suspected),

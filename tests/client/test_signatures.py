@@ -19,7 +19,7 @@ NOT_AWAITED = {"address", "empty", "map", "model", "name", "timeout", "transport
 
 
 def public(kind: Type[Any]) -> Dict[str, Any]:
-    names = {name for name in vars(kind) if not name.startswith("_") or name in ("__init__", "__call__")}
+    names = {name for name in dir(kind) if not name.startswith("_")} | ({"__init__", "__call__"} & set(vars(kind)))
     return {name: inspect.getattr_static(kind, name) for name in names}
 
 

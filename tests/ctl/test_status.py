@@ -20,6 +20,7 @@ from weightd_protocol.messages.status import (
     ProcessStatus,
     ProxyStatus,
     StatusResponse,
+    WorkersStatus,
 )
 
 MB = 1_000_000
@@ -66,6 +67,7 @@ FAILED = ModelStatus(
     "bad", "onnxruntime", "/models/bad.onnx", "failed", 0, 0, 7,
     (GenerationStatus(1, "cpu", "failed", "failed", "bad.1.holder: exited with status 65: no graph", "", (), 0, 0),),
 )  # fmt: skip
+UNLOADED = ModelStatus("ocr", "onnxruntime", "/models/ocr.onnx", "unloaded", 0, 3, 0, (), load="on_demand")
 
 
 def response(*models: ModelStatus) -> StatusResponse:
@@ -110,6 +112,12 @@ def test_serving_model() -> None:
     ]
 
 
+def test_number_of_workers_has_its_reason() -> None:
+    scaled = replace(DIGITS, workers=WorkersStatus(3, 1, 8, "requests waited"))
+    assert "  3 of 1 to 8 workers: requests waited" in lines(scaled)
+    assert not any("of 1 to" in each for each in lines(DIGITS))
+
+
 def test_lists_workers_per_set_of_cores() -> None:
     places = ("cpu", "cpu:0", "cpu:1", "cpu:0")
     third = replace(WORKERS[0], name="digits.3.w3")
@@ -140,6 +148,24 @@ def test_ranks_have_device_and_slice() -> None:
     assert lines(shown)[6].split()[4:6] == ["-", "-"]
 
 
+def test_unloaded_model() -> None:
+    assert lines(UNLOADED)[2:5] == [
+        "ocr: UNLOADED, onnxruntime, /models/ocr.onnx",
+        "  served 3, failed 0, queued 0",
+        "  loaded on demand",
+    ]
+    assert "  loaded by weightctl load" in lines(replace(UNLOADED, load="manual"))
+
+
+def test_memory_that_is_reserved_for_models() -> None:
+    reserved = replace(UNLOADED, reserved_bytes=GIB // 2, owner="lab")
+    assert "  loaded on demand; 512.0 MiB reserved, charged to tenant lab" in lines(reserved)
+    assert "  loaded on demand; 512.0 MiB reserved" in lines(replace(reserved, owner=""))
+    budget = replace(response(reserved), model_bytes=GIB // 2, max_model_bytes=2 * GIB)
+    assert "reserved for models: 512.0 MiB of 2.00 GiB" in render(budget, 0).splitlines()
+    assert "reserved for models" not in render(replace(budget, max_model_bytes=0), 0)
+
+
 def test_group_process_counts_once() -> None:
     twins = [replace(DIGITS, name=name, group="both") for name in ("one", "two")]
     assert "  in group both: each process serves all models of the group" in render(response(*twins), 0).splitlines()
@@ -154,7 +180,8 @@ def test_card_with_buffers_of_ranks() -> None:
 
 
 def test_loading_and_failed_model() -> None:
-    assert "  next attempt to load the model in 13 s" in lines(replace(FAILED, retry_s=12.7))
+    retried = "  next attempt to load the model in 13 s, after 3 failed attempts"
+    assert retried in lines(replace(FAILED, retry_s=12.7, attempts=3))
     assert lines(LOADING, FAILED)[2:] == [
         "large: ATTACHING, mindspore_lite, /models/large.mindir",
         "  served 0, failed 0, queued 0",
@@ -304,6 +331,7 @@ def test_one_model_of_several() -> None:
     [
         ([], exit_codes.OK),
         ([DIGITS, DIGITS], exit_codes.OK),
+        ([DIGITS, UNLOADED], exit_codes.OK),
         ([DIGITS, LOADING], exit_codes.NOT_YET),
         ([DIGITS, LOADING, FAILED], exit_codes.ERROR),
         ([replace(DIGITS, state="draining")], exit_codes.NOT_YET),

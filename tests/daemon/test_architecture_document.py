@@ -10,6 +10,7 @@ import pytest
 from weightd_daemon.generations.states import ATTACH_TRANSITIONS, CHILD_TRANSITIONS, GENERATION_TRANSITIONS, diagram
 from weightd_daemon.models.deployment_state import DEPLOYMENT_TRANSITIONS
 from weightd_daemon.models.readiness import MODEL_PHASE_TRANSITIONS
+from weightd_daemon.models.residency.reservations import RESERVATION_TRANSITIONS
 
 _ROOT = Path(__file__).resolve().parents[2]
 _DOCUMENT = _ROOT / "docs" / "architecture.md"
@@ -19,6 +20,7 @@ _TABLES = {
     "attach": ATTACH_TRANSITIONS,
     "deployment": DEPLOYMENT_TRANSITIONS,
     "phase": MODEL_PHASE_TRANSITIONS,
+    "reservation": RESERVATION_TRANSITIONS,
 }
 
 

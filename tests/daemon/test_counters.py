@@ -50,6 +50,21 @@ def test_removed_model_loses_its_counters() -> None:
     assert (registry.counters_of("m").unexpected_exits, registry.counters_of("n").unexpected_exits) == (1, 0)
 
 
+@pytest.mark.parametrize("field", ["unexpected_exits", "restarts", "selftest_failures", "batch_mismatches"])
+def test_only_models_with_numbers_are_recorded(field: str) -> None:
+    registry = CounterRegistry()
+    registry.counters_of("unused")
+    setattr(registry.counters_of("used"), field, 1)
+    assert [each.model for each in registry.records()] == ["used"]
+
+
+@pytest.mark.parametrize("field", ["requests", "queue", "compute", "rows"])
+def test_models_with_times_are_recorded(field: str) -> None:
+    registry = CounterRegistry()
+    getattr(registry.counters_of("used"), field).add(0.0)
+    assert [each.model for each in registry.records()] == ["used"]
+
+
 BOUNDS = (1.0, 10.0)
 
 

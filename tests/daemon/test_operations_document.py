@@ -104,6 +104,6 @@ def test_lines_are_short_except_in_tables(text: str) -> None:
     assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == []
 
 
-@pytest.mark.parametrize(("name", "most"), [("operations.md", 5000), ("tenants.md", 2000)])
+@pytest.mark.parametrize(("name", "most"), [("operations.md", 5600), ("tenants.md", 2000)])
 def test_pages_are_short(name: str, most: int) -> None:
     assert len(PAGES[name].split()) <= most

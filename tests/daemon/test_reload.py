@@ -29,6 +29,9 @@ from weightd_protocol.errors import InvalidArgument, RequestError, ResourceExhau
 MODEL = '[models.m]\npath = "/models/m.onnx"\npython = "python3"\n'
 
 
+LOADED = SimpleNamespace(is_unloaded=False, may_retry=False)
+
+
 class ReloadHarness:
     """A configuration file, the configuration in force, and a reader played by the test; `registry` may be a mock."""
 
@@ -47,7 +50,7 @@ class ReloadHarness:
         )
         self.counters, self.daemon_counters = CounterRegistry(), DaemonCounters(lambda: 0)
         self.in_force = ConfigInForce(
-            config, self.devices, self.registry, mock.MagicMock(), services,
+            config, self.devices, self.registry, mock.MagicMock(), services, mock.MagicMock(),
             counters=self.counters, on_applied=mock.Mock(),
         )  # fmt: skip
         self.reader, self.shutdown, self.service = mock.Mock(), Shutdown(), mock.Mock()
@@ -119,7 +122,7 @@ def test_card_without_configured_memory_uses_the_reported(tmp_path: Path) -> Non
     path.write_text(f'[devices."ascend:0"]\nmemory_mib = 1000\n{model}')
     harness = ReloadHarness(path)
     config = harness.in_force.config.models["m"]
-    harness.registry.models["m"] = SimpleNamespace(is_updating=False, successor=None, config=config, may_retry=False)
+    harness.registry.models["m"] = SimpleNamespace(is_updating=False, successor=None, config=config, loading=LOADED)
     harness.reload()
     device = harness.devices["ascend:0"]
     assert device.capacity_bytes == 1000 * 2**20
@@ -134,7 +137,7 @@ def test_card_without_configured_memory_uses_the_reported(tmp_path: Path) -> Non
 def test_reload_applies_tenants_and_accounting(tmp_path: Path) -> None:
     path = tmp_path / "weightd.toml"
     path.write_text(MODEL)
-    harness = ReloadHarness(path, mock.MagicMock(models=["m"]))
+    harness = ReloadHarness(path, mock.MagicMock(models={"m": mock.Mock(loading=LOADED)}))
     path.write_text(
         f"[daemon]\naccounting_interval = 5\nmax_batch_seconds = 0.02\n[tenants.ann]\nuids = [1, 1001]\n{MODEL}"
     )
@@ -159,9 +162,9 @@ def test_reload_applies_tenants_and_accounting(tmp_path: Path) -> None:
 def test_counts_reloads_and_drops_counters_of_removed_models(tmp_path: Path) -> None:
     path = tmp_path / "weightd.toml"
     path.write_text(MODEL)
-    harness = ReloadHarness(path, mock.MagicMock(models=["n"]))
+    harness = ReloadHarness(path, mock.MagicMock(models={"n": mock.Mock(loading=LOADED)}))
     kept = harness.counters.counters_of("n")
-    harness.counters.counters_of("m")
+    kept.restarts = harness.counters.counters_of("m").restarts = 1
     path.write_text(MODEL.replace("models.m", "models.n"))
     harness.reload()
     path.write_text("[models")
@@ -175,7 +178,7 @@ def test_counts_reloads_and_drops_counters_of_removed_models(tmp_path: Path) -> 
 def test_waiting_reloads_share_one_read(tmp_path: Path) -> None:
     path = tmp_path / "weightd.toml"
     path.write_text(MODEL)
-    harness = ReloadHarness(path, mock.MagicMock(models=["m"]))
+    harness = ReloadHarness(path, mock.MagicMock(models={"m": mock.Mock(loading=LOADED)}))
     harness.registry.compare.return_value = ConfigDiff((), (), ())
     results: list[tuple[str, Any]] = []
 
@@ -215,7 +218,7 @@ def test_waiting_reloads_share_one_read(tmp_path: Path) -> None:
 def test_reload_by_sighup_notifies_the_service_manager(tmp_path: Path) -> None:
     path = tmp_path / "weightd.toml"
     path.write_text(MODEL)
-    harness = ReloadHarness(path, mock.MagicMock(models=["m"]))
+    harness = ReloadHarness(path, mock.MagicMock(models={"m": mock.Mock(loading=LOADED)}))
     harness.service.begin_reload.return_value = False
     harness.reloader.on_hangup()
     harness.loop.run_once(0.0)
@@ -239,7 +242,7 @@ def test_checks_files_of_models_to_be_loaded(tmp_path: Path) -> None:
     path.write_text(old)
     harness = ReloadHarness(path)
     config = harness.in_force.config.models["old"]
-    harness.registry.models["old"] = SimpleNamespace(is_updating=False, successor=None, config=config, may_retry=False)
+    harness.registry.models["old"] = SimpleNamespace(is_updating=False, successor=None, config=config, loading=LOADED)
     # A loaded model is served from its snapshot, so its file is not needed.
     assert not any(harness.reload())
     (tmp_path / "d.onnx").mkdir()

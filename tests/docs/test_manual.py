@@ -165,7 +165,7 @@ def test_reference_has_all_tables_and_right_meanings() -> None:
     "text",
     [
         "\\fBpath\\fR (\\fItext, 1 to 4096 bytes; required\\fR)",
-        "\\fBworkers\\fR (\\fIinteger, 1 to 1024; default 1\\fR)",
+        "\\fBworkers\\fR (\\fIinteger, 1 to 1024, or a table with min and max; default 1\\fR)",
         '; default ["cpu"]',
         "\\fBspares\\fR (\\fIinteger, 0 to 1024\\fR)",
     ],

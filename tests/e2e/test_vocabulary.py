@@ -30,6 +30,8 @@ from weightd_protocol import limits
 from weightd_protocol.codec import decode, encode
 from weightd_protocol.framing import FrameReader
 from weightd_protocol.messages.control import (
+    Load,
+    LoadResponse,
     ModelMetadata,
     ModelMetadataResponse,
     ModelReady,
@@ -39,6 +41,7 @@ from weightd_protocol.messages.control import (
     ServerMetadata,
     ServerMetadataResponse,
     ServerReady,
+    Unload,
     Update,
     UpdateResponse,
 )
@@ -77,6 +80,8 @@ MESSAGES: Sequence[tuple[Sequence[ClientMessage], type[DaemonMessage], str]] = (
     ([Logs("1", MODEL)], LogsResponse, "tiny.1."),
     ([Update("1", MODEL, "{other}")], UpdateResponse, "(2,)"),
     ([Reload("1")], ReloadResponse, "changed=()"),
+    ([Unload("1", MODEL, wait=True)], LoadResponse, "unloaded"),
+    ([Load("1", MODEL, wait=True)], LoadResponse, "serving"),
 )
 
 
@@ -110,6 +115,10 @@ WEIGHTCTL = {
     "update": Use("tiny {other}", 0, "tiny"),
     "update-weights": Use("tiny {weights}", 1, "cannot update weights on the CPU"),
     "reload": Use("", 0, "no model changed"),
+    "load": Use("tiny --wait", 0, "tiny: serving"),
+    "retry": Use("tiny", 1, "tiny has not failed: it is serving"),
+    "restart": Use("tiny --wait", 0, "tiny: serving"),
+    "unload": Use("nothing", 1, "no model 'nothing'"),
     "keygen": Use("{none}", 0, ".key: secret key"),
     "install-units": Use("--dry-run --prefix {prefix}", 0, "weightd.service"),
 }
@@ -169,7 +178,7 @@ def test_zeromq_clients_may_not_operate(service: Service, names: dict[str, Path]
         peer.setsockopt(zmq.RCVTIMEO, int(LIMIT_S * 1000))
         peer.connect(service.zmq_address)
         for sent, kind, words in MESSAGES:
-            operates = isinstance(sent[0], (Logs, Update, Reload))
+            operates = isinstance(sent[0], (Load, Unload, Logs, Update, Reload))
             for message in sent:
                 tensors = [ROW] if isinstance(message, Infer) else []
                 peer.send_multipart([*encode(filled(message, names)), *tensors])

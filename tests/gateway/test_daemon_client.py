@@ -16,6 +16,7 @@ from weightd_gateway.daemon_client import DaemonClient, InferenceRequest, valid_
 from weightd_gateway.fairness import AdmissionControl
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from weightd_protocol.messages.control import LoadResponse
 from weightd_protocol.messages.inference import Cancel
 from weightd_protocol.messages.status import Status, StatusResponse
 
@@ -65,6 +66,25 @@ def test_requests_status_once_a_second_per_tenant(fake: FakeDaemon) -> None:
     asked(fake, many)
     assert sorted(fake.next()[0].tenant or "" for _ in range(2)) == ["ann", "ben"]  # type: ignore[union-attr]
     assert fake.seen.empty()
+
+
+def test_status_after_a_load_shows_the_change(fake: FakeDaemon) -> None:
+    fake.handle = silent
+
+    async def load_between(service: DaemonClient) -> str:
+        async def answer(make: Callable[[str], Any]) -> None:
+            message, _ = await asyncio.to_thread(fake.next)
+            fake.send(*encode(make(message.id)))
+
+        def status(version: str) -> Callable[[str], Any]:
+            return lambda number: StatusResponse(number, version, "running", 1, 1.0, 1, ())
+
+        await asyncio.gather(service.status(ANN), answer(status("before")))
+        await asyncio.gather(service.load(ANN, "m"), answer(lambda number: LoadResponse(number, "m", "serving")))
+        latest, _ = await asyncio.gather(service.status(ANN), answer(status("after")))
+        return latest.version
+
+    assert asked(fake, load_between, 5.0) == "after"
 
 
 def test_cancelled_status_does_not_affect_others(fake: FakeDaemon) -> None:

@@ -263,7 +263,8 @@ def test_documents_error_codes_of_each_request() -> None:
         named = codes.split(", ")
         assert named in (["none"], [code for code in ERRORS if code in named])
     again = {tag for row in rows(SECTION["When the connection is lost"]) for tag in re.findall(r"`(\w+)`", row[0])}
-    assert {"infer", "cancel", "status", "metrics", "events", "logs", "update", "reload"} == again <= {*FROM_CLIENT}
+    repeatable = {"infer", "cancel", "status", "metrics", "events", "logs", "load", "unload", "update", "reload"}
+    assert repeatable == again <= {*FROM_CLIENT}
 
 
 def test_documents_each_datatype() -> None:

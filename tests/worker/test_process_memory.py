@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from weightd_worker import process_memory
-from weightd_worker.pagesharing.libc import unsupported_reason
-from weightd_worker.process_memory import unchanged_mappings
+from weightd_worker.pagesharing.libc import PAGE, unsupported_reason
+from weightd_worker.process_memory import is_unchanged, library_mappings
 
 pytestmark = pytest.mark.skipif(bool(unsupported_reason()), reason="knows the malloc of glibc only")
 
@@ -113,18 +116,10 @@ assert len(asked) == 1
 
 LINES = """\
 1000-3000 r-xp 00000000 fe:00 11 /lib/libone.so.1
-Size: 8 kB
-Anonymous: 0 kB
-3000-4000 r--p 00002000 fe:00 11 /lib/libone.so.1
-Anonymous: 4 kB
 4000-5000 rw-p 00003000 fe:00 11 /lib/libone.so.1
-Anonymous: 0 kB
 5000-6000 r--p 00000000 fe:00 12 /cache/m.1/pages
-Anonymous: 0 kB
 6000-7000 r--p 00000000 00:00 0
-Anonymous: 0 kB
 7000-9000 r--p 00000000 fe:00 13 /lib/libtwo.cpython-37m.so
-Anonymous: 0 kB
 """
 
 # Prints the resident code of a used library in KiB before and after, and checks that the library still works.
@@ -143,8 +138,29 @@ print(before, after)
 """
 
 
-def test_drops_only_unchanged_library_pages() -> None:
-    assert list(unchanged_mappings(LINES.splitlines())) == [(0x1000, 0x3000), (0x7000, 0x9000)]
+def test_finds_library_mappings_that_are_not_writable() -> None:
+    assert list(library_mappings(LINES.splitlines())) == [(0x1000, 0x3000), (0x7000, 0x9000)]
+
+
+def test_mapping_with_private_page_is_changed() -> None:
+    """The pages of a private mapping of a file, as the kernel describes them: unread, read, written to."""
+    with tempfile.TemporaryFile() as file, Path("/proc/self/pagemap").open("rb", buffering=0) as pagemap:
+        file.truncate(3 * PAGE)
+        pages = np.memmap(file, np.uint8, "c")
+
+        def unchanged() -> bool:
+            return is_unchanged(os.pread(pagemap.fileno(), 3 * 8, pages.ctypes.data // PAGE * 8))
+
+        assert unchanged()
+        assert pages[PAGE] == 0
+        assert unchanged()
+        pages[PAGE] = 1
+        assert not unchanged()
+
+
+def test_swapped_page_is_changed() -> None:
+    assert not is_unchanged(np.array([0, 1 << 62], np.uint64).tobytes())
+    assert not is_unchanged(b"")
 
 
 def test_dropped_pages_are_loaded_again() -> None:
@@ -153,6 +169,6 @@ def test_dropped_pages_are_loaded_again() -> None:
     assert after < before / 4
 
 
-def test_drops_nothing_without_smaps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(process_memory, "_SMAPS", str(tmp_path / "none"))
+def test_drops_nothing_without_pagemap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(process_memory, "_PAGEMAP", str(tmp_path / "none"))
     process_memory.drop_unchanged_pages()

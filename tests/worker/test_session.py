@@ -204,6 +204,14 @@ def test_worker_repeats_selftest_before_attach() -> None:
     assert only(Attached, socket) == Attached(digest, 900, "less", CARD)
 
 
+@pytest.mark.parametrize(("digest", "runs"), [("known", 1), ("", 2)], ids=["repeats its answers", "does not"])
+def test_selftest_runs_once_if_nothing_is_shared(digest: str, runs: int) -> None:
+    engine = fake()
+    _, socket = play(engine, encode(Attach("", CASES, selftest_digest=digest)), STOP)
+    assert engine.done.count("predict") == runs * len(CASES)
+    assert only(Attached, socket).selftest_digest == selftest.run(engine, CASES).digest
+
+
 def test_answers_do_not_change_after_attach() -> None:
     _, corrupted_by_attach = play(fake(sequence(ZEROS, ZEROS, ONES, ONES)), ATTACH, STOP)
     _, right = play(fake(sequence(*[ZEROS] * 4)), ATTACH, STOP)

@@ -17,8 +17,9 @@ import pytest
 from testkit.lingering import lingering
 from weightd_common import memfd
 from weightd_common.stream import Stream
+from weightd_daemon.api.admin import DaemonControl
 from weightd_daemon.api.authorization import Authorizer
-from weightd_daemon.api.router import DaemonControl, RequestRouter
+from weightd_daemon.api.router import RequestRouter
 from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.platform.connection_limiter import UserConnectionLimits
 from weightd_daemon.platform.event_loop import EventLoop
@@ -60,6 +61,7 @@ class RouterHarness:
 
     name = "m"
     config = SimpleNamespace(timeout=30.0, default_level=1, priority_levels=2)
+    loading = SimpleNamespace(is_unloaded=False, last_used_at=0.0)
 
     def __init__(self) -> None:
         self.loop = EventLoop()
@@ -74,7 +76,7 @@ class RouterHarness:
             self.loop,
             registry,
             self.memory_budget,
-            DaemonControl(cast(Any, None), lambda on_done: None, self.unmapped.extend),
+            DaemonControl(cast(Any, None), lambda on_done, is_dry_run: None, self.unmapped.extend, cast(Any, None)),
             max_shm_bytes=10_000,
             user_limits=UserConnectionLimits(),
             authorizer=access,

@@ -14,8 +14,9 @@ import pytest
 
 from weightd_common.safe_open import OPERATOR, Grant
 from weightd_common.stream import Stream
+from weightd_daemon.api.admin import DaemonControl
 from weightd_daemon.api.authorization import Authorizer
-from weightd_daemon.api.router import DaemonControl, RequestRouter
+from weightd_daemon.api.router import RequestRouter
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.models.registry import ModelRegistry
 from weightd_daemon.platform.connection_limiter import UserConnectionLimits
@@ -58,6 +59,7 @@ class FakeModel:
 
     def __init__(self) -> None:
         self.dispatcher = self
+        self.loading = SimpleNamespace(is_unloaded=False, last_used_at=0.0)
         self.signature = SimpleNamespace(built=None)
         self.metadata = SimpleNamespace(request=self.request_metadata, reject=self.reject_metadata_requests)
         self.router: RequestRouter
@@ -129,7 +131,9 @@ class RouterHarness:
             self.loop,
             self.registry,
             self.memory_budget,
-            DaemonControl(cast(Any, self.daemon), lambda on_done: None, lambda numbers: None),
+            DaemonControl(
+                cast(Any, self.daemon), lambda on_done, is_dry_run: None, lambda numbers: None, cast(Any, None)
+            ),
             max_shm_bytes=0,
             user_limits=UserConnectionLimits(),
             authorizer=Authorizer(self.tenants, self.accounts, {}),

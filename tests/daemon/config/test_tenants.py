@@ -94,7 +94,7 @@ def test_users_groups_and_keys_are_resolved(tmp_path: Path) -> None:
         ({"models": ["bert-[ab]"]}, "models[0]: expected a name, or a pattern of ASCII letters, *, got *"),
         ({"models": [""]}, "models[0]: expected text, 1 to 256 bytes, got 0"),
         ({"acts_for": ["web-*", "b"]}, "acts_for[1]: expected the name of a table [tenants.NAME], got str 'b'"),
-        ({"may": ["infer", "admin"]}, "may[1]: expected one of infer, operate, status, got str 'admin'"),
+        ({"may": ["infer", "admin"]}, "may[1]: expected one of infer, load, operate, status, got str 'admin'"),
         ({"weight": 0}, "weight: expected number of more than 0 and at most 1000, got int 0"),
         ({"weight": 1e-4}, "weight: expected at least 0.001, got 0.0001"),
         ({"max_rate": -1}, "max_rate: expected number of at least 0 and at most 1000000, got int -1"),

@@ -64,7 +64,7 @@ def stop(name: str) -> Action:
 
 
 def attach(name: str, handle: str = BUILT.handle) -> Action:
-    return Send(name, Attach(handle, BUILT.selftest_cases))
+    return Send(name, Attach(handle, BUILT.selftest_cases, selftest_digest="digest"))
 
 
 def allow(name: str) -> Action:

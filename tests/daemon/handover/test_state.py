@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from weightd_common.toml_schema import ErrorCollector
-from weightd_daemon.config.model import ModelConfig, complete_model
+from weightd_daemon.config.model import ModelConfig
+from weightd_daemon.config.model_rules import complete_model
 from weightd_daemon.engines.mindspore_lite import MindSporeLiteOptions
 from weightd_daemon.generations.persisted import ChildRecord, GenerationRecord, SealRecord
 from weightd_daemon.handover import state

@@ -222,7 +222,8 @@ class FakeModel:
         self.main_generation = SimpleNamespace(progress="snapshotting", cause="", device=device)
         self.deployments = [SimpleNamespace(main_generation=self.main_generation, serving=None)]
         self.is_serving = self.has_failed = False
-        self.readiness = self
+        self.readiness = self.loading = self
+        self.is_unloaded = False
         self.why_unready = "it loads"
 
     def unready_reason(self, now: float) -> str:

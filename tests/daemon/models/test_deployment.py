@@ -15,6 +15,7 @@ from weightd_daemon.generations.base import GenerationSetup
 from weightd_daemon.generations.restarts import MAX_FAILED_STARTS
 from weightd_daemon.generations.shared_weights import Generation
 from weightd_daemon.generations.spec import GenerationSpec, ModelSource
+from weightd_daemon.models.admission import Admission
 from weightd_daemon.models.deployment import Deployment
 from weightd_daemon.models.deployment_state import RolloutPolicy
 from weightd_daemon.models.placement import DeviceBudget, Placement, ResourceRequest
@@ -31,6 +32,9 @@ FIRST, SECOND = ModelSource("/m.onnx"), ModelSource("/m2.onnx", number=2)
 WEIGHTS, PROCESS_BYTES = 100 * MIB, 10 * MIB
 GENERATION_BYTES = 102 * MIB + 3 * PROCESS_BYTES
 FOREVER = float("inf")
+
+
+NO_ATTEMPT = "no further attempt on ascend:0 before a retry, a reload or an update"
 
 
 class DeploymentHarness:
@@ -52,10 +56,10 @@ class DeploymentHarness:
         self.wake_count = 0
         self.generations: dict[str, Generation] = {}
         terms = GenerationSpec(2, 500.0, can_outlive_holder=frozen_deployment)
-        self.deployment = Deployment(
-            self.device, terms, RolloutPolicy(policy, fall_back, PROCESS_BYTES), self.make, self.wake
-        )
-        self.deployment.start(FIRST)
+        rollout_policy = RolloutPolicy(policy, fall_back, PROCESS_BYTES)
+        admission = Admission(self.device, rollout_policy, self.wake)
+        self.deployment = Deployment(self.device, terms, rollout_policy, self.make, admission)
+        self.deployment.load(FIRST)
 
     def make(self, device: Placement, source: ModelSource, terms: GenerationSpec) -> Generation:
         number = next(self.numbers)
@@ -197,7 +201,7 @@ def test_killed_first_holder_is_retried_a_few_times(caplog: pytest.LogCaptureFix
         ("WARNING", "m.2 failed: m.2.holder: killed by SIGSEGV"),
         (
             "ERROR",
-            "m.3 failed: m.3.holder: killed by SIGSEGV; no further attempt on ascend:0 before a reload or an update",
+            f"m.3 failed: m.3.holder: killed by SIGSEGV; {NO_ATTEMPT}",
         ),
     ]
 

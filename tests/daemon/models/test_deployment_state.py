@@ -10,25 +10,25 @@ from weightd_daemon.models.deployment_state import (
 )
 
 
-def reachable(start: DeploymentState) -> set[DeploymentState]:
-    found = {start}
-    while more := {after for (state, _), after in DEPLOYMENT_TRANSITIONS.items() if state in found} - found:
+def reachable(start: DeploymentState, without: DeploymentEvent | None = None) -> set[DeploymentState]:
+    found, transitions = {start}, DEPLOYMENT_TRANSITIONS.items()
+    while more := {after for (state, event), after in transitions if state in found and event is not without} - found:
         found |= more
     return found
 
 
 def test_all_states_are_reachable_and_only_stop_is_final() -> None:
-    assert reachable(DeploymentState.INITIAL) == set(DeploymentState)
+    assert reachable(DeploymentState.UNLOADED) == set(DeploymentState)
     assert (
         {state for state, _ in DEPLOYMENT_TRANSITIONS}
-        == LOADING_STATES | {DeploymentState.VACATED, DeploymentState.FAILED}
+        == LOADING_STATES | {DeploymentState.VACATED, DeploymentState.FAILED, DeploymentState.UNLOADED}
         == set(DeploymentState) - {DeploymentState.STOPPING}
     )
     assert {event for _, event in DEPLOYMENT_TRANSITIONS} == set(DeploymentEvent)
 
 
-def test_established_deployment_never_fails() -> None:
-    assert reachable(DeploymentState.ESTABLISHED) == {
+def test_established_deployment_never_fails_unless_it_is_unloaded() -> None:
+    assert reachable(DeploymentState.ESTABLISHED, without=DeploymentEvent.UNLOAD) == {
         DeploymentState.ESTABLISHED,
         DeploymentState.UPDATING,
         DeploymentState.VACATED,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from weightd_daemon.config.batching import BatchingConfig, SplitConfig
+from weightd_daemon.generations.restarts import MAX_FAILED_STARTS
 from weightd_daemon.generations.spec import ModelSource
 from weightd_daemon.generations.states import GenerationState
 from weightd_daemon.models.batching import describe_batching
@@ -28,10 +29,20 @@ from weightd_protocol.errors import (
 )
 from weightd_protocol.messages.control import ModelMetadataResponse, UpdateResponse
 from weightd_protocol.messages.inference import RequestDescription, ResponseDescription, TensorSignature, TensorSpec
-from weightd_protocol.messages.worker import Attach, Build, Built, PredictFailed, PredictResult, ProcessFailed, Stop
-from weightd_protocol.messages.worker_common import RowSupport
+from weightd_protocol.messages.worker import (
+    Attach,
+    Build,
+    Built,
+    Hello,
+    PredictFailed,
+    PredictResult,
+    ProcessFailed,
+    Stop,
+)
+from weightd_protocol.messages.worker_common import DeviceMemory, RowSupport
+from weightd_protocol.version import VERSION
 
-from .fakehost import ATTACHED, BAD, BUILT, CARD, HOLDER, OUT, SHA, W1, W2, W3, ModelHarness, X, Y, request
+from .fakehost import ATTACHED, BAD, BUILT, CARD, CPU, HOLDER, OUT, SHA, W1, W2, W3, ModelHarness, X, Y, request
 
 # --- loading --------------------------------------------------------------------------------------------------------
 
@@ -43,7 +54,7 @@ def test_loads_its_generation() -> None:
     harness.snapshot_taken().builds()
     assert host.spawned == [HOLDER, W1, W2]
     assert [type(order) for _, order in host.orders] == [Build, Attach]
-    assert host.orders[-1] == (W1, Attach("/store", ({"x": (2,)},)))
+    assert host.orders[-1] == (W1, Attach("/store", ({"x": (2,)},), selftest_digest="digest"))
     harness.deliver(W1, ATTACHED)
     assert (
         harness.model.readiness.is_serving,
@@ -251,6 +262,59 @@ def test_metadata_reports_whether_results_are_exact(
     )
     harness.model.dispatcher.metadata.request(MetadataRequest(b"a", "1"))
     assert [reply.exact for _, reply in harness.host.metadata] == [exact]
+
+
+PRIVATE = dataclasses.replace(BUILT, handle="", shared_bytes=0)
+
+
+def reloaded(built: Built = PRIVATE, **config: Any) -> ModelHarness:
+    """Load a model whose holder has sent `built`, unload it and load it again."""
+    harness = ModelHarness(workers=1, **config).snapshot_taken().builds(built=built)
+    if not built.handle:
+        harness.exit_process(HOLDER, 0)
+    harness.deliver(W1, ATTACHED)
+    harness.model.loading.unload(harness.now)
+    harness.exit_all(1)
+    harness.host.orders.clear()
+    harness.model.loading.load(harness.now)
+    return harness
+
+
+def test_second_load_of_private_weights_has_no_holder() -> None:
+    harness = reloaded()
+    assert harness.processes_of(2) == ["digits.2.w1"]
+    harness.deliver("digits.2.w1", Hello("1", SHA, {"weightd": VERSION}, CPU))
+    assert harness.host.orders == [("digits.2.w1", Attach("", ({"x": (2,)},), selftest_digest="digest"))]
+    harness.deliver("digits.2.w1", ATTACHED)
+    assert harness.model.readiness.is_complete
+    assert harness.submit_new(1) == [request_number for _, request_number in harness.host.predicts()]
+
+
+@pytest.mark.parametrize(
+    ("built", "config"),
+    [
+        (BUILT, {}),
+        (dataclasses.replace(PRIVATE, has_sharing_failed=True), {}),
+        (dataclasses.replace(PRIVATE, device=DeviceMemory(2, 1)), {}),
+        (PRIVATE, {"selftest_tolerance": 0.1}),
+    ],
+    ids=["shared", "not shared after an error", "card", "tolerance"],
+)
+def test_second_load_has_holder(built: Built, config: dict[str, Any]) -> None:
+    assert reloaded(built, **config).processes_of(2)[0] == "digits.2.holder"
+
+
+def test_load_without_holder_that_fails_is_repeated_with_holder() -> None:
+    harness = reloaded()
+    for number in range(1, MAX_FAILED_STARTS + 1):
+        harness.now += 60.0
+        harness.model.tick(harness.now)
+        worker = f"digits.2.w{number}"
+        harness.deliver(worker, Hello("1", SHA, {"weightd": VERSION}, CPU))
+        harness.deliver(worker, dataclasses.replace(ATTACHED, selftest_digest="wrong"))
+        harness.exit_process(worker, 0)
+    assert harness.processes_of(3)[0] == "digits.3.holder"
+    assert not harness.model.readiness.has_failed
 
 
 # --- serving --------------------------------------------------------------------------------------------------------
@@ -518,7 +582,7 @@ def test_failed_model_rejects_all_requests_with_cause() -> None:
         harness.submit_new(1)
     with pytest.raises(FailedPrecondition, match=text):
         harness.model.dispatcher.metadata.request(MetadataRequest(b"curious", "8"))
-    assert harness.model.retry_delay_s(harness.now) is None
+    assert harness.model.loading.retry_delay_s(harness.now) is None
     assert (harness.model.readiness.has_failed, harness.model.readiness.unready_reason(harness.now)) == (True, text)
     # The failed model stays until it is drained.
     assert not harness.model.is_gone
@@ -540,7 +604,7 @@ def test_transient_failure_is_retried_with_backoff() -> None:
     for _ in range(9):
         with pytest.raises(Unavailable, match="digits failed: no such file"):
             harness.submit_new(1)
-        delay = harness.model.retry_delay_s(harness.now)
+        delay = harness.model.loading.retry_delay_s(harness.now)
         assert delay is not None
         delays.append(delay)
         # An earlier tick does not start the retry.
@@ -548,7 +612,7 @@ def test_transient_failure_is_retried_with_backoff() -> None:
         harness.advance(0.9 * delay)
         assert harness.model.readiness.has_failed
         harness.advance(0.1 * delay + 1e-6)
-        assert (harness.model.readiness.has_failed, harness.model.retry_delay_s(harness.now)) == (False, None)
+        assert (harness.model.readiness.has_failed, harness.model.loading.retry_delay_s(harness.now)) == (False, None)
         fail_snapshot(harness)
     assert delays == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
     # Each attempt takes a new snapshot.
@@ -557,20 +621,24 @@ def test_transient_failure_is_retried_with_backoff() -> None:
     [number] = harness.submit_new(1)
     harness.snapshot_taken().loads(11)
     assert harness.host.predicts() == [("digits.11.w1", number)]
-    assert harness.model.retry_delay_s(harness.now) is None
+    assert harness.model.loading.retry_delay_s(harness.now) is None
 
 
 def test_permanent_failure_is_retried_only_on_request() -> None:
     harness = fail_snapshot(ModelHarness(workers=1), transient=False)
     harness.advance(1e6)
-    assert (harness.model.readiness.has_failed, harness.model.may_retry, len(harness.host.requested_snapshots)) == (
+    assert (
+        harness.model.readiness.has_failed,
+        harness.model.loading.may_retry,
+        len(harness.host.requested_snapshots),
+    ) == (
         True,
         True,
         1,
     )
-    harness.model.retry(harness.now)
-    assert (harness.model.readiness.has_failed, harness.model.may_retry) == (False, False)
-    harness.model.retry(harness.now)
+    harness.model.loading.retry(harness.now)
+    assert (harness.model.readiness.has_failed, harness.model.loading.may_retry) == (False, False)
+    harness.model.loading.retry(harness.now)
     harness.snapshot_taken().loads(2)
     assert (harness.model.readiness.is_serving, len(harness.host.requested_snapshots)) == (True, 2)
 
@@ -590,7 +658,7 @@ def test_killed_or_unstartable_holder_is_retried_later(end: ExitCause) -> None:
         if harness.model.readiness.has_failed:
             break
         harness.advance(10.0)
-    assert harness.model.retry_delay_s(harness.now) == 1.0
+    assert harness.model.loading.retry_delay_s(harness.now) == 1.0
     harness.advance(1.1)
     harness.snapshot_taken().loads(number + 1)
     assert harness.model.readiness.is_serving
@@ -604,7 +672,7 @@ def test_failed_update_of_failed_model_keeps_retry_mode(transient: bool) -> None
     assert harness.host.errors == [("u", "FAILED_PRECONDITION", "not updated: no model")]
     assert harness.model.readiness.has_failed
     harness.advance(1.1)
-    assert harness.model.may_retry is not transient
+    assert harness.model.loading.may_retry is not transient
     assert harness.host.requested_snapshots[-1].path == ("/models/digits.onnx" if transient else "/models/new.onnx")
 
 

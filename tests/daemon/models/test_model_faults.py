@@ -213,7 +213,7 @@ def test_content_that_crashes_workers_is_quarantined() -> None:
     assert sorted(harness.host.refused()) == [(number, "INTERNAL") for number in numbers]
     with pytest.raises(Internal):
         harness.submit(*equal_requests(1))
-    assert harness.model.readiness.state is GenerationState.SERVING
+    assert harness.model.readiness.state_name == "serving"
 
 
 def test_content_that_hangs_workers_is_quarantined() -> None:

@@ -415,7 +415,7 @@ class ModelMachine(RuleBasedStateMachine):
 
     def next_event_at(self) -> float:
         """Return the next time at which the model must act."""
-        retry_delay_s = self.model.retry_delay_s(self.now)
+        retry_delay_s = self.model.loading.retry_delay_s(self.now)
         return min(
             self.due(),
             self.model.versions.snapshots.next_event_at,

@@ -38,7 +38,9 @@ class FakeModel:
         self.may_retry = False
         self.deaths = 0
         # The object stands for all parts of a ServedModel.
-        self.deployments = self.readiness = self.versions = self.snapshots = self
+        self.deployments = self.readiness = self.versions = self.snapshots = self.loading = self
+        self.is_unloaded = False
+        self.owner, self.last_used_at = "", 0.0
         self.calls: list[str] = []
 
     def reconfigure(self, config: ModelConfig) -> bool:
@@ -48,6 +50,10 @@ class FakeModel:
 
     def start(self, now: float) -> None:
         self.calls.append("start")
+
+    def start_unloaded(self) -> None:
+        self.is_unloaded = True
+        self.calls.append("start unloaded")
 
     def retry(self, now: float) -> None:
         self.calls.append("retry")

@@ -190,7 +190,7 @@ def test_transient_failure_reloads_group_once() -> None:
     group = GroupHarness().snapshot_taken("one")
     source = next(each for each in group.host.requested_snapshots if each.path == "/two.mindir")
     group.models["two"].on_snapshot_failed(source, "no such file", group.now, is_transient=True)
-    assert [model.retry_delay_s(group.now) for model in group.models.values()] == [1.0, 1.0]
+    assert [model.loading.retry_delay_s(group.now) for model in group.models.values()] == [1.0, 1.0]
     group.advance()
     assert not any(model.readiness.has_failed for model in group.models.values())
     assert sorted(each.path for each in group.host.requested_snapshots) == ["/one.mindir"] * 2 + ["/two.mindir"] * 2

@@ -17,6 +17,7 @@ from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.counters import ROWS_BOUNDS, SECONDS_BOUNDS, CounterRegistry, DaemonCounters
 from weightd_daemon.engines.ranktable import card_bytes
 from weightd_daemon.generations.spec import ModelSource
+from weightd_daemon.models.lifecycle import LifecycleLimits, ModelLifecycle
 from weightd_daemon.models.load_progress import LoadProgress
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.models.versions import IdSequence
@@ -90,9 +91,10 @@ class SnapshotHarness:
             memory_budget=SimpleNamespace(used_bytes=4, max_bytes=5),
             proxies=SimpleNamespace(proxies=proxies, pids=[]),
         )
+        lifecycle = ModelLifecycle(LifecycleLimits(), by_name.get, {})
         sources = SnapshotSources(
             parts.registry, parts.supervisor, {each.name: each for each in devices}, parts.load_monitor, self.books,
-            self.tenants, parts.memory_budget, parts.proxies, self.shutdown, lambda: "a note",
+            self.tenants, parts.memory_budget, parts.proxies, self.shutdown, lifecycle, lambda: "a note",
         )  # fmt: skip
         sampler: Any = SimpleNamespace(poll=lambda *_: self.memory_report)
         self.builder = SnapshotBuilder(sources, sampler)
@@ -202,9 +204,9 @@ def test_largest_metrics_response_fits() -> None:
     names = [f"{number:064d}" for number in range(limits.MAX_MODELS)]
     models: list[Any] = [SimpleNamespace(**{**vars(model), "name": name}) for name in names]
     for each in models:
-        each.main_generation, each.state, each.generations, each.unready_reason = (
+        each.last_generation, each.state_name, each.generations, each.unready_reason = (
             model.readiness.main_generation,
-            model.readiness.state,
+            model.readiness.state_name,
             model.generations,
             model.readiness.unready_reason,
         )
@@ -280,7 +282,7 @@ def model(name: str, *queued: Tenant) -> Any:
     return SimpleNamespace(
         name=name,
         config=SimpleNamespace(engine="onnxruntime"),
-        readiness=SimpleNamespace(state=SimpleNamespace(display_name="serving")),
+        readiness=SimpleNamespace(state_name="serving"),
         dispatcher=SimpleNamespace(queued_by_tenant=Counter(queued)),
     )
 
@@ -331,7 +333,7 @@ def test_largest_accounts_fit() -> None:
         for number in range(limits.MAX_MODELS):
             account = accounts.usage_of(tenant.name, f"{number:064d}")
             for field in ("requests", "served", "rows", "bytes_in", "bytes_out", "unexpected_exits", "in_flight"):
-                setattr(account, field, 2**54)
+                setattr(account, field, 2**50)
             account.refused = {f"{reason:020d}": 2**54 for reason in range(limits.MAX_REFUSAL_REASONS // 2)}
     whole = tenant_statuses(tenants, accounts, {})
     assert limits.MAX_ACCOUNTS - 256 < sum(len(each.accounts) for each in whole) <= limits.MAX_ACCOUNTS

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -39,8 +39,8 @@ class Cards:
         return models.mlp(self.directory / f"{name}.mindir", width=WIDTH, seed=seed, bundle=bundle)
 
     @contextlib.contextmanager
-    def service(self, tables: Models) -> Generator[Service]:
-        with Service(tables, env=environment(self.host)) as service:
+    def service(self, tables: Models, daemon: Mapping[str, object] | None = None) -> Generator[Service]:
+        with Service(tables, daemon, env=environment(self.host)) as service:
             yield service
 
     @contextlib.contextmanager

@@ -93,7 +93,7 @@ def _check(parsed: Config) -> None:
         assert model.engine in ENGINES
         assert model.python
         assert model.spares is not None
-        assert model.workers + model.spares <= limits.MAX_PIDS
+        assert model.max_workers + model.spares <= limits.MAX_PIDS
         assert 0 < model.timeout <= limits.MAX_TIMEOUT_US / 1e6
         assert min(model.load_timeout, model.predict_timeout, model.watchdog) > 0
         assert model.devices

@@ -123,8 +123,8 @@ def test_answers_metadata_requests(client: triton.InferenceServerClient) -> None
 @pytest.mark.parametrize(
     ("method", "arguments", "code"),
     [
-        ("load_model", ("echo",), "INVALID_ARGUMENT"),
-        ("unload_model", ("echo",), "INVALID_ARGUMENT"),
+        ("load_model", ("echo",), "PERMISSION_DENIED"),
+        ("unload_model", ("echo",), "PERMISSION_DENIED"),
         ("update_trace_settings", ("echo", {"trace_level": ["MAX"]}), "INVALID_ARGUMENT"),
         ("update_log_settings", ({"log_verbose_level": 1},), "INVALID_ARGUMENT"),
         ("register_cuda_shared_memory", ("r", b"", 0, 8), "UNIMPLEMENTED"),

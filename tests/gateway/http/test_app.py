@@ -242,7 +242,7 @@ def test_invalid_http_gets_json_error(echo: HttpGateway, request_: bytes) -> Non
         ("GET", "/v2/models/m/versions/7", 404, "no version 7"),
         ("GET", INFER, 405, "expected method POST, got GET"),
         ("DELETE", "/v2", 405, "expected method GET, got DELETE"),
-        ("POST", "/v2/repository/models/m/load", 400, "weightctl update"),
+        ("POST", "/v2/repository/models/m/load", 403, "model_control"),
         ("POST", "/v2/cudasharedmemory/region/r/register", 400, "not support CUDA shared memory"),
         ("GET", "/v2/systemsharedmemory/status", 400, "shared memory is disabled"),
     ],

@@ -31,7 +31,7 @@ from weightd_protocol.errors import NotFound
         ("POST", "/v2/models/a%20b%2Fc/infer", Operation.INFER, "a b/c"),
         ("POST", "/v2/repository/index", Operation.INDEX, ""),
         ("POST", "/v2/repository/models/m/load", Operation.LOAD, "m"),
-        ("POST", "/v2/repository/models/m/unload", Operation.LOAD, "m"),
+        ("POST", "/v2/repository/models/m/unload", Operation.UNLOAD, "m"),
         ("GET", "/v2/systemsharedmemory/status", Operation.REGIONS, ""),
         ("GET", "/v2/systemsharedmemory/region/r/status", Operation.REGIONS, "r"),
         ("POST", "/v2/systemsharedmemory/region/r/register", Operation.REGISTER, "r"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from weightd_daemon.models.factory import ModelFactory
 from weightd_daemon.models.interfaces import ClientNotifier, ProcessManager
+from weightd_daemon.models.lifecycle import ModelLifecycle
 from weightd_daemon.models.placement import DeviceBudget
 from weightd_daemon.scheduling.dispatcher import SharedScheduling
 
@@ -16,7 +17,10 @@ def model_factory(
     host: ProcessManager,
     sink: Any,
     scheduling: SharedScheduling | None = None,
+    lifecycle: ModelLifecycle | None = None,
 ) -> ModelFactory:
     """Return a factory of models on these devices; `sink` receives the replies to clients."""
     notifier = ClientNotifier(sink, sink)
-    return ModelFactory(devices, host, lambda: notifier, lambda _: None, scheduling or SharedScheduling(), None)
+    return ModelFactory(
+        devices, host, lambda: notifier, lambda _: None, scheduling or SharedScheduling(), None, lifecycle
+    )

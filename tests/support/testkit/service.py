@@ -309,7 +309,8 @@ def _wanted_workers(table: Mapping[str, object]) -> int:
         groups = cast("list[str | list[str]]", ranks.get("devices", []))
         return ranks.get("size") or sum(1 if isinstance(each, str) else len(each) for each in groups)
     devices = cast("list[str]", table.get("devices", ["cpu"]))
-    return cast(int, table.get("workers", 1)) * len(devices)
+    workers = table.get("workers", 1)
+    return cast(int, workers["min"] if isinstance(workers, dict) else workers) * len(devices)
 
 
 def _model(table: Mapping[str, object]) -> dict[str, object]:
