@@ -26,6 +26,7 @@ from benchmarks import (
     tensors,
     throughput,
 )
+from benchmarks.lifecycle import run as lifecycle
 from benchmarks.material import (
     DEFAULT_TRANSPORT,
     ENGINES,
@@ -41,6 +42,7 @@ from benchmarks.report import Result, as_json, as_table, progress
 FAIRNESS = "fairness"
 CLUSTER = "cluster"
 GATEWAY = "gateway"
+LIFECYCLE = "lifecycle"
 MEMORY = "memory"
 RANKS = "ranks"
 RIVAL = "rival"
@@ -78,6 +80,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         batching.run, batching.WORKERS, "batching on against batching off, mosec, and the gain of the engine alone"
     ),
     "split": Benchmark(split.run, split.WORKERS, "a request split over two cores against one core and a bare script"),
+    LIFECYCLE: Benchmark(
+        lifecycle.run, lifecycle.WORKERS, "models on demand: more than fit into memory, cold starts, idle models ‡"
+    ),
     FAIRNESS: Benchmark(fairness.run, fairness.WORKERS, "effect of one tenant's load on another tenant; needs root ‡"),
     CLUSTER: Benchmark(
         cluster.run,
@@ -93,18 +98,18 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     RIVAL: Benchmark(rival.run, rival.WORKERS, "weightd against mosec; see `make bench-rival` *"),
 }
 
-# Not part of `all`, because they need root or further environments.
-_ALONE = (CLUSTER, FAIRNESS, GATEWAY, RANKS, RIVAL)
+# Not part of `all`, because they need root, further environments or much time.
+_ALONE = (CLUSTER, FAIRNESS, GATEWAY, LIFECYCLE, RANKS, RIVAL)
 
 _EPILOG = """\
 benchmarks, with their default numbers of workers:
 {benchmarks}
-  all         all except cluster, fairness, gateway, ranks and rival
+  all         all except cluster, fairness, gateway, lifecycle, ranks and rival
 
 * --transport unix uses the Unix socket, --transport zmq uses ZeroMQ and the daemon's proxy. latency always measures
   the proxy as well.
-‡ --part selects parts, --no-tenants measures without tenants. --quick shortens fairness, cluster and gateway, with
-  less precise results.
+‡ --part selects parts; fairness --no-tenants measures without tenants. --quick shortens fairness, lifecycle, cluster
+  and gateway, with less precise results.
 † --model mlp (192 MiB, default), conv (10 MB, 3 workers) or tiny (16 KB, 1 worker); --models sets how many of it.
 
 Each benchmark compares both sides within one run, checks every answer bit by bit against the engine called directly,
@@ -173,17 +178,21 @@ def _parser() -> argparse.ArgumentParser:
         "--model", choices=[*memory.MODELS], default=MLP, help="model of the benchmark memory (default: %(default)s)"
     )
     parser.add_argument(
-        "--models", type=_positive, default=1, metavar="N", help="number of models of the benchmark memory (default: 1)"
+        "--models",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="number of models of the benchmark memory (default: 1) or lifecycle (default: 200)",
     )
     parser.add_argument(
         "--part",
         action="append",
         default=[],
-        choices=[*fairness.PARTS],
-        help="part of the benchmark fairness; repeatable",
+        choices=[*fairness.PARTS, *lifecycle.PARTS],
+        help="part of the benchmark fairness or lifecycle; repeatable",
     )
     parser.add_argument(
-        "--quick", action="store_true", help="run cluster, fairness and gateway with fewer or shorter rounds"
+        "--quick", action="store_true", help="run cluster, fairness, gateway and lifecycle with fewer or shorter rounds"
     )
     parser.add_argument("--no-tenants", action="store_true", help="run fairness without tenants")
     parser.add_argument("--json", action="store_true", help="print one JSON object, and progress on stderr only")
