@@ -88,6 +88,8 @@ class AdminApi:
         self._audit_refusals = audit.RefusalLog()
         # Operations in progress, by client and message id.
         self._pending_operations: dict[tuple[bytes, str], audit.AuditEntry] = {}
+        # Restarts in progress whose clients do not wait for their end.
+        self._answered_operations: set[tuple[bytes, str]] = set()
 
     # --- messages -----------------------------------------------------------------------------------------------
 
@@ -122,6 +124,7 @@ class AdminApi:
                 model.update(connection.key, message.id, now, path="", weights=weights, rollback=False, grant=grant)
                 if message.wait:
                     return
+                self._answered_operations.add((connection.key, message.id))
             else:
                 is_operator = connection.identity.credential.is_operator and message.tenant is None
                 owner = "" if is_operator else tenant.name
@@ -133,6 +136,8 @@ class AdminApi:
         """Unload a model once its accepted requests have ended."""
         tenant = self._authorizer.authorize_load(connection, message.tenant, now)
         model = self._registry.find(message.model_name, tenant)
+        if self._registry.is_closed:
+            raise Unavailable("weightd is stopping")
         with self._audit_operation(connection, message):
             self._lifecycle.unload(model, self._completion(connection, message))
         if not message.wait:
@@ -168,6 +173,8 @@ class AdminApi:
     def reply_updated(self, client: bytes, response: UpdateResponse) -> None:
         """Queue the reply to a completed update or restart until it is recorded on disk."""
         entry = self._on_operation_end(client, response.id)
+        if self._is_answered(client, response.id):
+            return
         is_restart = entry is not None and entry.action == RESTART
         self._unsaved_responses.append(
             (client, LoadResponse(response.id, response.model_name, "serving") if is_restart else response)
@@ -181,6 +188,8 @@ class AdminApi:
     def reply_failed(self, client: bytes, request_id: str, error: RequestError) -> None:
         """Send the error of a failed update or reload."""
         self._on_operation_end(client, request_id, error)
+        if self._is_answered(client, request_id):
+            return
         self._responses.reply_error(client, request_id, error)
 
     # --- private ------------------------------------------------------------------------------------------------
@@ -229,6 +238,12 @@ class AdminApi:
         except RequestError:
             self._pending_operations.pop(key, None)
             raise
+
+    def _is_answered(self, client: bytes, request_id: str) -> bool:
+        """Return whether an operation that has ended needs no reply."""
+        is_answered = (client, request_id) in self._answered_operations
+        self._answered_operations.discard((client, request_id))
+        return is_answered
 
     def _on_operation_end(
         self, client: bytes, request_id: str, error: RequestError | None = None
