@@ -156,6 +156,7 @@ def _member_problem(model: ModelConfig, group: GroupConfig) -> str:
         "a model with ranks cannot be in a group": model.ranks is not None,
         'provider "ge" does not support groups': model.mindspore_lite.provider == "ge",
         f'expected sharing = "off", got "{model.sharing}": the library ignores it in a group': model.sharing != "off",
+        f'expected load = "start", got "{model.load}": the models of a group share a process': not model.loads_at_start,
         f"expected workers = 1, got {model.max_workers}: the group has one process on each device": (
             model.max_workers != 1
         ),

@@ -139,13 +139,8 @@ def _check_priority(config: ModelConfig) -> Iterator[FieldError]:
 
 
 def _check_load(config: ModelConfig) -> Iterator[FieldError]:
-    if config.loads_at_start:
-        return
-    if config.required:
+    if config.required and not config.loads_at_start:
         yield FieldError(f'a model with load = "{config.load}" cannot be required').at(".required")
-    if config.group is not None:
-        text = f"{config.load!r} is impossible in a model group, whose models share a process"
-        yield FieldError(f'expected "start", got {text}').at(".load")
 
 
 def _check_batching(config: ModelConfig) -> Iterator[FieldError]:

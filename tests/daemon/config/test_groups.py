@@ -94,6 +94,7 @@ def test_invalid_members_are_rejected(groups: object, problem: str) -> None:
         ({"devices": ["cpu"]}, "expected a model on cards: on the CPU, a group would share nothing"),
         ({"sharing": "on"}, 'expected sharing = "off", got "on": the library ignores it in a group'),
         ({"sharing": "auto"}, 'expected sharing = "off", got "auto": the library ignores it in a group'),
+        ({"load": "on_demand"}, 'expected load = "start", got "on_demand": the models of a group share a process'),
         ({"workers": 2}, "expected workers = 1, got 2: the group has one process on each device"),
         ({"spares": 1}, "expected spares = 0, got 1: the group has one process on each device"),
         ({"mindspore_lite": {"provider": "ge"}}, 'provider "ge" does not support groups'),
