@@ -7,8 +7,7 @@ event, so that no model is loaded or unloaded while another one is in the middle
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from weightd_common.devices import is_cpu
@@ -18,8 +17,8 @@ from weightd_daemon.models.model import ServedModel
 from weightd_daemon.models.placement import DeviceBudget, ResourceRequest
 from weightd_daemon.models.readiness import not_loaded_text
 from weightd_daemon.models.residency.load_queue import LoadQueue
-from weightd_daemon.models.residency.needs import NeedMeter, estimate_bytes
-from weightd_daemon.models.residency.reservations import HOST, Budgets, MemoryNeed, Reservation, Residence
+from weightd_daemon.models.residency.needs import NeedMeter, card_need_bytes, estimate_bytes, observed_excess
+from weightd_daemon.models.residency.reservations import HOST, Budgets, MemoryNeed, Residence
 from weightd_daemon.models.residency.table import Grant, ResidencyTable, Unload
 from weightd_daemon.platform import audit, event_loop
 from weightd_daemon.platform.event_loop import Timer
@@ -32,6 +31,9 @@ _NEVER = float("inf")
 
 # How often a model that is being unloaded is asked whether its last request has ended.
 _DRAIN_INTERVAL_S = 0.02
+
+# How many commands may wait for the load of one model.
+_MAX_LOAD_WAITERS = 64
 
 # The estimated seconds until a model that waits for memory has left the queue of loads.
 _RETRY_AFTER_S = 1.0
@@ -115,6 +117,8 @@ class ModelLifecycle:
         """Apply other limits."""
         self._limits = configured
         self._queue.max_starting = configured.max_loading + 1
+        for name in [name for name in self._known_bytes if self._find_model(name) is None]:
+            del self._known_bytes[name]
         self._wake()
 
     # --- for clients and operators ------------------------------------------------------------------------------
@@ -139,16 +143,20 @@ class ModelLifecycle:
         """Load a model that is unloaded or has failed; call `on_done` once it serves or has failed.
 
         Raises:
-            RequestError: the model can never fit, or is being updated or unloaded.
+            RequestError: the model can never fit, is being updated or unloaded, or too many commands wait for its load.
         """
         if model.name in self._pending_unloads:
             raise Unavailable(f"{model.name} is being unloaded: try again once it is unloaded")
         if model.is_updating:
             raise Unavailable(f"{model.name} is being updated: try again after the update")
+        waiters = self._load_waiters.setdefault(model.name, [])
+        if len(waiters) >= _MAX_LOAD_WAITERS:
+            text = f"{_MAX_LOAD_WAITERS} commands wait for the load of {model.name} already"
+            raise ResourceExhausted(text, retry_after=_RETRY_AFTER_S)
         if model.loading.is_unloaded or model.loading.may_retry:
             self._check_load(model, tenant)
             self._begin_load(model, tenant, "requested by an operator")
-        self._load_waiters.setdefault(model.name, []).append(on_done)
+        waiters.append(on_done)
         self._wake()
 
     def unload(self, model: ServedModel, on_done: Callable[[RequestError | None], object]) -> None:
@@ -185,7 +193,7 @@ class ModelLifecycle:
         reason = self.table.rejection_reason(name, need)
         if reason:
             return Verdict(is_granted=False, rejection_reason=reason)
-        if not self._find_owner(name):
+        if not self._is_charged(name) and not self._find_owner(name):
             self._wake()
             return Verdict(is_granted=False)
         self.table.request(label, name, need)
@@ -237,7 +245,7 @@ class ModelLifecycle:
         if self._limits.max_model_bytes or self._limits.tenant_limits:
             for label, nbytes in self._meter.run(self.reservations, now):
                 self.table.on_measured(label, {HOST: nbytes}, now)
-        for label, card, nbytes in _observed_excess(self.reservations, self._devices):
+        for label, card, nbytes in observed_excess(self.reservations, self._devices):
             self.table.on_measured(label, {card: nbytes}, now)
         self._refresh_budgets()
         self._start_queued()
@@ -294,7 +302,7 @@ class ModelLifecycle:
             if self._residence(model).is_pinned:
                 return {}
             capacity = self.reservations.budgets.capacities.get(device)
-            return {device: _card_bytes(request, self._devices.get(device), capacity)}
+            return {device: card_need_bytes(request, self._devices.get(device), capacity)}
         known = self.needs.find(model)
         if known is not None and known.file_bytes == request.weight_bytes:
             return {HOST: known.nbytes}
@@ -338,6 +346,8 @@ class ModelLifecycle:
                 if model is None or model.is_draining or model.deployments.is_gone:
                     del self._pending_unloads[name]
                     pending.on_done(None)
+            elif model.successor is not None:
+                continue  # a reload has changed the model meanwhile: its successor is unloaded
             elif model.dispatcher.is_idle or now >= pending.deadline:
                 _log.info("%s: unloading: requested by an operator", name, extra=subject_extra(name))
                 model.loading.unload(now, forget_snapshot=True)
@@ -372,6 +382,10 @@ class ModelLifecycle:
                     on_done(error)
                 model.loading.unload(now)
 
+    def _is_charged(self, name: str) -> bool:
+        """Return whether a tenant has the memory of a model already, so that a further generation is charged to it."""
+        return any(each.model == name and each.is_reserved for each in self.reservations)
+
     def _find_owner(self, name: str) -> bool:
         """Charge a model to a tenant that waits for it and whose budget suffices; return whether there is one."""
         model = self._find_model(name)
@@ -402,30 +416,6 @@ class ModelLifecycle:
 def _is_wanted(model: ServedModel) -> bool:
     """Return whether a request waits for the model."""
     return not model.dispatcher.is_idle or model.dispatcher.metadata.has_waiting
-
-
-def _card_bytes(request: ResourceRequest, card: DeviceBudget | None, capacity_bytes: int | None) -> int:
-    """Return the memory of a generation on a card.
-
-    As long as the memory of its processes is neither configured nor observed, it is estimated from the other models on
-    the card. Because of an estimate alone, no model is refused.
-    """
-    observed = [each.process_bytes for each in card.reserved.values() if each.process_bytes] if card else []
-    if request.process_bytes or not observed:
-        return request.total_bytes
-    estimate = replace(request, process_bytes=min(observed)).total_bytes
-    return max(request.total_bytes, estimate if capacity_bytes is None else min(estimate, capacity_bytes))
-
-
-def _observed_excess(
-    reservations: Iterable[Reservation], devices: Mapping[str, DeviceBudget]
-) -> Iterator[tuple[str, str, int]]:
-    """Yield the label, the card and the observed memory of each generation that takes more than it has reserved."""
-    for each in reservations:
-        for pool, nbytes in each.need.items():
-            request = devices[pool].reserved.get(each.label) if pool in devices else None
-            if request is not None and request.total_bytes > nbytes:
-                yield each.label, pool, request.total_bytes
 
 
 def _tenant_refusal(model: str, nbytes: int, limit: int) -> ResourceExhausted:

@@ -133,7 +133,7 @@ class ServedModel:
             RequestError: the update is rejected; nothing has changed.
         """
         self._rollouts.check_alone()
-        unavailable = self.readiness.unavailable
+        unavailable = self.loading.unavailable
         if unavailable is not None and not self.loading.may_retry:
             raise unavailable.to_error()
         self._rollouts.start(client, request_id, now, path=path, weights=weights, rollback=rollback, grant=grant)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from testkit.model_factory import model_factory
+from weightd_common.safe_open import OPERATOR
 from weightd_daemon.config.model import ModelConfig
 from weightd_daemon.config.tenants import TenantConfig
 from weightd_daemon.models.lifecycle import LifecycleLimits, ModelLifecycle
@@ -82,9 +83,9 @@ class LifecycleHarness:
             self.lifecycle.tick(self.now)
             self.registry.reconcile(self.now)
             for model in self.registry.all_models():
-                self._advance(model)
+                self.advance(model)
 
-    def _advance(self, model: ServedModel) -> None:
+    def advance(self, model: ServedModel) -> None:
         model.tick(self.now)
         source = model.versions.current
         for deployment in model.deployments:
@@ -406,3 +407,70 @@ def test_memory_that_is_freed_belongs_to_the_model_it_is_freed_for() -> None:
     table.on_release("old.1")
     table.on_ended("old.1", 2.0)
     assert table.plan(2.0) == [Grant("big.1")]
+
+
+def update(harness: LifecycleHarness, name: str) -> None:
+    harness[name].update(
+        b"operator", "u", harness.now, path="/models/new.onnx", weights="", rollback=False, grant=OPERATOR
+    )
+
+
+def take_update_snapshot(harness: LifecycleHarness, name: str) -> None:
+    source = harness.host.requested_snapshots[-1]
+    snapshot = Snapshot(f"/snapshots/{source.number}", "", SHA, FILE_BYTES)
+    harness[name].on_snapshot_taken(source, snapshot, harness.now)
+    harness.settle()
+
+
+def test_update_beyond_the_tenants_budget_fails_and_the_model_serves_on() -> None:
+    limits = budget(4, tenant_limits={"ann": MODEL_MIB * MIB})
+    harness = LifecycleHarness(limits, a="on_demand")
+    harness.serve("a", ANN)
+    update(harness, "a")
+    take_update_snapshot(harness, "a")
+    [(_, code, text)] = harness.host.errors
+    assert code == "FAILED_PRECONDITION"
+    assert f"beside the serving version, but max_model_bytes of tenant ann is {MODEL_MIB} MiB" in text
+    harness.serve("a", ANN)
+
+
+def test_no_update_begins_while_a_model_is_being_unloaded() -> None:
+    harness = LifecycleHarness(a="on_demand")
+    number = harness.submit("a")
+    harness.settle()
+    harness.lifecycle.unload(harness["a"], harness.done.append)
+    with pytest.raises(Unavailable, match="a is being unloaded"):
+        update(harness, "a")
+    harness.answer("a", number)
+    harness.settle()
+    assert harness.done == [None]
+    with pytest.raises(FailedPrecondition, match="a is not loaded"):
+        update(harness, "a")
+
+
+def test_unload_includes_what_a_reload_loads_meanwhile() -> None:
+    harness = LifecycleHarness(a="on_demand")
+    number = harness.submit("a")
+    harness.settle()
+    harness.lifecycle.unload(harness["a"], harness.done.append)
+    configs = {"a": ModelConfig("/models/other.onnx", "onnxruntime", workers=1, start="spawn", load="on_demand")}
+    harness.registry.apply(harness.registry.compare(configs), configs, harness.now)
+    harness.lifecycle.tick(harness.now + 100.0)
+    assert harness.done == []
+    harness.answer("a", number)
+    successor = harness["a"].successor
+    assert successor is not None
+    for _ in range(3):
+        harness.settle()
+        harness.advance(successor)
+    assert (harness["a"].config, harness.loaded, harness.done) == (configs["a"], set(), [None])
+
+
+def test_commands_that_wait_for_a_load_are_bounded() -> None:
+    harness = LifecycleHarness(a="manual")
+    for _ in range(64):
+        harness.lifecycle.load(harness["a"], "", harness.done.append)
+    with pytest.raises(ResourceExhausted, match="64 commands wait for the load of a"):
+        harness.lifecycle.load(harness["a"], "", harness.done.append)
+    harness.settle()
+    assert harness.done == [None] * 64

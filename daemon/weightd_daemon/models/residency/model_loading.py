@@ -194,9 +194,20 @@ class ModelLoading:
             and not self._has_vacated
         )
 
+    @property
+    def unavailable(self) -> ModelUnavailable | None:
+        """The error for updates and requests while the model cannot take any; None otherwise."""
+        if self._phase is ModelPhase.UNLOADING:
+            return ModelUnavailable(Unavailable, f"{self._name} is being unloaded")
+        if self._phase is ModelPhase.UNLOADED:
+            return ModelUnavailable(FailedPrecondition, not_loaded_text(self._name))
+        return self._readiness.unavailable
+
     def apply_availability(self) -> None:
         """Have the dispatcher accept or refuse requests, as the state of the model demands."""
-        unavailable = self._unavailable()
+        # The router has a model that loads on demand loaded before it passes a request on.
+        accepts_unloaded = self.is_unloaded and self._is_on_demand
+        unavailable = None if accepts_unloaded else self.unavailable
         fails_waiting = self._phase not in (ModelPhase.REPLACED, ModelPhase.UNLOADING)
         self._dispatcher.set_unavailable(
             None if unavailable is None else unavailable.to_error, fails_waiting=fails_waiting
@@ -211,11 +222,3 @@ class ModelLoading:
     def _advance(self, event: ModelPhaseEvent) -> None:
         self._phase = advance(MODEL_PHASE_TRANSITIONS, self._phase, event)
         self.is_unloaded = self._phase is ModelPhase.UNLOADED
-
-    def _unavailable(self) -> ModelUnavailable | None:
-        if self._phase is ModelPhase.UNLOADING:
-            return ModelUnavailable(Unavailable, f"{self._name} is being unloaded")
-        if self._phase is not ModelPhase.UNLOADED:
-            return self._readiness.unavailable
-        # The router has a model that loads on demand loaded before it passes a request on.
-        return None if self._is_on_demand else ModelUnavailable(FailedPrecondition, not_loaded_text(self._name))

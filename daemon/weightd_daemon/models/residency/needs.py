@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from weightd_daemon.models.placement import ResourceRequest
-from weightd_daemon.models.residency.reservations import HOST, Reservations
+from weightd_daemon.models.placement import DeviceBudget, ResourceRequest
+from weightd_daemon.models.residency.reservations import HOST, Reservation, Reservations
 from weightd_daemon.platform.memory import MIB
 from weightd_protocol import limits
 from weightd_protocol.schema import integer, text
@@ -130,3 +130,27 @@ class NeedMeter:
 def estimate_bytes(request: ResourceRequest) -> int:
     """Return the memory of a model on the CPU before it was ever measured, from the size of its files."""
     return request.copy_count * request.weight_bytes + request.process_count * _PROCESS_BYTES
+
+
+def card_need_bytes(request: ResourceRequest, card: DeviceBudget | None, capacity_bytes: int | None) -> int:
+    """Return the memory of a generation on a card.
+
+    As long as the memory of its processes is neither configured nor observed, it is estimated from the other models on
+    the card. Because of an estimate alone, no model is refused.
+    """
+    observed = [each.process_bytes for each in card.reserved.values() if each.process_bytes] if card else []
+    if request.process_bytes or not observed:
+        return request.total_bytes
+    estimate = replace(request, process_bytes=min(observed)).total_bytes
+    return max(request.total_bytes, estimate if capacity_bytes is None else min(estimate, capacity_bytes))
+
+
+def observed_excess(
+    reservations: Iterable[Reservation], devices: Mapping[str, DeviceBudget]
+) -> Iterator[tuple[str, str, int]]:
+    """Yield the label, the card and the observed memory of each generation that takes more than it has reserved."""
+    for each in reservations:
+        for pool, nbytes in each.need.items():
+            request = devices[pool].reserved.get(each.label) if pool in devices else None
+            if request is not None and request.total_bytes > nbytes:
+                yield each.label, pool, request.total_bytes

@@ -152,7 +152,18 @@ class ResidencyTable:
                 key = "max_model_bytes" if pool == HOST else f"the memory of {pool}"
                 others = f", of which {format_mib(pinned)} cannot be unloaded" if pinned else ""
                 return f"{model} needs {format_mib(nbytes)}, but {key} is {format_mib(capacity)}{others}"
-        return ""
+        return self._update_rejection_reason(model, sum(need.values()))
+
+    def _update_rejection_reason(self, model: str, nbytes: int) -> str:
+        """Return why no generation of this size fits beside the serving one of the model, or ""."""
+        parts = [each for each in self.reservations if each.model == model and each.state is ReservationState.LOADED]
+        limit = self.reservations.budgets.tenant_limits.get(parts[0].owner) if parts else None
+        if limit is None or sum(each.total_bytes for each in parts) + nbytes <= limit:
+            return ""
+        return (
+            f"{model} needs {format_mib(nbytes)} beside the serving version, but max_model_bytes of tenant"
+            f" {parts[0].owner} is {format_mib(limit)}"
+        )
 
     def plan(self, now: float) -> list[Grant | Unload]:
         """Return the grants and unloads that are due. A grant is recorded; an unload is expected as `on_release`."""
