@@ -67,6 +67,13 @@ class BadOutput(CommandError):
     code = Internal.code
 
 
+class NotComplete(CommandError):
+    """The operation did not complete within the timeout, but the daemon continues with it."""
+
+    status = exit_codes.NOT_YET
+    code = DeadlineExceeded.code
+
+
 class DaemonUnreachable(CommandError):
     """The daemon cannot be reached; the text gives the reason."""
 
@@ -95,6 +102,28 @@ def explain_denied(client: Client) -> Generator[None, None, None]:
             raise
         hint = "this connection uses ZeroMQ; use --socket unix:///PATH for the Unix socket"
         raise PermissionDenied(f"{error}; {hint}") from None
+
+
+@contextlib.contextmanager
+def operation_on(client: Client, model: str, operation: str) -> Generator[None, None, None]:
+    """Explain a denied operation; after a timeout, tell a long operation from a daemon that does not respond.
+
+    Raises:
+        NotComplete: the operation continues.
+        DaemonUnreachable: the daemon does not respond.
+    """
+    try:
+        with explain_denied(client):
+            yield
+    except DeadlineExceeded as late:
+        try:
+            client.server()
+        except RequestError:
+            raise DaemonUnreachable(late) from None
+        duration = f"{client.timeout:g} s"
+        raise NotComplete(
+            f"{model}: {operation} not complete after {duration} and continues; see `weightctl status {model}`"
+        ) from None
 
 
 _STATUS_BY_CODE = {InvalidArgument.code: exit_codes.USAGE, PermissionDenied.code: exit_codes.NO_PERMISSION}

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from functools import partial
-from typing import Callable
 
 from weightctl import exit_codes
-from weightctl.command import Command, CommandError, Connect, DaemonUnreachable, explain_denied
+from weightctl.command import Command, Connect, NotComplete, operation_on
 from weightctl.text import clean
 from weightd.client import Client
-from weightd_protocol.errors import DeadlineExceeded, RequestError
+from weightd_protocol.errors import RequestError
 from weightd_protocol.messages.control import LOAD, RESTART, RETRY, LoadResponse
 
 _PERMISSIONS = """\
@@ -69,12 +67,7 @@ socket only.
 
 {_STATUS}"""
 
-
-class NotComplete(CommandError):
-    """The operation did not complete within the timeout, but the daemon continues with it."""
-
-    status = exit_codes.NOT_YET
-    code = DeadlineExceeded.code
+_UNLOAD_NAME = "unload"
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,58 +75,45 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--wait", action="store_true", help="return when the operation is complete")
 
 
-def _run(
-    operation: Callable[[Client, str, bool], LoadResponse],
-) -> Callable[[argparse.Namespace, Connect], int]:
+def _command(help_text: str, description: str, command: str) -> Command:
     def run(options: argparse.Namespace, connect: Connect) -> int:
-        status = exit_codes.OK
-        results = {}
         with connect() as client:
-            for model in options.models:
-                try:
-                    with explain_denied(client):
-                        state = _perform(client, partial(operation, client, model, options.wait)).state
-                except (RequestError, NotComplete) as error:
-                    if len(options.models) == 1:
-                        raise
-                    status = exit_codes.ERROR
-                    results[model] = {"error": str(error), "code": error.code}
-                    if not options.json:
-                        print(f"{clean(model)}: {clean(str(error))}")
-                    continue
-                results[model] = {"state": state}
-                if not options.json:
-                    print(f"{clean(model)}: {clean(state)}")
-        if options.json:
-            print(json.dumps(results))
-        return status
+            return _run(client, options, command)
 
-    return run
+    return Command(help_text, description, _add_arguments, run)
 
 
-def _perform(client: Client, call: Callable[[], LoadResponse]) -> LoadResponse:
-    """Return the response; on a timeout, distinguish a long operation from a daemon that does not respond."""
-    try:
-        return call()
-    except DeadlineExceeded as late:
+def _run(client: Client, options: argparse.Namespace, command: str) -> int:
+    """Execute a command for each model, and continue after an error; the error of a single model is raised."""
+    statuses = {exit_codes.OK}
+    results = {}
+    for model in options.models:
         try:
-            client.server()
-        except RequestError:
-            raise DaemonUnreachable(late) from None
-        raise NotComplete(f"not complete after {client.timeout:g} s and continues; see `weightctl status`") from None
+            with operation_on(client, model, command):
+                state = _send(client, model, command, options.wait).state
+        except (RequestError, NotComplete) as error:
+            if len(options.models) == 1:
+                raise
+            statuses.add(exit_codes.NOT_YET if isinstance(error, NotComplete) else exit_codes.ERROR)
+            results[model] = {"error": str(error), "code": error.code}
+            line = str(error)
+        else:
+            results[model] = {"state": state}
+            line = f"{model}: {state}"
+        if not options.json:
+            print(clean(line))
+    if options.json:
+        print(json.dumps(results))
+    return exit_codes.ERROR if exit_codes.ERROR in statuses else max(statuses)
 
 
-def _command(help_text: str, description: str, operation: Callable[[Client, str, bool], LoadResponse]) -> Command:
-    return Command(help_text, description, _add_arguments, _run(operation))
+def _send(client: Client, model: str, command: str, wait: bool) -> LoadResponse:
+    if command == _UNLOAD_NAME:
+        return client.unload(model, wait=wait)
+    return client.load(model, action=command, wait=wait)
 
 
-LOAD_COMMAND = _command("load models", _LOAD, lambda client, model, wait: client.load(model, action=LOAD, wait=wait))
-UNLOAD_COMMAND = _command("unload models", _UNLOAD, lambda client, model, wait: client.unload(model, wait=wait))
-RETRY_COMMAND = _command(
-    "load failed models again", _RETRY, lambda client, model, wait: client.load(model, action=RETRY, wait=wait)
-)
-RESTART_COMMAND = _command(
-    "load models again without losing requests",
-    _RESTART,
-    lambda client, model, wait: client.load(model, action=RESTART, wait=wait),
-)
+LOAD_COMMAND = _command("load models", _LOAD, LOAD)
+UNLOAD_COMMAND = _command("unload models", _UNLOAD, _UNLOAD_NAME)
+RETRY_COMMAND = _command("load failed models again", _RETRY, RETRY)
+RESTART_COMMAND = _command("load models again without losing requests", _RESTART, RESTART)

@@ -11,11 +11,10 @@ from typing import Set
 
 from weightctl import exit_codes
 from weightctl.arrays import NPZ
-from weightctl.command import BadInput, Command, CommandError, Connect, DaemonUnreachable, explain_denied
+from weightctl.command import BadInput, Command, Connect, NotComplete, explain_denied, operation_on
 from weightctl.text import clean
 from weightd.client import Client
 from weightd_common.safe_open import open_regular
-from weightd_protocol.errors import DeadlineExceeded, RequestError
 from weightd_protocol.messages.control import ReloadResponse, UpdateResponse
 from weightd_protocol.messages.status import ModelStatus
 
@@ -70,13 +69,6 @@ _NOT_IN_FORCE = "the changed configuration is not in force"
 _POLL_INTERVAL_S = 0.1
 
 
-class StillLoading(CommandError):
-    """The update did not complete within the timeout, but the daemon continues with it."""
-
-    status = exit_codes.NOT_YET
-    code = DeadlineExceeded.code
-
-
 def _add_update(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="name of the model")
     parser.add_argument("path", nargs="?", default="", metavar="NEW_PATH", help="file of the new model")
@@ -94,32 +86,17 @@ def _run_update(options: argparse.Namespace, connect: Connect) -> int:
     if options.rollback == bool(options.path):
         options.fail("expected either NEW_PATH or --rollback")
     path = _absolute_path(options.path) if options.path else ""
-    with connect() as client:
-        return _print_result(options, _update_and_wait(client, options.model, path=path, rollback=options.rollback))
+    with connect() as client, operation_on(client, options.model, "update"):
+        response = client.update(options.model, path, rollback=options.rollback)
+    return _print_result(options, response)
 
 
 def _run_update_weights(options: argparse.Namespace, connect: Connect) -> int:
     weights = _absolute_path(options.weights)
     _check_npz(options.weights)
-    with connect() as client:
-        return _print_result(options, _update_and_wait(client, options.model, weights=weights))
-
-
-def _update_and_wait(
-    client: Client, model: str, *, path: str = "", weights: str = "", rollback: bool = False
-) -> UpdateResponse:
-    """Update a model; on a timeout, distinguish an update that takes long from a daemon that does not respond."""
-    try:
-        with explain_denied(client):
-            return client.update(model, path, weights=weights, rollback=rollback)
-    except DeadlineExceeded as late:
-        try:
-            client.server()
-        except RequestError:
-            raise DaemonUnreachable(late) from None
-        raise StillLoading(
-            f"{model}: update not complete after {client.timeout:g} s and continues; see `weightctl status {model}`"
-        ) from None
+    with connect() as client, operation_on(client, options.model, "update"):
+        response = client.update(options.model, weights=weights)
+    return _print_result(options, response)
 
 
 def _check_npz(path: str) -> None:
@@ -212,7 +189,7 @@ def _wait_for_models(client: Client, names: Set[str]) -> int:
             return exit_codes.ERROR if failed else exit_codes.OK
         if time.monotonic() >= deadline:
             waiting = ", ".join(clean(each.name) for each in loading)
-            raise StillLoading(f"not complete after {client.timeout:g} s: {waiting}; see `weightctl status`")
+            raise NotComplete(f"not complete after {client.timeout:g} s: {waiting}; see `weightctl status`")
         time.sleep(_POLL_INTERVAL_S)
 
 

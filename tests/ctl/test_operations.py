@@ -1,4 +1,4 @@
-"""Tests of `weightctl update`, `health` and `reload`."""
+"""Tests of the commands of weightctl that load, unload and update models, `health` and `reload`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from weightd import Client
 from weightd_protocol.codec import encode
 from weightd_protocol.errors import ResourceExhausted
 from weightd_protocol.messages.control import (
+    Load,
+    LoadResponse,
     ModelReady,
     ReadyResponse,
     Reload,
     ReloadResponse,
     ServerReady,
+    Unload,
     Update,
     UpdateResponse,
 )
+from weightd_protocol.messages.inference import Error
 from weightd_protocol.messages.types import ClientMessage
 
 from .conftest import Ctl, X, fails
@@ -108,6 +112,39 @@ def test_slow_update_and_silent_daemon(ctl: Ctl, daemon: FakeDaemon) -> None:
     assert "the daemon does not respond" in ran.err
 
 
+# --- load, unload, retry and restart ----------------------------------------------------------------------------------
+
+
+def loads(message: ClientMessage, _: Sequence[bytes]) -> List[List[Any]]:
+    """Load and unload any model except "slow", which gets no response, and "bad", which fails."""
+    if not isinstance(message, (Load, Unload)):
+        return list(echo(message, ()))
+    if message.model_name == "slow":
+        return []
+    if message.model_name == "bad":
+        return [encode(Error(message.id, "FAILED_PRECONDITION", "bad: no such file"))]
+    done = "unloaded" if isinstance(message, Unload) else message.action
+    return [encode(LoadResponse(message.id, message.model_name, done))]
+
+
+@pytest.mark.parametrize("command", ["load", "retry", "restart", "unload"])
+def test_load_commands_print_the_state(ctl: Ctl, daemon: FakeDaemon, command: str) -> None:
+    daemon.handle = loads
+    state = "unloaded" if command == "unload" else command
+    assert ctl(command, "a", "b") == (exit_codes.OK, f"a: {state}\nb: {state}\n", "")
+    assert json.loads(ctl("--json", command, "a").out) == {"a": {"state": state}}
+
+
+def test_load_commands_continue_after_an_error(ctl: Ctl, daemon: FakeDaemon) -> None:
+    daemon.handle = loads
+    late = "slow: load not complete after 0.3 s and continues; see `weightctl status slow`"
+    assert ctl("--timeout", "0.3", "load", "slow") == (exit_codes.NOT_YET, "", f"DEADLINE_EXCEEDED: {late}\n")
+    assert ctl("--timeout", "0.3", "load", "slow", "a") == (exit_codes.NOT_YET, f"{late}\na: load\n", "")
+    ran = ctl("--timeout", "0.3", "load", "bad", "slow")
+    assert ran == (exit_codes.ERROR, f"bad: no such file\n{late}\n", "")
+    assert ctl("load", "bad").err == "FAILED_PRECONDITION: bad: no such file\n"
+
+
 # --- health and reload ------------------------------------------------------------------------------------------------
 
 
@@ -139,8 +176,8 @@ def test_reload(ctl: Ctl, daemon: FakeDaemon) -> None:
     assert ctl("reload") == (exit_codes.ERROR, "", "INVALID_ARGUMENT: weightd.toml: not TOML\n")
 
 
-@pytest.mark.parametrize("verb", ["reload", "update m --rollback"])
-def test_zeromq_operation_error_has_a_hint(ctl: Ctl, daemon: FakeDaemon, verb: str) -> None:
+@pytest.mark.parametrize("command", ["reload", "update m --rollback"])
+def test_zeromq_operation_error_has_a_hint(ctl: Ctl, daemon: FakeDaemon, command: str) -> None:
     daemon.handle = fails("PERMISSION_DENIED", "may not")
     hint = "this connection uses ZeroMQ; use --socket unix:///PATH for the Unix socket"
-    assert ctl(*verb.split()) == (exit_codes.ERROR, "", f"PERMISSION_DENIED: may not; {hint}\n")
+    assert ctl(*command.split()) == (exit_codes.ERROR, "", f"PERMISSION_DENIED: may not; {hint}\n")
