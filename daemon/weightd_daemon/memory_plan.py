@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,7 +70,7 @@ class MemoryPlan(NamedTuple):
             yield f"plan: all models together need {total}; there is no budget (max_model_bytes)"
             return
         yield f"plan: the budget is {format_mib(self.budget)}, all models together need {total}"
-        waiting = [each.name for each in self.models if each.name not in self.together]
+        waiting = [each.name for each in self.models if each.name not in (*self.together, *self.never)]
         yield f"plan: loaded together: {', '.join(self.together) or 'none'}"
         if waiting:
             yield f"plan: loaded only after others are unloaded: {', '.join(waiting)}"
@@ -108,10 +108,15 @@ def _plan_model(name: str, model: ModelConfig, measured: NeedRecord | None) -> P
         file_bytes = 0
     if measured is not None and measured.file_bytes == file_bytes:
         return PlannedModel(name, model.load, measured.nbytes, is_measured=True)
-    workers = model.max_workers + (model.spares or 0)
-    copies = (1 if model.sharing != "off" else workers) * len(model.devices_by_weight_copy)
-    request = ResourceRequest(file_bytes, copies, workers, 1 + workers, 0)
-    return PlannedModel(name, model.load, estimate_bytes(request), is_measured=False)
+    requests = (_request(model, file_bytes, devices) for devices in model.devices_by_weight_copy.values())
+    return PlannedModel(name, model.load, sum(map(estimate_bytes, requests)), is_measured=False)
+
+
+def _request(model: ModelConfig, file_bytes: int, devices: Sequence[str]) -> ResourceRequest:
+    """Return what the processes of a model on devices that share a copy of the weights take."""
+    worker_count = (model.max_workers + (model.spares or 0)) * len(devices)
+    copy_count = worker_count if model.sharing == "off" else 1
+    return ResourceRequest(file_bytes, copy_count, worker_count, 1 + worker_count, 0)
 
 
 def _measured_needs(path: Path) -> dict[str, NeedRecord]:
