@@ -10,7 +10,9 @@ from testkit import mindir
 HOME = "/opt/weightd"
 PYTHON = f"{HOME}/venv/bin/python"
 MSLITE_PYTHON = f"{HOME}/venv-mslite/bin/python"
-SOURCES = ("client", "common", "ctl", "daemon", "gateway", "worker", "protocol", "tests/support")
+PACKAGES = ("client", "common", "ctl", "daemon", "gateway", "worker", "protocol")
+DIRECTORIES = (*PACKAGES, "systemd", "tests")
+SOURCES = (*PACKAGES, "tests/support")
 ENV = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8", "SYSTEMD_PAGER": "", "SYSTEMD_COLORS": "0"}
 
 UNITS = Path("/lib/systemd/system")
@@ -42,7 +44,9 @@ def write(scratch: Path) -> None:
     for unit in _booted():
         files.link(f"run/systemd/system/{unit}", "/dev/null")
     files.write("etc/fstab", "")
-    binds = {"/var/cache": scratch / "var-cache", f"{HOME}/source": mindir.REPOSITORY}
+    binds = {"/var/cache": scratch / "var-cache"}
+    # Not the repository itself: only its owner may be able to enter it, as after `git clone . $(mktemp -d)`.
+    binds.update({f"{HOME}/source/{each}": mindir.REPOSITORY / each for each in DIRECTORIES})
     _python(files, binds, "", Path(sys.executable))
     mslite = mindir.REPOSITORY / ".venv-mslite/bin/python"
     if mslite.exists():
