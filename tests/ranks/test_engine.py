@@ -43,7 +43,7 @@ def test_answers_of_any_batch_size_equal_library(group: Group, rows: int) -> Non
 
 def test_rejects_empty_input(group: Group) -> None:
     before = outputs(group.ask("predict", inputs(3)))
-    with pytest.raises(RankError, match=r"RankRejected: input x: it has no elements"):
+    with pytest.raises(RankError, match=r"RankRejected: input x: has no elements"):
         group.ask("predict", inputs(0))
     assert np.array_equal(outputs(group.ask("predict", inputs(3))), before)
 
