@@ -262,7 +262,8 @@ class RpcHandlers:
 
         gRPC's library does not report a message before it is complete, but stores the part that has arrived. After the
         grace period, an authenticated call therefore reserves the maximum size of a message, and an unauthenticated
-        call fails. If the method expects a short message, the relay forwards only the beginning of a long one.
+        call fails. If the method expects a short message, the relay forwards only the beginning of a long one, and the
+        call fails at the next of the checks that follow each grace period.
 
         Raises:
             InvalidArgument: the client sent no message.
@@ -271,7 +272,10 @@ class RpcHandlers:
             ResourceExhausted: the bytes are in use at the moment.
         """
 
+        has_reserved = False
+
         def on_slow() -> None:
+            nonlocal has_reserved
             if self._connections.is_full(context.peer()):
                 # The bytes may belong to another call of the connection; gRPC's library does not say to which.
                 raise TooLarge(
@@ -280,12 +284,14 @@ class RpcHandlers:
                 )
             if is_unauthenticated:
                 _raise_deadline_exceeded(RECEIVE_GRACE_S)
-            permit.reserve(self.max_bytes)
+            if not has_reserved:
+                permit.reserve(self.max_bytes)
+                has_reserved = True
 
         expected = self.receiving(context) if max_bytes > MAX_SMALL_MESSAGE_BYTES else nullcontext()
         with (
             expected,
-            _call_after(RECEIVE_GRACE_S, on_slow),
+            _call_every(RECEIVE_GRACE_S, on_slow),
             receive_deadline(self._receive_timeout_s, " (receive_timeout)"),
         ):
             message = await context.read()
@@ -383,13 +389,13 @@ def receive_deadline(timeout_s: float, setting: str = "") -> Generator[None, Non
     Raises:
         DeadlineExceeded: the time is over; `setting` names the setting in the error text.
     """
-    with _call_after(timeout_s, partial(_raise_deadline_exceeded, timeout_s, setting)):
+    with _call_every(timeout_s, partial(_raise_deadline_exceeded, timeout_s, setting)):
         yield
 
 
 @contextmanager
-def _call_after(seconds: float, on_timeout: Callable[[], None]) -> Generator[None, None, None]:
-    """Call `on_timeout` if the block takes longer than `seconds`; if that raises an error, the block ends with it."""
+def _call_every(seconds: float, on_timeout: Callable[[], None]) -> Generator[None, None, None]:
+    """Call `on_timeout` every `seconds` during the block; if that raises an error, the block ends with it."""
     task, loop = cast("asyncio.Task[Any]", asyncio.current_task()), asyncio.get_running_loop()
     error: RequestError | None = None
     timer: asyncio.TimerHandle
@@ -405,6 +411,8 @@ def _call_after(seconds: float, on_timeout: Callable[[], None]) -> Generator[Non
         except RequestError as raised:
             error = raised
             task.cancel()
+        else:
+            timer = loop.call_later(seconds, on_timer)
 
     timer = loop.call_later(seconds, on_timer)
     try:

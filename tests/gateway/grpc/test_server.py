@@ -447,6 +447,18 @@ def test_full_connection_does_not_block_others() -> None:
         assert not server.service.admission.reserved_bytes
 
 
+def test_rejects_long_message_that_begins_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "RECEIVE_GRACE_S", 0.05)
+    with served(tcp=True) as server, connected(server.target) as channel:
+
+        def late() -> Any:
+            until(lambda: server.service.admission.reserved_bytes, "the first check of the call is over")
+            yield bytes(16 * 2**20)
+
+        ask = partial(channel.stream_unary(METHOD("TraceSetting")), late(), timeout=LIMIT_S)
+        assert code_of(ask) == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
 def test_anonymous_streams_do_not_exhaust_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
