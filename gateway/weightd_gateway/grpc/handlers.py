@@ -271,7 +271,6 @@ class RpcHandlers:
             DeadlineExceeded: the message did not arrive in time.
             ResourceExhausted: the bytes are in use at the moment.
         """
-
         has_reserved = False
 
         def on_slow() -> None:
